@@ -1,0 +1,271 @@
+"""The typed schema of a run: what a recipe, its groups and the overrides come to.
+
+Plain frozen dataclasses, so that every other module can use them without knowing how they were filled.
+`canzona_cli.config.compose` fills them from Hydra and reports all mistakes at once. A field whose type admits
+`None` is chosen by `canzona_cli.cluster.fit` unless the user sets it; every other field has its value after
+composition.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Discriminator
+
+Strategy = Literal["canzona", "asc", "layerwise", "sc"]
+OptimizerName = Literal["adamw", "muon", "shampoo", "soap"]
+Precision = Literal["bf16", "fp32"]
+Recompute = Literal["none", "selective", "full"]
+Device = Literal["cpu", "cuda"]
+DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Qwen3 family (RMSNorm, QK-norm, SwiGLU, GQA, RoPE, no bias)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads (GQA groups)."""
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    """Whether the output layer shares the embedding's weight."""
+    rope_base: float = 1_000_000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one model is spread over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks; auto when null."""
+    pp: int | None = None
+    """Pipeline stages; auto when null."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    sequence_parallel: bool | None = None
+    """Shard activations of norms over TP ranks; needs Transformer Engine. Auto when null: on with it and tp > 1."""
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    bucket_elements: int | None = None
+    """Elements in one gradient bucket; auto when null: Megatron's max(40M, 1M * dp)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The job: how long, on how much data a step, in which precision."""
+
+    steps: int
+    seq_length: int
+    batch_tokens: int
+    """Tokens of one optimizer step to aim for when `global_batch_size` is null."""
+    global_batch_size: int | None = None
+    """Sequences of one optimizer step over all ranks; auto when null: the multiple of dp nearest to `batch_tokens`."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward pass on one data-parallel rank; auto when null."""
+    recompute: Recompute | None = None
+    """Activation recomputation: none, selective (core attention), full (whole layers); auto when null."""
+    precision: Precision = "bf16"
+    """bf16: bf16 weights with fp32 masters. fp32: everything in fp32."""
+    grad_reduce_dtype: Precision = "fp32"
+    """What data-parallel gradient reduction adds up in."""
+    seed: int = 1234
+    eval_interval: int = 100
+    """Steps between validations; 0 for none. Validation also runs before step 1 and after the last step."""
+    eval_batches: int = 8
+    """Global batches a validation reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up, then a decay."""
+
+    decay: DecayStyle = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """Step at which the rate has reached its minimum; null: `train.steps`."""
+    wsd_decay_steps: int | None = None
+    """For wsd, the length of the final decay; null: a tenth of `decay_steps`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerBase:
+    """What every optimizer shares. The AdamW values also govern embeddings, output layer, norms and biases."""
+
+    lr: float
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    """Decoupled; 1-D parameters (norms, biases) are excluded."""
+    clip_grad: float = 1.0
+    """Maximum global gradient norm; 0 switches clipping off."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerBase):
+    """AdamW on every parameter, by Megatron's DistributedOptimizer."""
+
+    name: Literal["adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerBase):
+    """Muon on matrices, AdamW on the rest (Jordan et al. 2024)."""
+
+    name: Literal["muon"]
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    coefficients: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols))."""
+    scale_factor: float = 0.2
+    """Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025)."""
+    split_qkv: bool = True
+    """Update q, k and v as separate matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooConfig(OptimizerBase):
+    """Shampoo on matrices, AdamW on the rest (Gupta et al. 2018)."""
+
+    name: Literal["shampoo"]
+    shampoo_beta: float = 0.95
+    precondition_frequency: int = 10
+    """Steps between refreshes of the inverse roots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig(OptimizerBase):
+    """SOAP on matrices, AdamW on the rest (Vyas et al. 2024)."""
+
+    name: Literal["soap"]
+    shampoo_beta: float = 0.95
+    precondition_frequency: int = 10
+    """Steps between refreshes of the eigenbases."""
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig | ShampooConfig | SoapConfig, Discriminator("name")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Who updates the matrices."""
+
+    strategy: Strategy
+    """sc and layerwise are Megatron's own ways; asc and canzona execute a Plan. AdamW alone needs none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A hardware profile, and how many machines of it a job takes."""
+
+    name: str
+    device: Device
+    gpus_per_node: int
+    """Ranks one machine carries (GPUs, or CPU processes)."""
+    memory_gib: float
+    """Memory of one GPU (or of one CPU rank), GiB."""
+    reserved_gib: float
+    """Of that, what the driver, the communication library and the allocator's fragmentation take, GiB."""
+    bf16_tflops: float
+    """Dense bf16 matrix-multiply peak of one GPU, TFLOP/s; what model FLOP utilisation is measured against."""
+    memory_gb_per_s: float
+    """Memory bandwidth of one GPU, GB/s (1e9 bytes)."""
+    intra_node_gb_per_s: float
+    """One GPU to its peers inside a machine, one direction, GB/s."""
+    inter_node_gb_per_s: float
+    """One GPU to another machine, one direction, GB/s."""
+    transformer_engine: bool = False
+    """Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention)."""
+    nodes: int | None = None
+    """Machines; auto when null: gpus / gpus_per_node, rounded up."""
+    node_rank: int | None = None
+    """This machine's number when several are started by hand."""
+    rdzv_endpoint: str | None = None
+    """host:port every machine can reach; needed when nodes > 1."""
+    rdzv_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    source: Literal["stdlib", "prepared"]
+    """stdlib: the Python standard library's own sources, tokenised once and cached. prepared: `canzona data prepare`."""
+    path: str | None = None
+    """For prepared: the prefix of the .bin/.idx pair, without extension."""
+    tokenizer: str = "byte"
+    """For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json."""
+    tokenizer_vocab_size: int = 16384
+    """Entries of a bpe trained on the spot."""
+    validation_fraction: float = 0.02
+    """Share of the documents held out, from the end."""
+    cache_dir: str | None = None
+    """Prepared corpora and sample indices; null: $CANZONA_CACHE, else ~/.cache/canzona."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Where a run leaves its files, and what it says on the way."""
+
+    dir: str | None = None
+    """The run directory; null: `<root>/<recipe>-<time>`."""
+    root: str = "runs"
+    log_interval: int = 1
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything `canzona train` needs to know."""
+
+    name: str
+    """The recipe's name."""
+    gpus: int
+    """Ranks in all (GPUs, or CPU processes on a CPU cluster profile)."""
+    model: ModelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    cluster: ClusterConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunSettings = field(default_factory=RunSettings)
+    description: str = ""
+    """One line for `canzona recipes list`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A resolved spread of one job over its ranks; all numbers concrete, `gpus == tp * pp * cp * dp`."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    micro_batch_size: int
+    """Sequences."""
+    num_microbatches: int
+    """Micro-batches of one step on one data-parallel rank (gradient accumulation)."""
+    global_batch_size: int
+    """Sequences; `dp * micro_batch_size * num_microbatches`."""
+    recompute: Recompute
+    sequence_parallel: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp

@@ -1,0 +1,79 @@
+"""The error family of canzona: each class is one exit code, each problem is written for the person at the terminal."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """What a finished `canzona` process tells its caller."""
+
+    OK = 0
+    CONFIG = 2
+    ENVIRONMENT = 3
+    MEMORY = 4
+    CHECKPOINT = 5
+    CRASH = 70
+    HANG = 71
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, with what to do about it."""
+
+    key: str
+    """The setting or place, as the user would type it: `parallel.tp`, `data.path`, `gpus`."""
+    value: object = None
+    """What was found there; `None` when there is nothing to show."""
+    reason: str
+    """Why it cannot work, in one sentence without a final full stop."""
+    fix: str = ""
+    """What to type or do instead; empty only when the reason already says it."""
+
+
+class CanzonaError(Exception):
+    """A failure the user can act on. Carries every problem found, never only the first."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.CRASH
+    headline: ClassVar[str] = "Failed"
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("; ".join(f"{p.key}: {p.reason}" for p in problems))
+
+
+class ConfigError(CanzonaError):
+    """Bad configuration or usage."""
+
+    exit_code = ExitCode.CONFIG
+    headline = "Bad configuration"
+
+
+class EnvironmentProblem(CanzonaError):
+    """This machine lacks something the job needs: GPUs, a package, a free port, a writable place."""
+
+    exit_code = ExitCode.ENVIRONMENT
+    headline = "This machine cannot run it"
+
+
+class DoesNotFit(CanzonaError):
+    """The job needs more memory per GPU than the cluster profile has."""
+
+    exit_code = ExitCode.MEMORY
+    headline = "Does not fit in memory"
+
+
+class WorkerCrashed(CanzonaError):
+    """A worker process ended with an error of its own."""
+
+    exit_code = ExitCode.CRASH
+    headline = "A worker crashed"
+
+
+class Interrupted(CanzonaError):
+    """The user asked the run to stop."""
+
+    exit_code = ExitCode.INTERRUPTED
+    headline = "Interrupted"
