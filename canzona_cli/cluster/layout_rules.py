@@ -1,0 +1,193 @@
+"""Which layouts are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for, before any memory question.
+
+Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
+Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `DotProductAttention` (no context parallelism
+without Transformer Engine), `get_num_layers_to_build` (even pipeline stages), `WrappedTorchNorm` (no sequence parallelism),
+`get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
+"""
+
+from collections.abc import Iterator
+
+from canzona_cli.config.schema import ModelConfig, RunConfig
+from canzona_cli.errors import Problem
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a positive number, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])
+
+
+def possible_tp(model: ModelConfig) -> tuple[int, ...]:
+    """Tensor-parallel sizes that leave whole heads, whole query groups and equal slices on every rank, ascending."""
+    sizes = (model.num_attention_heads, model.ffn_hidden_size, model.vocab_size)
+    return tuple(tp for tp in divisors(model.num_query_groups) if all(size % tp == 0 for size in sizes))
+
+
+def layout_problems(config: RunConfig) -> list[Problem]:
+    """Everything about the sizes, the parallelism and the batch of a run that cannot work; empty when it can.
+
+    A size below 1 makes the divisibility questions meaningless, so those are reported alone.
+    """
+    return list(_sizes(config)) or [*_parallelism(config), *_machines(config), *_batch(config)]
+
+
+def _sizes(config: RunConfig) -> Iterator[Problem]:
+    model, train, parallel, cluster = config.model, config.train, config.parallel, config.cluster
+    sizes: dict[str, int | None] = {
+        "gpus": config.gpus,
+        "parallel.tp": parallel.tp,
+        "parallel.pp": parallel.pp,
+        "parallel.cp": parallel.cp,
+        "model.num_layers": model.num_layers,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.num_query_groups,
+        "model.head_dim": model.head_dim,
+        "model.vocab_size": model.vocab_size,
+        "train.seq_length": train.seq_length,
+        "train.batch_tokens": train.batch_tokens,
+        "train.global_batch_size": train.global_batch_size,
+        "train.micro_batch_size": train.micro_batch_size,
+        "cluster.gpus_per_node": cluster.gpus_per_node,
+        "cluster.nodes": cluster.nodes,
+    }
+    for key, value in sizes.items():
+        if value is not None and value < 1:
+            yield Problem(key=key, value=value, reason="must be at least 1", fix=f"set {key}=1 or more")
+
+
+def _parallelism(config: RunConfig) -> Iterator[Problem]:
+    model, parallel, train = config.model, config.parallel, config.train
+    if model.num_attention_heads % model.num_query_groups:
+        yield Problem(
+            key="model.num_query_groups",
+            value=model.num_query_groups,
+            reason=f"does not divide the {model.num_attention_heads} attention heads",
+            fix=f"use one of {_listed(divisors(model.num_attention_heads))}",
+        )
+    tp, pp, cp = parallel.tp, parallel.pp, parallel.cp
+    if tp is not None and tp not in possible_tp(model):
+        cut = {
+            "attention heads": model.num_attention_heads,
+            "key/value heads": model.num_query_groups,
+            "ffn rows": model.ffn_hidden_size,
+            "vocabulary entries": model.vocab_size,
+        }
+        uneven = " or ".join(f"{count} {what}" for what, count in cut.items() if count % tp)
+        yield Problem(
+            key="parallel.tp",
+            value=tp,
+            reason=f"cannot cut {uneven} into {tp} equal parts",
+            fix=f"use one of {_listed(possible_tp(model))}",
+        )
+    if pp is not None and model.num_layers % pp:
+        yield Problem(
+            key="parallel.pp",
+            value=pp,
+            reason=f"cannot cut {model.num_layers} layers into {pp} equal stages",
+            fix=f"use one of {_listed(divisors(model.num_layers))}",
+        )
+    spread = (tp or 1) * (pp or 1) * cp
+    if config.gpus % spread:
+        used = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else None}
+        product = " * ".join(f"{name} {size}" for name, size in used.items() if size is not None)
+        above = -(-config.gpus // spread) * spread
+        below = above - spread
+        yield Problem(
+            key="gpus",
+            value=config.gpus,
+            reason=f"is not a multiple of {product} = {spread}, the ranks one copy of the model takes",
+            fix=f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size",
+        )
+    te = config.cluster.transformer_engine
+    if cp > 1 and not te:
+        yield Problem(
+            key="parallel.cp",
+            value=cp,
+            reason="context parallelism needs Transformer Engine's attention, which this cluster profile does not use",
+            fix="set parallel.cp=1, or cluster.transformer_engine=true where it is installed",
+        )
+    if cp > 1 and train.seq_length % (2 * cp):
+        yield Problem(
+            key="train.seq_length",
+            value=train.seq_length,
+            reason=f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention",
+            fix=f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}",
+        )
+    if parallel.sequence_parallel:
+        if not te:
+            yield Problem(
+                key="parallel.sequence_parallel",
+                value=True,
+                reason="sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use",
+                fix="set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed",
+            )
+        if tp == 1:
+            yield Problem(
+                key="parallel.sequence_parallel",
+                value=True,
+                reason="there is nothing to shard over with parallel.tp=1",
+                fix="set parallel.sequence_parallel=false, or a larger parallel.tp",
+            )
+        if tp is not None and tp > 1 and train.seq_length % (tp * cp):
+            yield Problem(
+                key="train.seq_length",
+                value=train.seq_length,
+                reason=f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism",
+                fix=f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}",
+            )
+
+
+def _machines(config: RunConfig) -> Iterator[Problem]:
+    gpus, per_node, nodes = config.gpus, config.cluster.gpus_per_node, config.cluster.nodes
+    if nodes is None:
+        if gpus > per_node and gpus % per_node:
+            below = gpus // per_node * per_node
+            yield Problem(
+                key="gpus",
+                value=gpus,
+                reason=f"is not a whole number of machines with {per_node} GPUs each",
+                fix=f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node",
+            )
+    elif gpus % nodes:
+        yield Problem(
+            key="cluster.nodes",
+            value=nodes,
+            reason=f"does not share out {gpus} GPUs evenly",
+            fix="torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null",
+        )
+    elif gpus // nodes > per_node:
+        yield Problem(
+            key="cluster.nodes",
+            value=nodes,
+            reason=f"puts {gpus // nodes} ranks on a machine that has {per_node}",
+            fix=f"use cluster.nodes={-(-gpus // per_node)} or leave it null",
+        )
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    parallel, train = config.parallel, config.train
+    batch, micro = train.global_batch_size, train.micro_batch_size
+    if batch is None:
+        return
+    if parallel.tp is not None and parallel.pp is not None:
+        spread = parallel.tp * parallel.pp * parallel.cp
+        dp = config.gpus // spread if config.gpus % spread == 0 else 1
+    else:
+        dp = 1  # still open: the fit looks for one that divides the batch
+    step = dp * (micro or 1)
+    if batch % step:
+        what = " * ".join(f"{name} {n}" for name, n in (("dp", dp), ("micro-batch", micro)) if n is not None and n > 1)
+        above = -(-batch // step) * step
+        yield Problem(
+            key="train.global_batch_size",
+            value=batch,
+            reason=f"is not a multiple of {what}" + (f" = {step}" if " * " in what else ""),
+            fix=f"use {above}" + (f" or {above - step}" if above > step else ""),
+        )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(str(number) for number in numbers)
