@@ -1,0 +1,85 @@
+"""Every problem of an error reaches the reader whole, literally, and inside the width of the terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, Problem
+from canzona_cli.report.errors import render_error
+
+
+def shown(error: CanzonaError, width: int, *, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, legacy_windows=False)
+    console.print(render_error(error))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+MISTAKES = ConfigError(
+    Problem(key="parallel.tp", value=3, reason="16 attention heads do not divide by 3", fix="choose 1, 2, 4, 8 or 16"),
+    Problem(
+        key="data.path",
+        value="/a/rather/long/path/" + "directory/" * 12 + "corpus",
+        reason="the index is shorter than its header says, so the file was truncated while it was copied or written",
+        fix="prepare it again: canzona data prepare --output /a/rather/long/path INPUT.jsonl --tokenizer byte",
+    ),
+    Problem(key="recipe", value="[red]x[/red]", reason="there is no recipe named [bold]x[/bold]"),
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_exceeds_the_width_and_no_text_is_lost(width: int) -> None:
+    out = shown(MISTAKES, width)
+    assert max(len(line) for line in out.splitlines()) <= width
+    joined = "".join(out.split())
+    for problem in MISTAKES.problems:
+        for part in (problem.key, str(problem.value), problem.reason, problem.fix):
+            assert "".join(part.split()) in joined
+
+
+def test_headline_counts_problems_only_when_there_are_several() -> None:
+    assert shown(MISTAKES, 80).splitlines()[0] == "Bad configuration: 3 problems"
+    one = DoesNotFit(Problem(key="gpus", value=1, reason="too large"))
+    assert shown(one, 80).splitlines()[0] == "Does not fit in memory"
+    assert shown(ConfigError(), 80).splitlines() == ["Bad configuration"]
+
+
+def test_one_problem_reads_as_place_reason_and_fix() -> None:
+    error = ConfigError(MISTAKES.problems[0])
+    assert shown(error, 80).splitlines() == [
+        "Bad configuration",
+        "",
+        "  parallel.tp = 3",
+        "    16 attention heads do not divide by 3",
+        "    → choose 1, 2, 4, 8 or 16",
+    ]
+
+
+def test_piped_output_has_no_escape_codes_and_no_trailing_spaces() -> None:
+    out = shown(MISTAKES, 80)
+    assert "\x1b" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_a_terminal_gets_colours() -> None:
+    assert "\x1b[" in shown(MISTAKES, 80, terminal=True)
+
+
+def test_control_characters_of_user_text_are_shown_not_obeyed() -> None:
+    hostile = "a\x1b[2Jb\rc\nd"
+    out = shown(ConfigError(Problem(key=hostile, value=hostile, reason="no", fix="")), 80)
+    assert "\x1b" not in out
+    assert "\r" not in out
+    assert "a\\x1b[2Jb\\rc\\nd = a\\x1b[2Jb\\rc\\nd" in out
+
+
+def test_an_empty_value_is_visible() -> None:
+    assert "run.dir = ''" in shown(ConfigError(Problem(key="run.dir", value="", reason="is empty")), 80)
+
+
+def test_ascii_terminals_get_an_ascii_arrow() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=file, width=80).print(render_error(ConfigError(MISTAKES.problems[0])))
+    file.seek(0)
+    assert "    -> choose 1, 2, 4, 8 or 16" in file.read()
