@@ -1,0 +1,38 @@
+"""What watches a run: the protocol between the launcher, which reads the run directory's files, and what is shown."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+RunStatus = Literal["done", "failed", "interrupted"]
+
+
+class TrainView(Protocol):
+    """Receives a run's records in the order they were written; every mapping is one JSON line of the run directory.
+
+    No method raises because of a record: a missing or non-finite number is shown as such.
+    """
+
+    def header(self, *, run_dir: Path, corpus: Mapping[str, object] | None = None) -> None:
+        """Say what is about to run. `corpus`: corpus.json's content (`tokenizer`, `tokens`, `documents`, ...)."""
+        ...
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done; fits `ensure_corpus`."""
+        ...
+
+    def stage(self, event: Mapping[str, object]) -> None:
+        """One line of events.jsonl: `stage`, `detail`, `time`. The previous stage ends with it."""
+        ...
+
+    def step(self, metrics: Mapping[str, object]) -> None:
+        """One line of metrics.jsonl."""
+        ...
+
+    def validation(self, record: Mapping[str, object]) -> None:
+        """One line of validation.jsonl: `step`, `loss`."""
+        ...
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        """Leave the last frame, restore the terminal and say how it ended. Calling it again does nothing."""
+        ...
