@@ -1,9 +1,9 @@
-"""Which layouts are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for, before any memory question.
+"""Which layouts are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
 
 Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
-Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `DotProductAttention` (no context parallelism
-without Transformer Engine), `get_num_layers_to_build` (even pipeline stages), `WrappedTorchNorm` (no sequence parallelism),
-`get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
+Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `DotProductAttention` (no context
+parallelism without Transformer Engine), `get_num_layers_to_build` (even pipeline stages), `WrappedTorchNorm` (no
+sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
 """
 
 from collections.abc import Iterator

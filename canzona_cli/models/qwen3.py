@@ -1,0 +1,109 @@
+"""Parameters and FLOPs of the Qwen3 family (dense), from its shapes alone.
+
+Shapes per layer, as (rows, columns) with outputs first: q (heads * head_dim, hidden), k and v
+(groups * head_dim, hidden), proj (hidden, heads * head_dim), gate and up (ffn, hidden), down (hidden, ffn).
+Source: Qwen3 Technical Report, arXiv 2505.09388, and the published `config.json` files.
+"""
+
+from dataclasses import dataclass
+
+from canzona_cli.config.schema import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of a whole model, by what they are."""
+
+    embedding: int
+    output: int
+    """The output layer's own weight; 0 when it is the embedding's."""
+    attention: int
+    """q, k, v and proj of all layers."""
+    mlp: int
+    """gate, up and down of all layers."""
+    norms: int
+    """RMSNorm weights: two per layer, q and k norms, and the final one."""
+
+    @property
+    def layer_matrices(self) -> int:
+        """What a matrix optimizer updates: every 2-D weight but the embedding and the output layer."""
+        return self.attention + self.mlp
+
+    @property
+    def non_embedding(self) -> int:
+        """Without the embedding and the output layer, as the model cards count it."""
+        return self.layer_matrices + self.norms
+
+    @property
+    def total(self) -> int:
+        """Every weight once; a tied output layer is not counted again."""
+        return self.non_embedding + self.embedding + self.output
+
+
+def attention_parameters(model: ModelConfig) -> int:
+    """q, k, v and proj of one layer."""
+    return 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_query_groups)
+
+
+def mlp_parameters(model: ModelConfig) -> int:
+    """gate, up and down of one layer."""
+    return 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """The two norms of one layer, and its q and k norms (one weight per head dimension)."""
+    return 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+
+
+def parameter_count(model: ModelConfig) -> ParameterCount:
+    """Counts every weight of the model."""
+    vocabulary = model.vocab_size * model.hidden_size
+    return ParameterCount(
+        embedding=vocabulary,
+        output=0 if model.tied_embeddings else vocabulary,
+        attention=model.num_layers * attention_parameters(model),
+        mlp=model.num_layers * mlp_parameters(model),
+        norms=model.num_layers * norm_parameters(model) + model.hidden_size,
+    )
+
+
+def forward_flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of `seq_length` tokens.
+
+    Two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding is a look-up),
+    plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer, halved because a causal
+    token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
+    """
+    count = parameter_count(model)
+    output_layer = model.vocab_size * model.hidden_size
+    attention_core = 2 * seq_length * model.num_attention_heads * model.head_dim * model.num_layers
+    return 2.0 * (count.layer_matrices + output_layer) + attention_core
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Model FLOPs of one token's forward and backward pass: the numerator of model FLOP utilisation.
+
+    Three times the forward's: the backward multiplies once for the input's and once for the weight's gradient. Work
+    repeated by activation recomputation does not count. Convention of PaLM (arXiv 2204.02311, appendix B) with the
+    causal half and the output layer included, as Megatron-LM's `num_floating_point_operations` has it.
+    """
+    return 3.0 * forward_flops_per_token(model, seq_length)
+
+
+def fused_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's weights as Megatron stores them: linear_proj, linear_qkv, linear_fc1, linear_fc2.
+
+    In the order the modules are created, which is the order of Megatron's gradient buffers.
+    """
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_query_groups * model.head_dim
+    return ((hidden, queries), (queries + 2 * keys, hidden), (2 * ffn, hidden), (hidden, ffn))
+
+
+def split_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices with qkv and fc1 split: proj, q, k, v, gate, up, down."""
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_query_groups * model.head_dim
+    return ((hidden, queries), (queries, hidden), *((keys, hidden),) * 2, *((ffn, hidden),) * 2, (hidden, ffn))

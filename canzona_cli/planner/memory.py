@@ -1,0 +1,246 @@
+"""Memory one GPU needs for a run, from shapes alone: what lives on it, part by part, for the worst rank.
+
+Persistent state follows from how Megatron-core 0.19 keeps it (see `optimizer_state`); activations follow Korthikanti
+et al. 2022 (arXiv 2205.05198, section 4) rewritten for SwiGLU, grouped-query attention, QK-norm and no dropout (see
+`layer_activations`). Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.models import qwen3
+from canzona_cli.planner.placement import Placement, balance, layerwise
+
+GIB = 1 << 30
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on the rank that needs most, beside what its GPU has."""
+
+    parts: Mapping[str, int]
+    """weights, gradients, optimizer, activations, logits, workspace. What is never alive together counts once:
+    `workspace` is only what it needs beyond the memory that logits or activations have freed by then."""
+    worst_rank: str
+    """Which rank that is: `every rank`, or `pp stage 0`."""
+    capacity: int
+    """Memory of the cluster profile's GPU less what it reserves."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step: weights, gradient buffers and optimizer state."""
+        return self.parts["weights"] + self.parts["gradients"] + self.parts["optimizer"]
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWeights:
+    """Parameters one tensor-parallel rank of one pipeline stage stores."""
+
+    matrices: int
+    """Elements in 2-D layer weights."""
+    others: int
+    """Elements AdamW updates: embedding, output layer, norms."""
+    largest: int
+    """Elements of the largest single parameter."""
+
+
+def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
+    """Memory of the worst rank of `layout`.
+
+    Only the first and the last stage can be the worst: the first has the embedding and the most micro-batches in
+    flight, the last the output layer and the logits.
+    """
+    candidates = {stage: _stage_parts(config, layout, stage) for stage in sorted({0, layout.pp - 1})}
+    stage = max(candidates, key=lambda s: sum(candidates[s].values()))
+    return MemoryEstimate(
+        parts=MappingProxyType(candidates[stage]),
+        worst_rank="every rank" if layout.pp == 1 else f"pp stage {stage}",
+        capacity=capacity(config),
+    )
+
+
+def capacity(config: RunConfig) -> int:
+    """Bytes of one GPU a run may use."""
+    return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
+
+
+def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
+    """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
+    model, t = config.model, layout.tp
+    layers = model.num_layers // layout.pp
+    shapes = qwen3.fused_shapes(model)
+    vocabulary = model.vocab_size * model.hidden_size // t
+    first, last = stage == 0, stage == layout.pp - 1
+    copies = int(first) + int(last and not (first and model.tied_embeddings))
+    others = layers * qwen3.norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
+    return StageWeights(
+        matrices=layers * sum(rows * cols // t for rows, cols in shapes),
+        others=others,
+        largest=max(vocabulary if copies else 0, *(rows * cols // t for rows, cols in shapes)),
+    )
+
+
+def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
+    """Who holds the matrices' optimizer state on a stage; None where it is not divided by whole matrices.
+
+    layerwise: Megatron's own packing of TP fragments over D * c ranks, padding included. canzona: whole matrices
+    over the D * c * t cells of the grid, balanced by state. asc: the same cells in natural order, unbalanced.
+    """
+    if config.optimizer.name == "adamw" or config.engine.strategy == "sc":
+        return None
+    model, shards = config.model, layout.dp * layout.cp
+    layers = model.num_layers // layout.pp
+    if config.engine.strategy == "layerwise":
+        bucket = config.parallel.bucket_elements or max(40_000_000, 1_000_000 * shards)
+        overlap = config.parallel.overlap_grad_reduce and stage == 0  # Megatron buckets only the first stage
+        sizes = tuple(rows * cols // layout.tp for rows, cols in qwen3.fused_shapes(model))
+        return layerwise(sizes, layers, shards, bucket if overlap else None)
+    return balance(qwen3.split_shapes(model), layers, shards * layout.tp, in_order=config.engine.strategy == "asc")
+
+
+def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
+    """Masters and moments on the worst rank of a stage.
+
+    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
+    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps master and momentum, 8 bytes (4),
+    plus its factors:
+    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike;
+    - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded.
+    """
+    weights = stage_weights(config, layout, stage)
+    master = _FP32 if config.train.precision == "bf16" else 0
+    adamw, shards = master + 2 * _FP32, layout.dp * layout.cp
+    if config.optimizer.name == "adamw":
+        return adamw * math.ceil((weights.matrices + weights.others) / shards)
+    moments = 2 * _FP32 if config.optimizer.name == "soap" else _FP32
+    held = placement(config, layout, stage)
+    if held is None:
+        layers = config.model.num_layers // layout.pp
+        factors = layers * sum(_factors(config, rows, cols) for rows, cols in qwen3.split_shapes(config.model))
+        return (master + moments) * weights.matrices + factors + adamw * weights.others
+    factors = sum(count * _factors(config, rows, cols) for (rows, cols), count in held.worst_shapes.items())
+    return (master + moments) * held.worst + factors + adamw * math.ceil(weights.others / shards)
+
+
+def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
+    """Bytes one layer keeps for the backward pass of one micro-batch.
+
+    With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
+    - residual stream: two norm inputs and two linear inputs, 4 T h / x elements;
+    - attention: fused qkv (the inputs of the q and k norms, and v) T (a + 2g) d / t, rotated q and k
+      T (a + g) d / t, context T a d / t;
+    - core attention without a flash kernel (no Transformer Engine): the softmax in fp32 and its copy in w bytes,
+      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t;
+    - SwiGLU: gate and up 2 T f / t, their product T f / t, and silu(gate) T f / t where it is not fused (on CPU).
+    selective recomputes core attention, full keeps only the layer's input.
+    """
+    model, t = config.model, layout.tp
+    tokens, width = _tokens(config, layout), _width(config)
+    stream = tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
+    if recompute == "full":
+        return width * stream
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.head_dim
+    attention = tokens * (3 * heads + 3 * groups) * dim // t
+    mlp = (3 if config.cluster.device == "cuda" else 4) * tokens * model.ffn_hidden_size // t
+    kept = width * (4 * stream + attention + mlp)
+    return kept if recompute == "selective" else kept + _core_attention(config, layout)
+
+
+def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
+    model, width, t = config.model, _width(config), layout.tp
+    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
+    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
+    stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
+    grad = _FP32 if config.train.grad_reduce_dtype == "fp32" else width
+
+    tokens, layers = _tokens(config, layout), model.num_layers // layout.pp
+    in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
+    activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
+    logits = 0
+    if stage == layout.pp - 1:
+        activations += 2 * width * tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
+        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
+        logits = (2 * width + _FP32 if width < _FP32 else 2 * _FP32) * tokens * model.vocab_size // t
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
+    # largest weight before it joins the buffer, and what recomputation brings back.
+    working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
+    working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
+    if not config.cluster.transformer_engine:
+        working += (2 * _FP32 + width) * _scores(config, layout)
+    update = _update_workspace(config, layout, weights, held)
+    return {
+        "weights": width * stored,
+        "gradients": grad * stored,
+        "optimizer": optimizer_state(config, layout, stage),
+        "activations": activations,
+        "logits": logits,
+        "workspace": max(0, working - logits, update - activations - logits),
+    }
+
+
+def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> int:
+    """What the optimizer step needs on top of its state, when activations are gone.
+
+    Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
+    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three squares of the long side.
+    """
+    shards, width = layout.dp * layout.cp, _width(config)
+    local = weights.matrices + weights.others
+    # Reduced in bf16, gradients are copied to fp32 for the masters.
+    copies = _FP32 * (local if held is None and config.optimizer.name != "adamw" else math.ceil(local / shards))
+    copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
+    foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(local / shards)
+    if config.optimizer.name == "adamw":
+        return copies + foreach
+    split = config.engine.strategy in ("canzona", "asc")
+    shapes = qwen3.split_shapes(config.model) if split else qwen3.fused_shapes(config.model)
+    rows, cols = max(shapes, key=math.prod)
+    if config.optimizer.name == "muon":
+        return copies + (2 * _FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    return copies + 2 * _FP32 * rows * cols + 3 * _FP32 * max(rows, cols) ** 2
+
+
+def _factors(config: RunConfig, rows: int, cols: int) -> int:
+    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side, fp32."""
+    return 0 if config.optimizer.name == "muon" else 2 * _FP32 * (rows**2 + cols**2)
+
+
+def _core_attention(config: RunConfig, layout: Layout) -> int:
+    """What unfused core attention keeps of one micro-batch; a flash kernel keeps nothing beyond its inputs."""
+    if config.cluster.transformer_engine:
+        return 0
+    model, width = config.model, _width(config)
+    probabilities = _FP32 + (width if width < _FP32 else 0)
+    repeated = 2 * model.num_attention_heads if model.num_attention_heads > model.num_query_groups else 0
+    return (
+        probabilities * _scores(config, layout)
+        + width * _tokens(config, layout) * repeated * model.head_dim // layout.tp
+    )
+
+
+def _scores(config: RunConfig, layout: Layout) -> int:
+    """Elements of one micro-batch's attention scores in one layer."""
+    heads = config.model.num_attention_heads // layout.tp
+    return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
+
+
+def _tokens(config: RunConfig, layout: Layout) -> int:
+    return layout.micro_batch_size * config.train.seq_length // layout.cp
+
+
+def _width(config: RunConfig) -> int:
+    """Bytes of a weight or an activation."""
+    return 2 if config.train.precision == "bf16" else _FP32
