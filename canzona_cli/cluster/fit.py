@@ -1,0 +1,279 @@
+"""Fit a model to a GPU count: every layout that is possible, what it needs, how fast it looks, and the best that fits.
+
+What the user set is a hard constraint; everything null is searched. The search is exhaustive, deterministic and takes
+milliseconds, so a dry run can show the candidates it chose among (`explain`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from canzona_cli.cluster.layout_rules import divisors, layout_problems, possible_tp
+from canzona_cli.cluster.step_time import StepTime, step_time
+from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
+
+BATCH_TOLERANCE = 0.125
+"""How far a chosen batch may be from `train.batch_tokens`, so that no GPU count changes the job silently."""
+H200_GIB = 140.4
+"""Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""
+MICRO_BATCHES = (8, 4, 2, 1)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One possible layout with its price."""
+
+    layout: Layout
+    memory: MemoryEstimate
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+
+def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
+    """Choose every null of `config` and return it filled in, with its layout. Resolving the result changes nothing.
+
+    Raises:
+        ConfigError: what is set is impossible; carries every problem.
+        DoesNotFit: no possible layout fits the profile's memory; says what would.
+    """
+    best = choose(config)
+    if best is None:
+        raise DoesNotFit(*_does_not_fit(config))
+    return fill(config, best.layout), best.layout
+
+
+def choose(config: RunConfig) -> Candidate | None:
+    """The fastest candidate that fits, or None.
+
+    Raises:
+        ConfigError: what is set is impossible.
+    """
+    fitting = [candidate for candidate in candidates(config) if candidate.fits]
+    return min(fitting, key=_order, default=None)
+
+
+def explain(config: RunConfig) -> list[Candidate]:
+    """All candidates, those that fit first and the fastest of them first.
+
+    Raises:
+        ConfigError: what is set is impossible.
+    """
+    return sorted(candidates(config), key=lambda candidate: (not candidate.fits, *_order(candidate)))
+
+
+def candidates(config: RunConfig) -> list[Candidate]:
+    """Every possible layout of a run, in no particular order; at least one.
+
+    Raises:
+        ConfigError: what is set is impossible.
+    """
+    problems = layout_problems(config)
+    if problems:
+        raise ConfigError(*problems)
+    found = [
+        Candidate(layout=layout, memory=estimate(config, layout), time=step_time(config, layout))
+        for layout in _layouts(config)
+    ]
+    if not found:
+        raise ConfigError(_no_batch(config))
+    return found
+
+
+def fill(config: RunConfig, layout: Layout) -> RunConfig:
+    """`config` with the values of `layout` in place of every null."""
+    return replace(
+        config,
+        parallel=replace(
+            config.parallel, tp=layout.tp, pp=layout.pp, cp=layout.cp, sequence_parallel=layout.sequence_parallel
+        ),
+        train=replace(
+            config.train,
+            micro_batch_size=layout.micro_batch_size,
+            global_batch_size=layout.global_batch_size,
+            recompute=layout.recompute,
+        ),
+        cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
+    )
+
+
+def _order(candidate: Candidate) -> tuple[float, int, int, int, int]:
+    """Fastest per token; among equals, the plainer layout."""
+    layout = candidate.layout
+    recompute = RECOMPUTE.index(layout.recompute)
+    return candidate.time.per_token, layout.pp, layout.tp, recompute, -layout.micro_batch_size
+
+
+def _layouts(config: RunConfig) -> Iterator[Layout]:
+    parallel, train = config.parallel, config.train
+    micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
+    recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
+    for tp, pp, dp in _meshes(config):
+        sequence_parallel = parallel.sequence_parallel
+        if sequence_parallel is None:
+            sequence_parallel = tp > 1 and config.cluster.transformer_engine and _divides_sequence(config, tp)
+        for micro in micro_batches:
+            batch = _global_batch(config, dp * micro)
+            if batch is None:
+                continue
+            for recompute in recomputes:
+                yield Layout(
+                    tp=tp,
+                    pp=pp,
+                    cp=parallel.cp,
+                    dp=dp,
+                    micro_batch_size=micro,
+                    num_microbatches=batch // (dp * micro),
+                    global_batch_size=batch,
+                    recompute=recompute,
+                    sequence_parallel=sequence_parallel,
+                )
+
+
+def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp) that multiply to the GPUs, cp given. tp crosses machines only when the user says so."""
+    parallel, model = config.parallel, config.model
+    per_node = min(config.cluster.gpus_per_node, config.gpus)
+    tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
+    pps = divisors(model.num_layers) if parallel.pp is None else (parallel.pp,)
+    for tp in tps:
+        if parallel.sequence_parallel and (tp == 1 or not _divides_sequence(config, tp)):
+            continue
+        for pp in pps:
+            if config.gpus % (tp * pp * parallel.cp) == 0:
+                yield tp, pp, config.gpus // (tp * pp * parallel.cp)
+
+
+def _divides_sequence(config: RunConfig, tp: int) -> bool:
+    return config.train.seq_length % (tp * config.parallel.cp) == 0
+
+
+def _global_batch(config: RunConfig, step: int) -> int | None:
+    """Sequences of an optimizer step in multiples of `step`; None where that is too far from what was asked."""
+    train = config.train
+    if train.global_batch_size is not None:
+        return train.global_batch_size if train.global_batch_size % step == 0 else None
+    target = train.batch_tokens / train.seq_length
+    batch = max(1, round(target / step)) * step
+    return batch if abs(batch - target) <= BATCH_TOLERANCE * target else None
+
+
+def _no_batch(config: RunConfig) -> Problem:
+    """Why no layout can share out the batch: the only thing left once the rules hold."""
+    train = config.train
+    dps = sorted({dp for _, _, dp in _meshes(config)})
+    if not dps:
+        return Problem(
+            key="gpus",
+            value=config.gpus,
+            reason="no tensor and pipeline size that the model allows divides it together with what is set",
+            fix="leave parallel.* null, or use another number of GPUs",
+        )
+    micro = train.micro_batch_size or 1
+    steps = [dp * micro for dp in dps]
+    if train.global_batch_size is not None:
+        above = min(-(-train.global_batch_size // step) * step for step in steps)
+        return Problem(
+            key="train.global_batch_size",
+            value=train.global_batch_size,
+            reason=f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})",
+            fix=f"use {above}, or fewer GPUs",
+        )
+    target = train.batch_tokens / train.seq_length
+    nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
+    return Problem(
+        key="train.batch_tokens",
+        value=train.batch_tokens,
+        reason=(
+            f"is {target:g} sequences of {train.seq_length} tokens, which {config.gpus} GPUs cannot share out within "
+            f"{BATCH_TOLERANCE:.1%} (nearest: {nearest})"
+        ),
+        fix=f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs",
+    )
+
+
+def _does_not_fit(config: RunConfig) -> list[Problem]:
+    least = min(candidates(config), key=lambda candidate: (candidate.memory.total, _order(candidate)))
+    memory, layout = least.memory, least.layout
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
+    ways = list(suggestions(config))
+    return [
+        Problem(
+            key="gpus",
+            value=config.gpus,
+            reason=(
+                f"{config.model.name} needs at least {memory.total / GIB:.1f} GiB on {memory.worst_rank} and "
+                f"{config.cluster.name} has {memory.capacity / GIB:.1f} GiB to use; the least is with tp={layout.tp} "
+                f"pp={layout.pp} dp={layout.dp} micro-batch {layout.micro_batch_size} recompute {layout.recompute} "
+                f"(GiB: {parts})"
+            ),
+            fix="any one of: " + "; ".join(way.override for way in ways) if ways else "use a smaller model",
+        )
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """One change that makes a run fit, and what it then looks like."""
+
+    override: str
+    """What to add to the command line."""
+    config: RunConfig
+    candidate: Candidate
+
+
+def suggestions(config: RunConfig) -> Iterator[Suggestion]:
+    """Single changes that make `config` fit, each tried out; the cheapest for the user first."""
+    for override, changed in _changes(config):
+        try:
+            best = choose(changed)
+        except ConfigError:
+            continue
+        if best is not None:
+            yield Suggestion(override=override, config=changed, candidate=best)
+    for gpus in _more_gpus(config):
+        changed = replace(config, gpus=gpus, cluster=replace(config.cluster, nodes=None))
+        try:
+            best = choose(changed)
+        except ConfigError:
+            continue
+        if best is not None:
+            yield Suggestion(override=f"gpus={gpus}", config=changed, candidate=best)
+            return
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    parallel, train = config.parallel, config.train
+    if train.recompute not in (None, "full"):
+        yield "train.recompute=full", replace(config, train=replace(train, recompute="full"))
+    if train.micro_batch_size not in (None, 1):
+        yield "train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1))
+    if parallel.tp is not None or parallel.pp is not None:
+        free = replace(parallel, tp=None, pp=None, sequence_parallel=None)
+        yield "parallel.tp=null parallel.pp=null", replace(config, parallel=free)
+    if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
+        yield "engine.strategy=layerwise", replace(config, engine=replace(config.engine, strategy="layerwise"))
+    if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
+        yield "train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16"))
+    if config.cluster.device == "cuda" and config.cluster.memory_gib < H200_GIB:
+        yield "cluster=h200", replace(config, cluster=replace(config.cluster, memory_gib=H200_GIB))
+    half = train.seq_length // 2
+    while half >= 512:
+        yield f"train.seq_length={half}", replace(config, train=replace(train, seq_length=half))
+        half //= 2
+
+
+def _more_gpus(config: RunConfig) -> Iterator[int]:
+    """Ascending: single GPUs up to a machine, then whole machines in steps of a power of two or one and a half."""
+    per_node = config.cluster.gpus_per_node
+    yield from range(config.gpus + 1, per_node + 1)
+    machines = 1
+    while machines <= 512:
+        for count in (machines, machines * 3 // 2) if machines > 1 else (1,):
+            if count * per_node > max(config.gpus, per_node):
+                yield count * per_node
+        machines *= 2
