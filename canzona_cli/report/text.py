@@ -1,8 +1,9 @@
 """Words and numbers as a person reads them at a terminal: cleaning, wrapping, durations, sizes, sparklines."""
 
 import itertools
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
@@ -151,3 +152,18 @@ def bar(share: object, width: int, *, ascii_only: bool = False) -> str:
     if ascii_only:
         return "#" * round(eighths / 8)
     return ("█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else ""))[:width]
+
+
+def json_text(value: object) -> str:
+    """Indented JSON; NaN and infinity, which are not JSON, become null."""
+    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

@@ -1,0 +1,143 @@
+"""One frame of the live view: progress bar, loss curve and figures, laid out for the width at hand."""
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from canzona_cli.report.chart import line_chart
+from canzona_cli.report.state import TrainState
+from canzona_cli.report.text import MISSING, clean, count, duration, number, sparkline, step_time
+
+_WIDE = 110
+_WIDE_ROWS = 14
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_ASCII_SPINNER = "|/-\\"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    label: str
+    value: str
+    style: str = "bold"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Draws a `TrainState`: two columns (curve, figures) from 110 columns on, else six lines with a sparkline.
+
+    No line exceeds the console's width; the wide form also needs 14 rows.
+    """
+
+    state: TrainState
+    closed: bool = False
+    """Whether this is the frame that stays."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        state, width, ascii_only = self.state, options.max_width, options.ascii_only
+        if state.updated is None and not state.validations:
+            lines = [] if self.closed else [self._waiting(ascii_only)]
+        elif width >= _WIDE and console.size.height >= _WIDE_ROWS:
+            lines = [Text(), self._bar(width, ascii_only), Text(), *self._wide(width, ascii_only)]
+        else:
+            lines = [Text(), self._bar(width, ascii_only), *self._narrow(width, ascii_only)]
+        for line in lines:
+            line.no_wrap = True
+            line.rstrip()
+            line.truncate(width, overflow="crop" if ascii_only else "ellipsis")
+            yield line
+
+    def _waiting(self, ascii_only: bool) -> Text:
+        """The stage under way before the first step: `⠹ build model 3 s`."""
+        spinner = _ASCII_SPINNER if ascii_only else _SPINNER
+        now = self.state.clock()
+        line = Text(f"  {spinner[int(now * 4) % len(spinner)]} ", style="cyan")
+        if not self.state.stages:
+            return line.append("start")
+        stage = self.state.stages[-1]
+        line.append(f"{clean(stage.name)} {duration(now - stage.started)}", style="default")
+        return line.append(f"  {clean(stage.detail)}", style="dim") if stage.detail else line
+
+    def _bar(self, width: int, ascii_only: bool) -> Text:
+        state = self.state
+        name = clean(state.stages[-1].name) if state.stages else "train"
+        place = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
+        left = duration(state.elapsed) if self.closed else duration(state.eta)
+        tail = f"  {place}  {100 * state.fraction:3.0f}%  {'took' if self.closed else 'ETA'} {left:<12}"
+        head = f"  {name:<9}"
+        length = max(4, width - len(head) - len(tail))
+        done = round(length * state.fraction)
+        full, half, empty = ("=", ">", "-") if ascii_only else ("━", "╸", "─")
+        filled = full * done if done in (0, length) else full * (done - 1) + half
+        return Text.assemble(
+            (head, "bold"), (filled, "green"), (empty * (length - done), "bright_black"), (tail.rstrip(), "bold")
+        )
+
+    def _figures(self) -> dict[str, _Figure]:
+        state, last = self.state, self.state.last
+        loss = state.loss
+        broken = loss is not None and math.isnan(loss)
+        return {
+            "loss": _Figure(label="loss", value=number(loss, ".4f"), style="bold red" if broken else "bold"),
+            "smoothed": _Figure(label="smoothed", value=number(state.smoothed, ".4f")),
+            "lr": _Figure(label="lr", value=number(last.get("lr"), ".2e")),
+            "grad": _Figure(label="gradient norm", value=number(last.get("grad_norm"), ".3f")),
+            "rate": _Figure(label="tokens/s", value=number(state.tokens_per_s, ",.0f")),
+            "rank_rate": _Figure(label=f"per {state.unit}", value=number(state.tokens_per_s_per_rank, ",.0f")),
+            "seen": _Figure(label="tokens seen", value=count(state.tokens_seen)),
+            "step": _Figure(label="step", value=step_time(state.step_s)),
+            "elapsed": _Figure(label="elapsed", value=duration(state.elapsed)),
+        }
+
+    def _notes(self) -> list[tuple[str, str]]:
+        """What deserves a look, with its style."""
+        notes = []
+        if self.state.non_finite:
+            notes.append((f"{self.state.non_finite:,} x loss not finite", "bold red"))
+        if self.state.stalled and not self.closed:
+            notes.append((f"no step for {duration(self.state.idle)}", "yellow"))
+        return notes
+
+    def _narrow(self, width: int, ascii_only: bool) -> list[Text]:
+        figures, state = self._figures(), self.state
+        rows = [("loss", "smoothed"), ("lr", "grad"), ("rate", "rank_rate"), ("step", "elapsed")]
+        lines = []
+        for left, right in rows:
+            line = Text("  ")
+            for figure, label_width, value_width in ((figures[left], 10, 9), (figures[right], 13, 12)):
+                line.append(f"{figure.label:<{label_width}}", style="dim")
+                line.append(f"{figure.value:>{value_width}}", style=figure.style)
+                line.append("   ")
+            lines.append(line)
+        lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2, ascii_only=ascii_only), style="cyan")
+        lines[2].append(f"{figures['seen'].value} tokens seen", style="dim")
+        for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
+            line.append(note, style=style)
+        arrow = "->" if ascii_only else "→"
+        validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(arrow), "bold"))
+        if len(state.validations) > 1:
+            validation.append(f"  steps {state.validations[0][0]:,} {arrow} {state.validations[-1][0]:,}", style="dim")
+        lines.append(validation)
+        return lines
+
+    def _wide(self, width: int, ascii_only: bool) -> list[Text]:
+        state, arrow = self.state, "->" if ascii_only else "→"
+        right = [
+            Text.assemble((f"{figure.label:<16}", "dim"), (f"{figure.value:>14}", figure.style))
+            for figure in self._figures().values()
+        ]
+        right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(arrow), "bold")))
+        for (note, style), line in zip(self._notes(), (right[0], right[7]), strict=False):
+            line.append(f"  {note}", style=style)
+        column = 40
+        chart = line_chart(state.history.points, width - column - 5, len(right), ascii_only=ascii_only)
+        lines = []
+        for row, figure in enumerate(right):
+            drawn = chart[row] if row < len(chart) else ""
+            line = Text("  ")
+            line.append(f"{drawn:<{width - column - 5}}", style="dim" if row == len(right) - 1 else "cyan")
+            lines.append(line.append("   ").append_text(figure))
+        if not chart:
+            lines[0] = Text.assemble(f"  {MISSING:<{width - column - 5}}   ", right[0])
+        return lines

@@ -1,0 +1,66 @@
+"""The lines that open a run: what is trained, on what, how it is spread, where it goes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.report.text import clean, count, plural, real
+
+
+def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
+    """`8 GPUs: TP 2 × PP 2 × DP 2`."""
+    sizes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("DP", layout.dp)]
+    spread = f" {times} ".join(f"{name} {ranks}" for name, ranks in sizes if ranks > 1 or name == "DP")
+    return f"{plural(layout.world_size, unit)}: {spread}"
+
+
+def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str:
+    """`32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × 4 × DP 2)`."""
+    return (
+        f"{layout.global_batch_size:,} sequences {times} {seq_length:,} = "
+        f"{layout.global_batch_size * seq_length:,} tokens a step "
+        f"(micro-batch {layout.micro_batch_size} {times} {layout.num_microbatches} {times} DP {layout.dp})"
+    )
+
+
+def describe_optimizer(config: RunConfig) -> str:
+    """`muon (layerwise), lr 0.003 cosine, bf16`; AdamW alone needs no strategy."""
+    name = config.optimizer.name
+    strategy = "" if name == "adamw" else f" ({config.engine.strategy})"
+    return f"{name}{strategy}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
+
+
+def describe_data(config: RunConfig, corpus: Mapping[str, object] | None) -> str:
+    """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
+    source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
+    parts = [clean(source)]
+    if corpus is None:
+        parts.append(f"{clean(config.data.tokenizer)} tokenizer")
+        return ", ".join(parts)
+    parts.append(f"{clean(corpus.get('tokenizer', config.data.tokenizer))} tokenizer")
+    tokens, documents = real(corpus.get("tokens")), real(corpus.get("documents"))
+    if tokens is not None:
+        parts.append(f"{count(tokens)} tokens")
+    if documents is not None:
+        parts.append(plural(int(documents), "document"))
+    return ", ".join(parts)
+
+
+def header_rows(
+    config: RunConfig, layout: Layout, run_dir: Path, corpus: Mapping[str, object] | None, *, ascii_only: bool = False
+) -> list[tuple[str, str]]:
+    """(label, value) rows, in the order they are shown."""
+    from canzona_cli.models.qwen3 import parameter_count
+
+    times = "x" if ascii_only else "×"
+    unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"
+    parameters = parameter_count(config.model).total
+    model = "" if config.model.name == config.name else f"{clean(config.model.name)}, "
+    return [
+        ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
+        ("optimizer", describe_optimizer(config)),
+        ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
+        ("batch", describe_batch(layout, config.train.seq_length, times=times)),
+        ("data", describe_data(config, corpus)),
+        ("run", clean(run_dir)),
+    ]

@@ -1,0 +1,118 @@
+"""A run as plain lines with fixed columns, for pipes, log files and terminals that cannot move the cursor."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.report.header import header_rows
+from canzona_cli.report.state import Clock, TrainState, relative_change
+from canzona_cli.report.text import MISSING, clean, duration, number, real, step_time
+from canzona_cli.report.view import RunStatus
+
+_SECONDS_BETWEEN_LINES = 2.0
+_LINES_BETWEEN_TITLES = 50
+_TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'step':>8} {'left':>7}"
+
+
+class PlainView:
+    """Prints each logged step, but at most one line in two seconds; every validation and the last step always.
+
+    Implements `canzona_cli.report.view.TrainView`.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
+        self.state = TrainState(config=config, layout=layout, clock=clock)
+        self._console = console
+        self._printed_at: float | None = None
+        self._lines = 0
+        self._unprinted = False
+        self._closed = False
+        self._progress_at: float | None = None
+
+    def header(self, *, run_dir: Path, corpus: Mapping[str, object] | None = None) -> None:
+        ascii_only = self._console.options.ascii_only
+        for label, value in header_rows(self.state.config, self.state.layout, run_dir, corpus, ascii_only=ascii_only):
+            self._print(f"{label:<10} {value}")
+
+    def progress(self, what: str, fraction: float) -> None:
+        now, done = self.state.clock(), fraction >= 1
+        if self._progress_at is None or done or now - self._progress_at >= 5 * _SECONDS_BETWEEN_LINES:
+            self._progress_at = None if done else now
+            self._print(f"{self._time()} {clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%")
+
+    def stage(self, event: Mapping[str, object]) -> None:
+        self.state.add_stage(event)
+        stage = self.state.stages[-1]
+        if self.state.updated is None or stage.name == "finish":
+            detail = f": {clean(stage.detail)}" if stage.detail else ""
+            self._print(f"{self._time()} {clean(stage.name)}{detail}")
+
+    def step(self, metrics: Mapping[str, object]) -> None:
+        state = self.state
+        state.add_step(metrics)
+        now = state.clock()
+        due = self._printed_at is None or now - self._printed_at >= _SECONDS_BETWEEN_LINES
+        if due or state.step >= state.total:
+            self._print_step(now)
+        else:
+            self._unprinted = True
+
+    def validation(self, record: Mapping[str, object]) -> None:
+        state, known = self.state, len(self.state.validations)
+        state.add_validation(record)
+        if len(state.validations) == known:
+            return
+        if self._unprinted:
+            self._print_step(state.clock())
+        (_, first), (step, loss) = state.validations[0], state.validations[-1]
+        change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
+        self._print(f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}")
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._unprinted:
+            self._print_step(self.state.clock())
+        self._print(f"{self._time()} {closing(self.state, status, message)}")
+
+    def _print_step(self, now: float) -> None:
+        state, last = self.state, self.state.last
+        if self._lines % _LINES_BETWEEN_TITLES == 0:
+            self._print(_TITLES)
+        self._lines += 1
+        self._printed_at, self._unprinted = now, False
+        self._print(
+            f"{self._time()} {f'{state.step:,}/{state.total:,}':>13} {number(state.loss, '.4f'):>9} "
+            f"{number(last.get('lr'), '.2e'):>9} {number(last.get('grad_norm'), '.3f'):>9} "
+            f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
+        )
+
+    def _time(self) -> str:
+        return f"{_clock(self.state.elapsed):>8}"
+
+    def _print(self, line: str) -> None:
+        # soft_wrap: a log keeps its lines whole whatever width the console guesses.
+        self._console.print(Text(line.rstrip()), soft_wrap=True)
+
+
+def closing(state: TrainState, status: RunStatus, message: str) -> str:
+    """How the run ended, in one line."""
+    elapsed = duration(state.elapsed)
+    said = f": {clean(message)}" if message else ""
+    if status == "done":
+        return f"done, {state.step:,} steps in {elapsed}{said}"
+    return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{said}"
+
+
+def _clock(seconds: float | None) -> str:
+    """`2:05`, `3:20:11`: fixed and narrow, for columns."""
+    if seconds is None:
+        return MISSING
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"

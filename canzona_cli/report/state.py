@@ -1,0 +1,204 @@
+"""What a view knows of a run so far: stages, the loss history, smoothed rates, validations, time left."""
+
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.report.text import MISSING, number, real
+
+Clock = Callable[[], float]
+
+_SMOOTHING = 0.1
+_WINDOW = 16
+_ETA_WINDOW = 100
+_MOST_POINTS = 2048
+
+
+@dataclass
+class History:
+    """(step, value) points of a curve, thinned by averaging neighbours so that a million steps cost no more to draw."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+    _stride: int = 1
+    _pending: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, step: float, value: float) -> None:
+        self._pending.append((step, value))
+        if len(self._pending) < self._stride:
+            return
+        self.points.append(_mean_point(self._pending))
+        self._pending.clear()
+        if len(self.points) >= _MOST_POINTS:
+            self.points = [_mean_point(pair) for pair in itertools.batched(self.points, 2)]
+            self._stride *= 2
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self.points]
+
+
+def _mean_point(points: list[tuple[float, float]] | tuple[tuple[float, float], ...]) -> tuple[float, float]:
+    return math.fsum(s for s, _ in points) / len(points), math.fsum(v for _, v in points) / len(points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One part of the run's start-up or of the run itself."""
+
+    name: str
+    detail: str
+    started: float
+    """Seconds on the view's clock."""
+
+
+@dataclass
+class TrainState:
+    """Everything shown about a run, from the run directory's records; tolerant of missing and non-finite numbers."""
+
+    config: RunConfig
+    layout: Layout
+    clock: Clock = time.monotonic
+    history: History = field(default_factory=History)
+    stages: list[Stage] = field(default_factory=list)
+    last: Mapping[str, object] = field(default_factory=dict)
+    """The newest line of metrics.jsonl."""
+    step: int = 0
+    smoothed: float | None = None
+    """Loss, exponentially smoothed and free of start-up bias."""
+    non_finite: int = 0
+    """Logged steps whose loss was NaN or infinite."""
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss), finite or not."""
+    started: float = 0.0
+    updated: float | None = None
+    """When the newest step arrived, seconds on `clock`."""
+    _weight: float = 0.0
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _arrivals: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_ETA_WINDOW))
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def add_stage(self, event: Mapping[str, object]) -> Stage | None:
+        """Begin a stage; returns the one that ended with it, if any."""
+        ended = self.stages[-1] if self.stages else None
+        stage = Stage(name=str(event.get("stage", "?")), detail=str(event.get("detail") or ""), started=self.clock())
+        self.stages.append(stage)
+        return ended
+
+    def add_step(self, metrics: Mapping[str, object]) -> None:
+        now = self.clock()
+        self.last = metrics
+        step = real(metrics.get("step"))
+        self.step = int(step) if step is not None else self.step
+        self.updated = now
+        loss = real(metrics.get("loss"))
+        if loss is None:
+            self.non_finite += "loss" in metrics
+        else:
+            self.history.add(self.step, loss)
+            self._weight = (1 - _SMOOTHING) * self._weight + _SMOOTHING
+            share = _SMOOTHING / self._weight
+            self.smoothed = loss if self.smoothed is None else self.smoothed + share * (loss - self.smoothed)
+        for name, window in (("tokens_per_s", self._rates), ("step_s", self._step_times)):
+            value = real(metrics.get(name))
+            if value is not None and value > 0:
+                window.append(value)
+        written = real(metrics.get("time"))
+        self._arrivals.append((self.step, now if written is None else written))
+
+    def add_validation(self, record: Mapping[str, object]) -> None:
+        loss = real(record.get("loss"))
+        if "loss" in record:
+            self.validations.append((int(real(record.get("step")) or 0), math.nan if loss is None else loss))
+
+    @property
+    def loss(self) -> float | None:
+        """The newest step's loss; NaN when it was not finite (null in the file), None when there is none."""
+        if "loss" not in self.last:
+            return None
+        loss = real(self.last["loss"])
+        return math.nan if loss is None else loss
+
+    @property
+    def total(self) -> int:
+        return self.config.train.steps
+
+    @property
+    def unit(self) -> str:
+        """What a rank is called on this hardware."""
+        return "GPU" if self.config.cluster.device == "cuda" else "rank"
+
+    @property
+    def fraction(self) -> float:
+        return min(1.0, self.step / self.total) if self.total > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median of the last logged steps: one slow step (the first, a validation) does not show for long."""
+        return statistics.median(self._rates) if self._rates else None
+
+    @property
+    def tokens_per_s_per_rank(self) -> float | None:
+        rate = self.tokens_per_s
+        return None if rate is None else rate / self.layout.world_size
+
+    @property
+    def step_s(self) -> float | None:
+        return statistics.median(self._step_times) if self._step_times else None
+
+    @property
+    def tokens_seen(self) -> int:
+        return self.step * self.layout.global_batch_size * self.config.train.seq_length
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.started
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the newest step."""
+        return 0.0 if self.updated is None else max(0.0, self.clock() - self.updated)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds left, by wall clock (validations included) once two steps are known; counts down between steps."""
+        if self.updated is None:
+            return None
+        pace = self.step_s
+        if len(self._arrivals) > 1:
+            (first, begun), (last, ended) = self._arrivals[0], self._arrivals[-1]
+            if last > first and ended > begun:
+                pace = (ended - begun) / (last - first)
+        return None if pace is None else max(0.0, (self.total - self.step) * pace - self.idle)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the next step is far later than the pace so far explains."""
+        pace = self.step_s
+        return (
+            pace is not None
+            and self.step < self.total
+            and self.idle > max(30.0, 10 * pace * self.config.run.log_interval)
+        )
+
+    def validation_change(self, arrow: str) -> str:
+        """`9.7213 -> 4.3121 (-55.6%)`; the first is the loss before training."""
+        if not self.validations:
+            return MISSING
+        (_, first), (_, last) = self.validations[0], self.validations[-1]
+        if len(self.validations) == 1:
+            return number(first, ".4f")
+        change = number(relative_change(first, last), "+.1f")
+        return f"{number(first, '.4f')} {arrow} {number(last, '.4f')} ({change}%)"
+
+
+def relative_change(first: float, last: float) -> float:
+    """Per cent by which `last` differs from `first`; NaN when that means nothing."""
+    return 100 * (last - first) / first if first and math.isfinite(first) else math.nan
