@@ -1,0 +1,156 @@
+"""The files of a run directory: their names, and writing them so that no reader ever sees half a file.
+
+The launcher and every worker use this module, so it imports nothing beyond the standard library.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where everything of one run lies."""
+
+    root: Path
+
+    @property
+    def claim(self) -> Path:
+        """Created exclusively by the launch that owns the directory."""
+        return self.root / "run.lock"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def layout(self) -> Path:
+        return self.root / "layout.json"
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus.json"
+
+    @property
+    def command(self) -> Path:
+        return self.root / "command.txt"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.root / "validation.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def breakdown(self) -> Path:
+        return self.root / "breakdown.json"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def stop(self) -> Path:
+        """Exists once somebody asked the run to stop at its next step boundary."""
+        return self.root / "stop"
+
+    def rank(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank:05d}.json"
+
+    def request_stop(self) -> None:
+        """Ask the workers to stop after the step they are in."""
+        self.stop.touch()
+
+    def stop_requested(self) -> bool:
+        """What rank 0 looks at between two steps (one `stat`, about a microsecond) and tells the other ranks."""
+        return self.stop.exists()
+
+    def node_logs(self, node_rank: int) -> Path:
+        """What torchrun of one machine writes, its workers' output included."""
+        return self.logs / f"node-{node_rank}"
+
+    def agent_log(self, node_rank: int) -> Path:
+        """torchrun's own output on one machine."""
+        return self.logs / f"node-{node_rank}.log"
+
+    def worker_log(self, node_rank: int, local_rank: int) -> Path | None:
+        """The error output of one worker; None before it has started.
+
+        torchrun puts it under `<run id>_<random>/attempt_0/<local rank>/`.
+        """
+        found = self.node_logs(node_rank).glob(f"*/attempt_*/{local_rank}/stderr.log")
+        return max(found, key=lambda log: log.stat().st_mtime, default=None)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step, on disk before it is visible under its name.
+
+    Raises:
+        OSError: the folder cannot be written; no temporary file is left behind.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files private; a run directory is for colleagues to read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
+    """Replace `path` by `value` as JSON. NaN and infinity become null: they are not JSON."""
+    write_text_atomic(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_json_line(path: Path, value: Mapping[str, object]) -> None:
+    """Add one line to a .jsonl file with a single write, so that a reader sees whole lines and writers do not mix."""
+    line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """The JSON object in `path`; None when there is no such file or no such object in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

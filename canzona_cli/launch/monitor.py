@@ -1,0 +1,76 @@
+"""Follows the files the workers write and passes each new line to the view of the run."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.report.view import TrainView
+
+
+class JsonLines:
+    """The JSON objects added to a growing file since the last look. A line counts once it has its newline."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+
+    def read(self) -> list[dict[str, object]]:
+        """New objects in their order; none while the file does not exist. Lines that are no objects are skipped."""
+        try:
+            if self._path.stat().st_size == self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *lines, self._partial = (self._partial + new).split(b"\n")
+        return [value for line in lines if (value := _object(line)) is not None]
+
+
+class Monitor:
+    """Feeds a view from a run directory; remembers the newest numbers for the result file."""
+
+    def __init__(self, files: RunFiles, view: TrainView) -> None:
+        self.last_step: Mapping[str, object] = {}
+        self.last_validation: Mapping[str, object] = {}
+        self._view = view
+        self._sources: tuple[tuple[JsonLines, Callable[[dict[str, object]], None]], ...] = (
+            (JsonLines(files.events), self._event),
+            (JsonLines(files.metrics), self._step),
+            (JsonLines(files.validation), self._validation),
+        )
+
+    def poll(self) -> None:
+        """Pass on what is new: three `stat` calls when nothing is.
+
+        A view that can no longer write, because its pipe or terminal has gone, does not end the run.
+        """
+        for source, receive in self._sources:
+            for record in source.read():
+                with suppress(OSError, SystemExit):  # SystemExit is how rich reports a closed pipe
+                    receive(record)
+
+    def _event(self, record: dict[str, object]) -> None:
+        if record.get("event") == "stage":
+            self._view.stage(record)
+
+    def _step(self, record: dict[str, object]) -> None:
+        self.last_step = record
+        self._view.step(record)
+
+    def _validation(self, record: dict[str, object]) -> None:
+        self.last_validation = record
+        self._view.validation(record)
+
+
+def _object(line: bytes) -> dict[str, object] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,210 @@
+"""How a run ended, worked out from what the ranks wrote.
+
+torchrun's own exit code is 1 for every failure, and the failure it calls the root cause may be a rank that merely lost
+its neighbour. The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
+"""
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.errors import ExitCode
+from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.report.view import RunStatus
+
+_SECONDARY = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"
+    r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
+    re.IGNORECASE,
+)
+"""What a rank says when another one has gone: true, but not why."""
+_SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
+_USER_MISTAKES = (ExitCode.CONFIG, ExitCode.ENVIRONMENT, ExitCode.MEMORY, ExitCode.CHECKPOINT)
+_DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
+_TRACEBACK_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One rank's file, `ranks/rank-NNNNN.json`; `status` is "missing" when it never wrote one."""
+
+    rank: int
+    status: str
+    pid: int | None = None
+    exit_code: int | None = None
+    step: int | None = None
+    loss: float | None = None
+    time: float = 0.0
+    error_type: str = ""
+    error_message: str = ""
+    traceback: str = ""
+
+    @property
+    def lost_a_neighbour(self) -> bool:
+        """Whether its error only says that another rank has gone."""
+        return self.error_type in _SECONDARY_TYPES or _SECONDARY.search(self.error_message) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `result.json` holds, and what the terminal says about a failure."""
+
+    status: RunStatus
+    exit_code: int
+    message: str
+    step: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    rank: int | None = None
+    """The rank that failed first."""
+    traceback: tuple[str, ...] = ()
+    """The last lines of that rank's traceback; empty for a mistake of the user, which the message explains."""
+    log: Path | None = None
+    """That rank's own output."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "step": self.step,
+            "loss": self.loss,
+            "validation_loss": self.validation_loss,
+            "message": self.message,
+            "rank": self.rank,
+            "log": None if self.log is None else str(self.log),
+        }
+
+
+def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
+    """The result of each of `ranks`, in that order."""
+    return [_read_rank(files.rank(rank), rank) for rank in ranks]
+
+
+def judge(
+    files: RunFiles, ranks: Sequence[int], *, node_rank: int, agent_code: int, stopping: bool, forced: bool
+) -> Outcome:
+    """Decide how a run ended whose processes have all gone.
+
+    Args:
+        ranks: This machine's ranks, in local order.
+        agent_code: torchrun's exit code; negative when a signal killed it.
+        stopping: Somebody asked for a clean stop.
+        forced: The launcher killed the workers because of it.
+    """
+    results = read_ranks(files, ranks)
+    if forced:
+        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="stopped at once, inside a step")
+    if all(r.status == "done" for r in results):
+        return Outcome(status="done", exit_code=ExitCode.OK, message="")
+    deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
+    failed = sorted((r for r in results if r.status == "failed"), key=lambda r: r.time)
+    own = [r for r in failed if not r.lost_a_neighbour]
+    # A rank that got SIGTERM was told to go by torchrun, after another one had failed.
+    killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
+    if stopping and not own and not killed:
+        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="stopped after a whole step")
+    first = next(iter([*own, *killed, *failed]), None)
+    if first is None and any(r.status == "interrupted" for r in results):
+        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="the workers were told to stop")
+    if first is None and agent_code < 0:
+        return _failure(files, f"torchrun {_killed_by(-agent_code)}", log=files.agent_log(node_rank))
+    if first is None:
+        silent = next(r for r in results if r.status != "done")
+        what = _code(deaths.get(silent.rank, 0))
+        at = "before it could start" if silent.status == "missing" else "without a word"
+        return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank)
+    if first in killed and first not in own:
+        return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
+    if first.exit_code in _USER_MISTAKES:
+        return _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=first.exit_code)
+    message = f"rank {first.rank}: {first.error_type}: {first.error_message}"
+    return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback)
+
+
+def _of_rank(
+    files: RunFiles,
+    result: RankResult,
+    message: str,
+    ranks: Sequence[int],
+    node_rank: int,
+    *,
+    exit_code: int = ExitCode.CRASH,
+    traceback: str = "",
+) -> Outcome:
+    log = files.worker_log(node_rank, ranks.index(result.rank)) or files.agent_log(node_rank)
+    return _failure(files, message, log=log, exit_code=exit_code, rank=result.rank, traceback=traceback)
+
+
+def _failure(
+    files: RunFiles,
+    message: str,
+    *,
+    log: Path,
+    exit_code: int = ExitCode.CRASH,
+    rank: int | None = None,
+    traceback: str = "",
+) -> Outcome:
+    return Outcome(
+        status="failed",
+        exit_code=int(exit_code),
+        message=message.strip(),
+        rank=rank,
+        traceback=tuple(traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
+        log=log,
+    )
+
+
+def _killed_by(number: int) -> str:
+    if number == signal.SIGKILL:
+        return "was killed by signal 9 (the kernel kills processes when memory runs out)"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    return f"was killed by signal {number} ({name})"
+
+
+def _code(code: int) -> str:
+    if code < 0:
+        return f", by signal {-code}"
+    return f", with exit code {code}" if code > 0 else ""
+
+
+def _deaths(agent_log: Path) -> dict[int, int]:
+    """Exit codes by rank from torchrun's failure report; negative for a signal. Empty when it wrote none."""
+    try:
+        text = agent_log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    return {int(rank): int(code) for rank, code in _DEATH.findall(text)}
+
+
+def _read_rank(path: Path, rank: int) -> RankResult:
+    record = read_json(path)
+    if record is None:
+        return RankResult(rank=rank, status="missing")
+    error = record.get("error")
+    if not isinstance(error, Mapping):
+        error = {}
+    return RankResult(
+        rank=rank,
+        status=str(record.get("status")),
+        pid=_whole(record.get("pid")),
+        exit_code=_whole(record.get("exit_code")),
+        step=_whole(record.get("step")),
+        loss=_number(record.get("loss")),
+        time=_number(record.get("time")) or 0.0,
+        error_type=str(error.get("type") or "Error"),
+        error_message=str(error.get("message") or "").strip(),
+        traceback=str(error.get("traceback") or ""),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

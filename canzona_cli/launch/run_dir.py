@@ -1,0 +1,210 @@
+"""The run directory: claimed by exactly one launch, and filled with all it takes to repeat the run."""
+
+import dataclasses
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.launch.torchrun import LaunchCommand
+
+_PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
+
+_RECORDED_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA"),
+    *("NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
+)
+"""The only environment variables that are written down: others may be secrets."""
+
+
+class RunDirectory:
+    """A directory this launch has claimed. Make one with `create`, or `join` on the further machines of a run."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+
+    @property
+    def path(self) -> Path:
+        return self.files.root
+
+    @classmethod
+    def create(cls, config: RunConfig) -> "RunDirectory":
+        """Claim `run.dir`, or a new directory under `run.root` when it is null.
+
+        Raises:
+            ConfigError: the directory already holds a run, or another launch claims it at this moment.
+            EnvironmentProblem: it cannot be created or written.
+        """
+        if config.run.dir is not None:
+            return cls(_claim(Path(config.run.dir).absolute(), config))
+        stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        root = Path(config.run.root).absolute()
+        for number in range(1, 1000):
+            path = root / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                return cls(_claim(path, config, must_be_new=True))
+            except FileExistsError:  # another launch of this very second
+                continue
+        raise EnvironmentProblem(Problem(key="run.root", value=str(root), reason="a thousand runs start here at once"))
+
+    @classmethod
+    def join(cls, config: RunConfig, *, patience_s: float = 300.0) -> "RunDirectory":
+        """On node 1 and up of a run over several machines: the directory that node 0 has filled.
+
+        Raises:
+            EnvironmentProblem: node 0's files have not appeared after `patience_s` seconds.
+            ConfigError: the directory holds a finished run.
+        """
+        files = RunFiles(Path(config.run.dir or "").absolute())
+        deadline = time.monotonic() + patience_s
+        while not files.command.exists():  # written last
+            if time.monotonic() > deadline:
+                raise EnvironmentProblem(
+                    Problem(
+                        key="run.dir",
+                        value=str(files.root),
+                        reason=f"node 0 has not written this run's files here within {patience_s:.0f} s",
+                        fix="use a directory that every machine shares, and start node 0 too",
+                    )
+                )
+            time.sleep(0.5)
+        if files.result.exists():
+            raise _already_used(files.root, config)
+        return cls(files)
+
+    def write_inputs(self, *, config_yaml: str, layout: Layout, corpus: object, command: LaunchCommand) -> None:
+        """Write what the workers read and what a person needs to repeat the run. `corpus` is a dataclass."""
+        write_text_atomic(self.files.config, config_yaml)
+        write_json_atomic(self.files.layout, dataclasses.asdict(layout))
+        write_json_atomic(self.files.corpus, _plain(corpus))
+        write_json_atomic(self.files.environment, describe_environment())
+        write_text_atomic(self.files.command, command.shell() + "\n")
+
+
+def check_free(config: RunConfig) -> None:
+    """Say before any long preparation that `run.dir` is taken or cannot be written. `create` has the last word."""
+    path = Path(config.run.dir or config.run.root).absolute()
+    if config.run.dir is not None and _holds_run(RunFiles(path)):
+        raise _already_used(path, config)
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise _not_writable(path, config, f"{existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _not_writable(path, config, f"{existing} does not allow writing")
+
+
+def describe_environment() -> dict[str, object]:
+    """Versions, host and the allow-listed environment variables of this launch."""
+    versions: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "cores": os.cpu_count(),
+        "versions": versions,
+        "git_revision": _git_revision(),
+        "variables": {name: os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False) -> RunFiles:
+    files = RunFiles(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if must_be_new or not path.is_dir():
+                raise
+        if _holds_run(files):
+            raise _already_used(path, config)
+        handle = os.open(files.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)  # of two launches, one gets it
+        with os.fdopen(handle, "w", encoding="utf-8") as claim:
+            claim.write(f"{socket.gethostname()} {os.getpid()}\n")
+        files.ranks.mkdir()
+        files.logs.mkdir()
+    except FileExistsError as error:
+        if must_be_new and path.is_dir():
+            raise
+        if files.claim.exists():
+            raise _already_used(path, config) from None
+        raise _not_writable(path, config, f"{error.filename or path} is in the way") from None
+    except OSError as error:
+        raise _not_writable(path, config, error.strerror or str(error)) from None
+    return files
+
+
+def _holds_run(files: RunFiles) -> bool:
+    """Whether anything of a run lies here; foreign files, say a batch system's log, do no harm."""
+    return any(p.exists() for p in (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs))
+
+
+def _already_used(path: Path, config: RunConfig) -> ConfigError:
+    number = 2
+    while (other := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    result = "finished" if RunFiles(path).result.exists() else "unfinished or still going"
+    return ConfigError(
+        Problem(
+            key="run.dir",
+            value=str(config.run.dir or path),
+            reason=f"there is a run in it already ({result}), and runs do not share a directory",
+            fix=f"run.dir={other}, or leave run.dir out: each run then gets a directory of its own",
+        )
+    )
+
+
+def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProblem:
+    key, other = ("run.root", "run.root=DIR") if config.run.dir is None else ("run.dir", "run.dir=DIR")
+    return EnvironmentProblem(
+        Problem(
+            key=key,
+            value=str(config.run.root if config.run.dir is None else config.run.dir),
+            reason=f"the run directory {path} cannot be created there: {reason}",
+            fix=f"{other} with a directory you may write to",
+        )
+    )
+
+
+def _git_revision() -> str | None:
+    """The commit of canzona's own source tree when it runs from one; the user's surrounding project is not asked."""
+    source = Path(__file__).resolve().parents[2]
+    if not (source / ".git").exists():
+        return None
+    try:
+        revision = subprocess.run(
+            ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return revision.stdout.strip()
+
+
+def _plain(value: object) -> dict[str, object]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"not a dataclass: {value!r}")
+    fields = dataclasses.asdict(value)
+    return {name: str(item) if isinstance(item, Path) else item for name, item in fields.items()}

@@ -1,0 +1,196 @@
+"""Starts torchrun, watches it, passes the user's wish to stop on to the workers, and leaves nothing behind.
+
+- First Ctrl-C, SIGTERM or SIGHUP: the file `stop` appears in the run directory, and the workers end after the step
+  they are in. Nothing is signalled: torchrun answers a signal by killing its workers, in the middle of a collective.
+- Second one, or no end within the grace period: the whole process tree is killed by process id.
+- The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.launch.orphan`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from canzona_cli.errors import ExitCode
+from canzona_cli.launch import orphan
+from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.monitor import Monitor
+from canzona_cli.launch.outcome import Outcome, judge, read_ranks
+from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.report.view import TrainView
+
+STOP_GRACE_S = 60.0
+"""Seconds the workers get to finish their step before they are killed."""
+_POLL_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class _Requests:
+    """How often the user asked to stop, and when first (monotonic seconds)."""
+
+    count: int = 0
+    first: float = 0.0
+
+    def add(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.first = time.monotonic()
+
+
+def supervise(
+    files: RunFiles,
+    command: LaunchCommand,
+    view: TrainView,
+    *,
+    ranks: range,
+    node_rank: int = 0,
+    grace_s: float = STOP_GRACE_S,
+    say: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Run the command to its end, feeding the view, and say how it ended.
+
+    Node 0 writes `result.json` whatever happens, also when this function raises. The view is closed.
+
+    Args:
+        files: The run directory, its inputs written.
+        ranks: This machine's ranks, in local order.
+        grace_s: Seconds between the first wish to stop and killing the workers.
+        say: Receives what the user must know at once.
+    """
+    outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
+    monitor = Monitor(files, view)
+    try:
+        outcome = _run(files, command, monitor, ranks=ranks, node_rank=node_rank, grace_s=grace_s, say=say)
+        _close(view, outcome)
+    finally:
+        outcome = _with_numbers(outcome, monitor, files, ranks)
+        if node_rank == 0:
+            write_json_atomic(files.result, outcome.as_json())
+    return outcome
+
+
+def _run(
+    files: RunFiles,
+    command: LaunchCommand,
+    monitor: Monitor,
+    *,
+    ranks: range,
+    node_rank: int,
+    grace_s: float,
+    say: Callable[[str], None],
+) -> Outcome:
+    requests = _Requests()
+    forced = announced = False
+
+    def tell(stage: str, detail: str, *, aloud: bool = True) -> None:
+        append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": stage, "detail": detail})
+        if aloud:
+            say(detail)
+
+    with _handled(requests.add):
+        if node_rank == 0:
+            tell("start workers", f"{len(ranks)} ranks", aloud=False)
+        with files.agent_log(node_rank).open("ab") as log:
+            agent = subprocess.Popen(
+                [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command.argv],
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+            )
+        try:
+            while agent.poll() is None:
+                monitor.poll()
+                if requests.count and not announced:
+                    announced = True
+                    files.request_stop()
+                    tell("stop", f"stopping after this step, {grace_s:.0f} s at most (Ctrl-C again: at once)")
+                late = announced and time.monotonic() - requests.first > grace_s
+                if requests.count > 1 or late:
+                    forced = True
+                    tell("stop", f"no end after {grace_s:.0f} s: stopping the workers at once" if late else "at once")
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            _kill_tree(agent)
+            _kill_ranks(files, ranks)
+        monitor.poll()
+    return judge(
+        files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=requests.count > 0, forced=forced
+    )
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Route the stop signals to `handler`. One that is ignored stays ignored: that is how nohup and `&` ask for it."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, previous in before.items():
+        if previous is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _kill_tree(agent: subprocess.Popen[bytes]) -> None:
+    """Kill torchrun and all below it. Workers have sessions of their own, so a process group is not enough."""
+    if agent.poll() is None:
+        family = psutil.Process(agent.pid)
+        family.suspend()  # it must not start another worker between the listing and the killing
+        processes = [*family.children(recursive=True), family]
+        for process in processes:
+            _kill(process)
+        agent.wait()
+        psutil.wait_procs(processes[:-1], timeout=10)
+
+
+def _kill_ranks(files: RunFiles, ranks: range) -> None:
+    """Kill what is left of the ranks after torchrun has gone, whatever became of it."""
+    for result in read_ranks(files, ranks):
+        if result.pid is None:
+            continue
+        try:
+            process = psutil.Process(result.pid)
+            if str(files.root) in process.cmdline():  # else the number belongs to somebody else by now
+                _kill(process)
+                process.wait(timeout=10)
+        except psutil.Error:
+            continue
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def _close(view: TrainView, outcome: Outcome) -> None:
+    with suppress(OSError, SystemExit):  # the terminal or pipe has gone; the run directory has everything
+        view.close(outcome.status, outcome.message)
+
+
+def _with_numbers(outcome: Outcome, monitor: Monitor, files: RunFiles, ranks: range) -> Outcome:
+    """Add the newest step, loss and validation loss: from the metrics, else from the ranks."""
+    results = read_ranks(files, ranks)
+    step = monitor.last_step.get("step")
+    loss = monitor.last_step.get("loss")
+    validation = monitor.last_validation.get("loss")
+    return replace(
+        outcome,
+        step=max([int(step) if isinstance(step, int) else 0, *(r.step or 0 for r in results)]),
+        loss=float(loss)
+        if isinstance(loss, int | float)
+        else next((r.loss for r in results if r.loss is not None), None),
+        validation_loss=float(validation) if isinstance(validation, int | float) else None,
+    )

@@ -1,0 +1,139 @@
+"""The torchrun command of a run, and the environment its workers need.
+
+What listens where. torchrun's own backends put their TCPStore on every interface, also when given 127.0.0.1 and
+`--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). So a run on one machine uses the
+`canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port the kernel chooses; gloo and
+NCCL are sent to the loopback interface below; nothing can be reached from outside. Runs over several machines use
+`static`: its ranks follow the node ranks, so that tensor-parallel groups stay inside a machine.
+"""
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.launch.files import RunFiles
+
+WORKER_MODULE = "canzona_cli.training.worker"
+LOOPBACK_BACKEND = "canzona-loopback"
+NODE_RANK_PLACEHOLDER = "NODE_RANK"
+ENDPOINT_PLACEHOLDER = "HOST:PORT"
+
+_MAX_THREADS_BESIDE_GPU = 8
+"""Threads a rank with a GPU gets at most: they only feed the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """One machine's share of a run: what to execute, and the variables to add to the environment."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def shell(self, *, style: Literal["line", "block"] = "line") -> str:
+        """A command to paste into a shell: on one line, or one option per line."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        words = [shlex.quote(word) for word in self.argv]
+        if style == "line":
+            return " ".join(["env", *variables, *words])
+        lines = ["env " + " ".join(variables), " ".join(words[:3])]
+        for word in words[3:]:
+            # an option starts a line, its value stays beside it; what follows the module is the module's
+            if word.startswith("-") or not lines[-1].startswith("-"):
+                lines.append(word)
+            else:
+                lines[-1] += f" {word}"
+        return " \\\n    ".join(lines)
+
+
+def node_count(config: RunConfig) -> int:
+    """Machines of a resolved run."""
+    return config.cluster.nodes or 1
+
+
+def ranks_per_node(config: RunConfig) -> int:
+    """Ranks one machine carries in this run."""
+    return config.gpus // node_count(config)
+
+
+def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WORKER_MODULE) -> LaunchCommand:
+    """The command that starts this machine's workers.
+
+    Args:
+        config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for them.
+        run_dir: Given to the workers as their only argument.
+        module: What each worker runs as `python -m`.
+    """
+    nodes = node_count(config)
+    rendezvous = _one_node(run_dir) if nodes == 1 else _several_nodes(config, run_dir)
+    argv = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes)),
+        *("--nproc-per-node", str(ranks_per_node(config))),
+        *rendezvous,
+        *("--max-restarts", "0"),
+        *("--redirects", "3"),
+        *("--log-dir", str(RunFiles(run_dir).node_logs(config.cluster.node_rank or 0))),
+        *("-m", module),
+        str(run_dir),
+    ]
+    return LaunchCommand(argv=tuple(argv), environment=worker_environment(config, layout))
+
+
+def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
+    """Variables the workers run under. What the user has set already stays as it is."""
+    on_gpu = config.cluster.device == "cuda"
+    threads = max(1, _cores() // ranks_per_node(config))
+    if on_gpu:
+        threads = min(threads, _MAX_THREADS_BESIDE_GPU)
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),  # torchrun would say 1 whatever the machine, with a warning
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",  # a killed rank's last words reach its log
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes in native code leaves its Python stack in its log
+        "TOKENIZERS_PARALLELISM": "false",  # its threads and forked data workers deadlock
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # each rank of a group that breaks down would print pages of warnings
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed
+    }
+    if on_gpu and layout.tp * layout.cp > 1:
+        # Megatron overlaps tensor- and context-parallel communication by the order of launches on one queue.
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if node_count(config) == 1:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        wanted["GLOO_SOCKET_IFNAME"] = loopback
+        if on_gpu:
+            wanted["NCCL_SOCKET_IFNAME"] = loopback
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _one_node(run_dir: Path) -> list[str]:
+    if any(point.name == LOOPBACK_BACKEND for point in entry_points(group="torchrun.handlers")):
+        return ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_dir.name]
+    # Run from a source tree that was never installed: torchrun does not know our backend.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", run_dir.name]
+
+
+def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
+    cluster = config.cluster
+    node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
+    return [
+        *("--node-rank", node_rank),
+        *("--rdzv-backend", "static"),
+        *("--rdzv-endpoint", cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER),
+        *("--rdzv-id", cluster.rdzv_id or run_dir.name),
+    ]
+
+
+def _cores() -> int:
+    """Cores this process may use; a container or Slurm may have given it fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,129 @@
+"""A two-rank run for the launcher's tests: its configuration, and starting it as a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from canzona_cli.config.schema import (
+    AdamWConfig,
+    ClusterConfig,
+    DataConfig,
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    RunSettings,
+    TrainConfig,
+)
+from canzona_cli.launch.files import RunFiles, read_json
+
+REPOSITORY = Path(__file__).parents[2]
+
+LAYOUT = Layout(
+    tp=1,
+    pp=1,
+    cp=1,
+    dp=2,
+    micro_batch_size=1,
+    num_microbatches=1,
+    global_batch_size=2,
+    recompute="none",
+    sequence_parallel=False,
+)
+
+
+def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: int = 2, nodes: int = 1) -> RunConfig:
+    """A resolved configuration; only the launcher's part of it matters here."""
+    return RunConfig(
+        name="tiny",
+        gpus=gpus,
+        model=ModelConfig(
+            name="tiny",
+            num_layers=2,
+            hidden_size=64,
+            ffn_hidden_size=128,
+            num_attention_heads=4,
+            num_query_groups=2,
+            head_dim=16,
+            vocab_size=256,
+            tied_embeddings=True,
+        ),
+        train=TrainConfig(steps=4, seq_length=32, batch_tokens=64, global_batch_size=2, micro_batch_size=1),
+        optimizer=AdamWConfig(name="adamw", lr=1e-3),
+        engine=EngineConfig(strategy="layerwise"),
+        cluster=ClusterConfig(
+            name="cpu",
+            device="cpu",
+            gpus_per_node=8,
+            memory_gib=2,
+            reserved_gib=0.5,
+            bf16_tflops=1,
+            memory_gb_per_s=10,
+            intra_node_gb_per_s=5,
+            inter_node_gb_per_s=1,
+            nodes=nodes,
+        ),
+        data=DataConfig(source="stdlib"),
+        parallel=ParallelConfig(tp=1, pp=1),
+        run=RunSettings(dir=None if run_dir is None else str(run_dir), root=str(root)),
+    )
+
+
+class LaunchedRun:
+    """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, two stand-in workers."""
+
+    def __init__(self, run_dir: Path, behaviour: str, *, grace_s: float = 60.0) -> None:
+        self.files = RunFiles(run_dir)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour, str(grace_s)],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+        """Poll until the condition holds; fail with the launcher's output when it ends or time runs out first."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"never saw {what}; the launcher said:\n{self.process.communicate()[0]}")
+            time.sleep(0.05)
+
+    def wait_for_steps(self, count: int) -> None:
+        def enough() -> bool:
+            return self.files.metrics.exists() and self.files.metrics.read_text().count("\n") >= count
+
+        self.wait_for(enough, f"{count} steps")
+
+    def family(self) -> list[psutil.Process]:
+        """torchrun and its workers, at this moment."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def finish(self, seconds: float = 90.0) -> tuple[int, str]:
+        """The launcher's exit code and all it printed."""
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+    def result(self) -> dict[str, object]:
+        record = read_json(self.files.result)
+        assert record is not None, "no result.json"
+        return record
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after ten seconds; a zombie waiting for its parent does not."""
+    deadline = time.monotonic() + 10
+    while True:
+        rest = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not rest or time.monotonic() > deadline:
+            return rest
+        time.sleep(0.1)

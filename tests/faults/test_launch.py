@@ -1,0 +1,133 @@
+"""The launcher with real torchrun and two gloo ranks: it says how a run ended, and never leaves a process behind."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from canzona_cli.errors import ConfigError
+from canzona_cli.launch.files import read_json
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
+from tests.faults.support import LaunchedRun, alive, run_config
+
+
+def rank_statuses(run: LaunchedRun) -> list[object]:
+    return [(read_json(run.files.rank(rank)) or {}).get("status") for rank in range(2)]
+
+
+def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "done")
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.result() | {"log": None} == {
+        "status": "done",
+        "exit_code": 0,
+        "step": 4,
+        "loss": 0.25,
+        "validation_loss": None,
+        "message": "",
+        "rank": None,
+        "log": None,
+    }
+    for rank in range(2):
+        log = run.files.worker_log(0, rank)
+        assert log is not None
+        assert log.read_text() == f"rank {rank} starts\n"
+
+
+def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "raise")
+    code, output = run.finish()
+    assert code == 70, output
+    result = run.result()
+    assert (result["status"], result["rank"], result["step"]) == ("failed", 1, 3)
+    assert result["message"] == "rank 1: ValueError: the loss is not finite"
+    assert Path(str(result["log"])).parts[-2:] == ("1", "stderr.log")
+    assert "in train" in output, "the end of the traceback is missing"
+
+
+def test_a_rank_killed_by_the_kernel_is_named_with_its_signal_and_the_usual_cause(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "killed")
+    code, output = run.finish()
+    assert code == 70, output
+    result = run.result()
+    assert (result["status"], result["rank"]) == ("failed", 1)
+    assert result["message"] == "rank 1 was killed by signal 9 (the kernel kills processes when memory runs out)"
+
+
+def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "endless")
+    run.wait_for_steps(2)
+    family = run.family()
+    assert len(family) == 3, "torchrun and two workers"
+
+    # Installed, as `make test` has it, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
+    assert LOOPBACK_BACKEND in run.files.command.read_text()
+    listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening, "torchrun's store listens somewhere"
+    assert set(listening) == {"127.0.0.1"}
+
+    with pytest.raises(ConfigError, match="already") as refused:
+        RunDirectory.create(run_config(run_dir=tmp_path / "run"))
+    assert "unfinished or still going" in refused.value.problems[0].reason
+
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    assert "stopping after this step, 60 s at most (Ctrl-C again: at once)" in output
+    assert not alive(family)
+    assert rank_statuses(run) == ["interrupted", "interrupted"]
+    result = run.result()
+    assert (result["status"], result["exit_code"]) == ("interrupted", 130)
+    assert result["step"] == run.files.metrics.read_text().count("\n"), "a step was lost"
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "deaf")
+    run.wait_for_steps(1)
+    family = run.family()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(run.files.stop.exists, "the request to stop")
+    begin = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish(20)
+    assert code == 130, output
+    assert time.monotonic() - begin < 10
+    assert not alive(family)
+    assert run.result()["status"] == "interrupted"
+
+
+def test_workers_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "deaf", grace_s=1)
+    run.wait_for_steps(1)
+    family = run.family()
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.finish(20)
+    assert code == 130, output
+    assert "no end after 1 s" in output
+    assert not alive(family)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "endless")
+    run.wait_for_steps(1)
+    family = run.family()
+    assert len(family) == 3
+    run.process.kill()
+    run.finish()
+    assert not alive(family)
+
+
+def test_a_killed_torchrun_takes_its_workers_along_and_is_named(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path / "run", "endless")
+    run.wait_for_steps(1)
+    family = run.family()
+    agent = next(p for p in family if "torch.distributed.run" in p.cmdline())
+    agent.kill()
+    code, output = run.finish(20)
+    assert code == 70, output
+    assert str(run.result()["message"]).startswith("torchrun was killed by signal 9")
+    assert not alive(family)

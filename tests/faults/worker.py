@@ -1,0 +1,78 @@
+"""A worker that keeps the launcher's side of the contract without a model: real torchrun, real gloo, steps of an
+all-reduce. The run directory's file `behaviour` says how it ends."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.orphan import die_with_parent
+
+BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf")
+STEPS = 4
+
+
+class Mistake(Exception):
+    exit_code = 2
+
+
+def main(files: RunFiles) -> int:
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    behaviour = (files.root / "behaviour").read_text()
+    assert behaviour in BEHAVIOURS
+    print(f"rank {rank} starts", file=sys.stderr)
+    state: dict[str, object] = {"rank": rank, "pid": os.getpid(), "step": 0, "loss": None, "error": None}
+
+    def write(status: str, exit_code: int | None, **more: object) -> None:
+        state.update(more, status=status, exit_code=exit_code, time=time.time())
+        write_json_atomic(files.rank(rank), state)
+
+    write("running", None)
+    try:
+        stopped = train(files, rank, behaviour, state)
+    except Exception as error:
+        code = getattr(error, "exit_code", 70)
+        text = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        write("failed", code, error=text)
+        return int(code)
+    write("interrupted" if stopped else "done", 130 if stopped else 0)
+    return 130 if stopped else 0
+
+
+def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object]) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    step = 0
+    while behaviour in ("endless", "deaf") or step < STEPS:
+        step += 1
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        state.update(step=step, loss=1.0 / step)
+        if rank == 0:
+            append_json_line(files.metrics, {"step": step, "loss": 1.0 / step, "time": time.time()})
+        if step == 3 and rank == 1:
+            if behaviour == "raise":
+                raise ValueError("the loss is not finite")
+            if behaviour == "mistake":
+                raise Mistake("token id 300 >= vocabulary of 256")
+            if behaviour == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour in ("endless", "deaf"):
+            time.sleep(0.1)
+        stop = torch.tensor([float(behaviour != "deaf" and files.stop_requested())])
+        dist.broadcast(stop, src=0)
+        if stop.item():
+            return True
+    dist.barrier()
+    dist.destroy_process_group()
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(RunFiles(Path(sys.argv[1]))))
