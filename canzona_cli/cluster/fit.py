@@ -4,7 +4,7 @@ What the user set is a hard constraint; everything null is searched. The search 
 milliseconds, so a dry run can show the candidates it chose among (`explain`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.layout_rules import divisors, layout_problems, possible_tp
@@ -17,6 +17,9 @@ BATCH_TOLERANCE = 0.125
 """How far a chosen batch may be from `train.batch_tokens`, so that no GPU count changes the job silently."""
 H200_GIB = 140.4
 """Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""
+SHORTEST_SUGGESTED_SEQUENCE = 512
+HEADROOM = 0.95
+"""Share of the usable memory to stay under where there is a choice: the estimate is good to a few per cent."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -43,27 +46,27 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     """
     best = choose(config)
     if best is None:
-        raise DoesNotFit(*_does_not_fit(config))
+        raise DoesNotFit(_does_not_fit(config))
     return fill(config, best.layout), best.layout
 
 
 def choose(config: RunConfig) -> Candidate | None:
-    """The fastest candidate that fits, or None.
+    """The fastest candidate that fits, with `HEADROOM` to spare if any has it; None when none fits.
 
     Raises:
         ConfigError: what is set is impossible.
     """
-    fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    return min(fitting, key=_order, default=None)
+    best = min(candidates(config), key=lambda candidate: (_tightness(candidate), *_order(candidate)))
+    return best if best.fits else None
 
 
 def explain(config: RunConfig) -> list[Candidate]:
-    """All candidates, those that fit first and the fastest of them first.
+    """All candidates in the order of preference: those that fit with headroom, those that fit, the rest; fastest first.
 
     Raises:
         ConfigError: what is set is impossible.
     """
-    return sorted(candidates(config), key=lambda candidate: (not candidate.fits, *_order(candidate)))
+    return sorted(candidates(config), key=lambda candidate: (_tightness(candidate), *_order(candidate)))
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
@@ -99,6 +102,12 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
         ),
         cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
     )
+
+
+def _tightness(candidate: Candidate) -> int:
+    """0 with headroom, 1 without, 2 where it does not fit."""
+    memory = candidate.memory
+    return 2 if not memory.fits else int(memory.total > HEADROOM * memory.capacity)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int, int, int]:
@@ -196,24 +205,26 @@ def _no_batch(config: RunConfig) -> Problem:
     )
 
 
-def _does_not_fit(config: RunConfig) -> list[Problem]:
+def _does_not_fit(config: RunConfig) -> Problem:
     least = min(candidates(config), key=lambda candidate: (candidate.memory.total, _order(candidate)))
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
-    ways = list(suggestions(config))
-    return [
-        Problem(
-            key="gpus",
-            value=config.gpus,
-            reason=(
-                f"{config.model.name} needs at least {memory.total / GIB:.1f} GiB on {memory.worst_rank} and "
-                f"{config.cluster.name} has {memory.capacity / GIB:.1f} GiB to use; the least is with tp={layout.tp} "
-                f"pp={layout.pp} dp={layout.dp} micro-batch {layout.micro_batch_size} recompute {layout.recompute} "
-                f"(GiB: {parts})"
-            ),
-            fix="any one of: " + "; ".join(way.override for way in ways) if ways else "use a smaller model",
-        )
-    ]
+    ways = [way.override for way in suggestions(config)]
+    # A narrow miss must not read as "needs 73.6 and has 73.6".
+    digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
+    needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
+    return Problem(
+        key="gpus",
+        value=config.gpus,
+        reason=(
+            f"{config.model.name} needs at least {needs} on {memory.worst_rank} and {config.cluster.name} has {has} "
+            f"to use; least with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
+            f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
+        ),
+        fix=("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)
+        if ways
+        else "use a smaller model, or a cluster profile with more memory",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,53 +238,53 @@ class Suggestion:
 
 
 def suggestions(config: RunConfig) -> Iterator[Suggestion]:
-    """Single changes that make `config` fit, each tried out; the cheapest for the user first."""
-    for override, changed in _changes(config):
-        try:
-            best = choose(changed)
-        except ConfigError:
-            continue
-        if best is not None:
-            yield Suggestion(override=override, config=changed, candidate=best)
-    for gpus in _more_gpus(config):
-        changed = replace(config, gpus=gpus, cluster=replace(config.cluster, nodes=None))
-        try:
-            best = choose(changed)
-        except ConfigError:
-            continue
-        if best is not None:
-            yield Suggestion(override=f"gpus={gpus}", config=changed, candidate=best)
-            return
+    """Single changes that make `config` fit, each tried out; what changes the job least comes first.
+
+    Of several GPU counts, or sequence lengths, only the nearest that fits.
+    """
+    for ladder in _changes(config):
+        for override, changed in ladder:
+            try:
+                best = choose(changed)
+            except ConfigError:
+                continue
+            if best is not None:
+                yield Suggestion(override=override, config=changed, candidate=best)
+                break
 
 
-def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    parallel, train = config.parallel, config.train
-    if train.recompute not in (None, "full"):
-        yield "train.recompute=full", replace(config, train=replace(train, recompute="full"))
+def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
+    """Ladders of changes; the first rung of each that fits is suggested."""
+    parallel, train, cluster = config.parallel, config.train, config.cluster
+    pinned = [f"parallel.{name}=null" for name in ("tp", "pp") if getattr(parallel, name) is not None]
+    if pinned:
+        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None)))]
     if train.micro_batch_size not in (None, 1):
-        yield "train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1))
-    if parallel.tp is not None or parallel.pp is not None:
-        free = replace(parallel, tp=None, pp=None, sequence_parallel=None)
-        yield "parallel.tp=null parallel.pp=null", replace(config, parallel=free)
+        yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
+    if train.recompute not in (None, "full"):
+        yield [("train.recompute=full", replace(config, train=replace(train, recompute="full")))]
     if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
-        yield "engine.strategy=layerwise", replace(config, engine=replace(config.engine, strategy="layerwise"))
+        yield [("engine.strategy=layerwise", replace(config, engine=replace(config.engine, strategy="layerwise")))]
     if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
-        yield "train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16"))
-    if config.cluster.device == "cuda" and config.cluster.memory_gib < H200_GIB:
-        yield "cluster=h200", replace(config, cluster=replace(config.cluster, memory_gib=H200_GIB))
-    half = train.seq_length // 2
-    while half >= 512:
-        yield f"train.seq_length={half}", replace(config, train=replace(train, seq_length=half))
-        half //= 2
+        yield [("train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16")))]
+    yield (
+        (f"gpus={gpus}", replace(config, gpus=gpus, cluster=replace(cluster, nodes=None)))
+        for gpus in _more_gpus(config.gpus, cluster.gpus_per_node)
+    )
+    if cluster.device == "cuda" and cluster.memory_gib < H200_GIB:
+        yield [("cluster=h200", replace(config, cluster=replace(cluster, memory_gib=H200_GIB)))]
+    lengths = (train.seq_length >> halvings for halvings in range(1, train.seq_length.bit_length()))
+    yield (
+        (f"train.seq_length={length}", replace(config, train=replace(train, seq_length=length)))
+        for length in lengths
+        if length >= SHORTEST_SUGGESTED_SEQUENCE
+    )
 
 
-def _more_gpus(config: RunConfig) -> Iterator[int]:
-    """Ascending: single GPUs up to a machine, then whole machines in steps of a power of two or one and a half."""
-    per_node = config.cluster.gpus_per_node
-    yield from range(config.gpus + 1, per_node + 1)
-    machines = 1
-    while machines <= 512:
-        for count in (machines, machines * 3 // 2) if machines > 1 else (1,):
-            if count * per_node > max(config.gpus, per_node):
-                yield count * per_node
-        machines *= 2
+def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
+    """Counts above `gpus`, ascending: one by one up to a machine, then 1, 2, 3, 4, 6, 8, 12, ... machines."""
+    yield from range(gpus + 1, per_node + 1)
+    for power in range(10):
+        for machines in (1 << power, 3 << power >> 1) if power else (1,):
+            if machines * per_node > max(gpus, per_node):
+                yield machines * per_node

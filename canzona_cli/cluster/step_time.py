@@ -8,18 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.models import qwen3
 from canzona_cli.planner.memory import placement, stage_weights
 
 BEST_EFFICIENCY = 0.65
 """Share of the bf16 peak that large matrix products of a layer reach."""
-HALF_TOKENS = 512
+HALF_TOKENS = {"cuda": 512, "cpu": 64}
 """Tokens of a micro-batch at which a product reaches half of that: smaller ones do not fill the device."""
-HALF_WIDTH = 256
+HALF_WIDTH = {"cuda": 256, "cpu": 32}
 """Columns of a tensor-parallel slice of the MLP at which it reaches half."""
+UNFUSED_ATTENTION = 4.0
+"""Time of core attention without a flash kernel over that of its FLOPs alone: the scores go through memory."""
 FP32_SLOWDOWN = 8.0
 """bf16 peak over the rate of fp32 products."""
+LINK_EFFICIENCY = 0.75
+"""Share of a link's bandwidth that a large collective reaches."""
 LAUNCH_SECONDS = {False: 15e-6, True: 30e-6}
 """Latency of one collective, inside a machine and across machines."""
 OVERLAP = 0.8
@@ -67,11 +71,19 @@ def step_time(config: RunConfig, layout: Layout) -> StepTime:
     layers = model.num_layers // layout.pp
 
     peak = cluster.bf16_tflops * 1e12 / (1.0 if train.precision == "bf16" else FP32_SLOWDOWN)
-    rate = peak * efficiency(tokens, model.ffn_hidden_size / t)
+    rate = peak * efficiency(tokens, model.ffn_hidden_size / t, cluster.device)
     output = 2.0 * model.vocab_size * model.hidden_size
     forward = (qwen3.forward_flops_per_token(model, train.seq_length) - output) / layout.pp
     forward_s = tokens * (forward + output) / t / rate
-    core = 2.0 * train.seq_length * model.num_attention_heads * model.head_dim * layers
+    # Recomputed core attention; its first run is not priced apart, it is the same for every layout.
+    core = (
+        (1.0 if cluster.transformer_engine else UNFUSED_ATTENTION)
+        * 2.0
+        * train.seq_length
+        * model.num_attention_heads
+        * model.head_dim
+        * layers
+    )
     again = {"none": 0.0, "selective": core, "full": forward}[layout.recompute]
     again_s = tokens * again / t / rate
 
@@ -101,9 +113,9 @@ def step_time(config: RunConfig, layout: Layout) -> StepTime:
     return StepTime(parts=MappingProxyType(parts), tokens=layout.global_batch_size * train.seq_length)
 
 
-def efficiency(tokens: float, columns: float) -> float:
+def efficiency(tokens: float, columns: float, device: Device) -> float:
     """Share of the peak a layer's products reach with `tokens` rows and `columns` columns of a slice."""
-    return BEST_EFFICIENCY * tokens / (tokens + HALF_TOKENS) * columns / (columns + HALF_WIDTH)
+    return BEST_EFFICIENCY * tokens / (tokens + HALF_TOKENS[device]) * columns / (columns + HALF_WIDTH[device])
 
 
 def _data_parallel(config: RunConfig, layout: Layout, forward_s: float, width: int) -> float:
@@ -151,4 +163,4 @@ def _update(config: RunConfig, layout: Layout, peak: float) -> dict[str, float]:
 def _bandwidth(config: RunConfig, *, across: bool) -> float:
     """Bytes per second of one GPU's link."""
     cluster = config.cluster
-    return 1e9 * (cluster.inter_node_gb_per_s if across else cluster.intra_node_gb_per_s)
+    return LINK_EFFICIENCY * 1e9 * (cluster.inter_node_gb_per_s if across else cluster.intra_node_gb_per_s)
