@@ -7,9 +7,7 @@ composition.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from pydantic import Discriminator
+from typing import Literal
 
 Strategy = Literal["canzona", "asc", "layerwise", "sc"]
 OptimizerName = Literal["adamw", "muon", "shampoo", "soap"]
@@ -156,7 +154,8 @@ class SoapConfig(OptimizerBase):
     """Steps between refreshes of the eigenbases."""
 
 
-OptimizerConfig = Annotated[AdamWConfig | MuonConfig | ShampooConfig | SoapConfig, Discriminator("name")]
+OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig
+"""Which one is told by `name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,8 @@ class DataConfig:
     """Where tokens come from."""
 
     source: Literal["stdlib", "prepared"]
-    """stdlib: the Python standard library's own sources, tokenised once and cached. prepared: `canzona data prepare`."""
+    """stdlib: the Python standard library's own sources, tokenised once and cached. prepared: what `canzona data prepare` left
+    at `path`."""
     path: str | None = None
     """For prepared: the prefix of the .bin/.idx pair, without extension."""
     tokenizer: str = "byte"

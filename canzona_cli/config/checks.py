@@ -1,0 +1,274 @@
+"""Whether the values of a run make sense by themselves and together. Layout arithmetic is `cluster.layout_rules`."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from canzona_cli.cluster.layout_rules import layout_problems
+from canzona_cli.config.keys import settings
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import Problem
+
+MATRIX_OPTIMIZERS = ("muon", "shampoo", "soap")
+BYTE_TOKENIZER_IDS = 257
+"""256 bytes and the end of a document."""
+
+_POSITIVE = (
+    "optimizer.lr",
+    "optimizer.eps",
+    "optimizer.scale_factor",
+    "model.rope_base",
+    "model.norm_eps",
+    "model.init_std",
+    "cluster.memory_gib",
+    "cluster.bf16_tflops",
+    "cluster.memory_gb_per_s",
+    "cluster.intra_node_gb_per_s",
+    "cluster.inter_node_gb_per_s",
+)
+_NOT_NEGATIVE = (
+    "optimizer.min_lr",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad",
+    "cluster.reserved_gib",
+    "schedule.warmup_steps",
+    "train.eval_interval",
+    "train.seed",
+    "cluster.node_rank",
+)
+_AT_LEAST_ONE = (
+    "train.steps",
+    "train.eval_batches",
+    "run.log_interval",
+    "schedule.decay_steps",
+    "schedule.wsd_decay_steps",
+    "optimizer.ns_steps",
+    "optimizer.precondition_frequency",
+    "parallel.bucket_elements",
+    "data.tokenizer_vocab_size",
+)
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.shampoo_beta")
+
+
+def config_problems(config: RunConfig) -> list[Problem]:
+    """Everything about a well-typed configuration that cannot work; empty when nothing is wrong."""
+    return [
+        *_ranges(config),
+        *layout_problems(config),
+        *_schedule(config),
+        *_engine(config),
+        *_model(config),
+        *_data(config),
+        *_cluster(config),
+    ]
+
+
+def config_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """What the command line sets without effect, and what will run but not as well as it could."""
+    schedule, optimizer = config.schedule, config.optimizer.name
+    if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
+        yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
+    if optimizer == "adamw" and explicit & {"engine", "engine.strategy"}:
+        yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
+    if config.data.source == "stdlib" and "data.path" in explicit:
+        yield "data.path is ignored: data.source is stdlib; write data=prepared to use it"
+    if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:
+        yield f"data.tokenizer_vocab_size is ignored: the tokenizer is {config.data.tokenizer}"
+    if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
+        yield "train.batch_tokens is ignored: train.global_batch_size is set"
+    tp = config.parallel.tp
+    if tp is not None and tp > config.cluster.gpus_per_node:
+        yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
+    if "train.eval_batches" in explicit and config.train.eval_interval == 0:
+        yield "train.eval_batches is ignored: train.eval_interval is 0"
+
+
+def _ranges(config: RunConfig) -> Iterator[Problem]:
+    values = _flat(config)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(key=key, value=value, reason="is not a finite number", fix=f"give {key} a finite value")
+        elif not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        elif key in _POSITIVE and value <= 0:
+            yield Problem(key=key, value=value, reason="must be above 0", fix=f"give {key} a value above 0")
+        elif key in _NOT_NEGATIVE and value < 0:
+            yield Problem(key=key, value=value, reason="must not be negative", fix=f"use {key}=0 or more")
+        elif key in _AT_LEAST_ONE and value < 1:
+            yield Problem(key=key, value=value, reason="must be at least 1", fix=f"use {key}=1 or more")
+        elif key in _BELOW_ONE and not 0 <= value < 1:
+            yield Problem(key=key, value=value, reason="must be at least 0 and below 1", fix=f"for example {key}=0.95")
+    if config.train.seed >= 2**31:
+        yield Problem(key="train.seed", value=config.train.seed, reason="must be below 2^31", fix="use a smaller seed")
+    fraction = config.data.validation_fraction
+    if not 0 <= fraction < 1:
+        yield Problem(
+            key="data.validation_fraction",
+            value=fraction,
+            reason="is a share of the documents: at least 0 and below 1",
+            fix="for example data.validation_fraction=0.02",
+        )
+    elif fraction == 0 and config.train.eval_interval > 0:
+        yield Problem(
+            key="data.validation_fraction",
+            value=fraction,
+            reason="leaves nothing to validate on",
+            fix="hold some documents out, or switch validation off with train.eval_interval=0",
+        )
+    if config.optimizer.min_lr > config.optimizer.lr > 0:
+        yield Problem(
+            key="optimizer.min_lr",
+            value=config.optimizer.min_lr,
+            reason=f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate",
+            fix=f"use optimizer.min_lr={config.optimizer.lr / 10:g}",
+        )
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name) is None:
+        yield Problem(
+            key="name",
+            value=config.name,
+            reason="names the run directory: letters, digits, dots, dashes and underscores only",
+            fix="for example name=my-run",
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    schedule, steps = config.schedule, config.train.steps
+    if steps < 1 or schedule.warmup_steps < 0:
+        return
+    end = schedule.decay_steps if schedule.decay_steps is not None else steps
+    if schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
+        yield Problem(
+            key="schedule.decay_steps",
+            value=schedule.decay_steps,
+            reason=f"the decay would end before the warm-up of {schedule.warmup_steps} steps does",
+            fix=f"use schedule.decay_steps={steps} or leave it null",
+        )
+    elif schedule.warmup_steps >= steps and schedule.warmup_steps > 0:
+        yield Problem(
+            key="schedule.warmup_steps",
+            value=schedule.warmup_steps,
+            reason=f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached",
+            fix=f"use schedule.warmup_steps={steps // 10}",
+        )
+    elif schedule.decay == "wsd" and schedule.wsd_decay_steps is not None:
+        room = end - schedule.warmup_steps
+        if schedule.wsd_decay_steps > room:
+            yield Problem(
+                key="schedule.wsd_decay_steps",
+                value=schedule.wsd_decay_steps,
+                reason=f"only {room} steps are left after the warm-up",
+                fix=f"use schedule.wsd_decay_steps={max(room // 10, 1)}",
+            )
+
+
+def _engine(config: RunConfig) -> Iterator[Problem]:
+    optimizer, strategy = config.optimizer.name, config.engine.strategy
+    if optimizer in ("shampoo", "soap"):
+        yield Problem(
+            key="optimizer",
+            value=optimizer,
+            reason="needs whole matrices, which the canzona engine brings and this version does not have yet; "
+            "Megatron's own ways would update tensor-parallel fragments",
+            fix="use optimizer=muon or optimizer=adamw",
+        )
+    elif optimizer == "muon" and strategy in ("canzona", "asc"):
+        yield Problem(
+            key="engine.strategy",
+            value=strategy,
+            reason="the canzona engine is not in this version yet",
+            fix="use engine.strategy=layerwise or engine.strategy=sc",
+        )
+    if optimizer == "muon" and strategy == "layerwise" and config.train.precision != "bf16":
+        yield Problem(
+            key="train.precision",
+            value=config.train.precision,
+            reason="Megatron's layer-wise optimizer needs bf16 weights",
+            fix="use train.precision=bf16, or engine.strategy=sc",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    if config.model.head_dim % 2:
+        yield Problem(
+            key="model.head_dim",
+            value=config.model.head_dim,
+            reason="rotary embedding turns pairs of dimensions, so it must be even",
+            fix=f"use model.head_dim={config.model.head_dim + 1}",
+        )
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    data, vocabulary = config.data, config.model.vocab_size
+    if data.source == "prepared":
+        if not data.path:
+            yield Problem(
+                key="data.path",
+                reason="prepared data has no path",
+                fix="make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)",
+            )
+        return
+    if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
+        yield Problem(
+            key="data.tokenizer_vocab_size",
+            value=data.tokenizer_vocab_size,
+            reason=f"makes token ids that the model's vocabulary of {vocabulary} does not have",
+            fix=f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}",
+        )
+    elif data.tokenizer == "bpe" and 1 <= data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
+        yield Problem(
+            key="data.tokenizer_vocab_size",
+            value=data.tokenizer_vocab_size,
+            reason=f"a byte-pair encoding starts from 256 bytes and an end-of-document token: {BYTE_TOKENIZER_IDS}",
+            fix="use data.tokenizer_vocab_size=16384",
+        )
+    elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
+        yield Problem(
+            key="model.vocab_size",
+            value=vocabulary,
+            reason=f"the byte tokenizer has {BYTE_TOKENIZER_IDS} ids",
+            fix="use model.vocab_size=384",
+        )
+
+
+def _cluster(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.reserved_gib >= cluster.memory_gib > 0:
+        yield Problem(
+            key="cluster.reserved_gib",
+            value=cluster.reserved_gib,
+            reason=f"takes all of cluster.memory_gib={cluster.memory_gib}",
+            fix="give less, or give a GPU more memory",
+        )
+    if cluster.device == "cpu" and cluster.transformer_engine:
+        yield Problem(
+            key="cluster.transformer_engine",
+            value=True,
+            reason="Transformer Engine needs a GPU",
+            fix="use cluster.transformer_engine=false",
+        )
+    if cluster.rdzv_endpoint is not None and re.fullmatch(r"\S+:\d{1,5}", cluster.rdzv_endpoint) is None:
+        yield Problem(
+            key="cluster.rdzv_endpoint",
+            value=cluster.rdzv_endpoint,
+            reason="is not of the form host:port",
+            fix="for example cluster.rdzv_endpoint=node0:29500",
+        )
+    if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes >= 1:
+        yield Problem(
+            key="cluster.node_rank",
+            value=cluster.node_rank,
+            reason=f"machines are numbered from 0 to {cluster.nodes - 1}",
+            fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}",
+        )
+
+
+def _flat(config: RunConfig) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in asdict(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{own}": inner for own, inner in value.items()}
+        else:
+            flat[name] = value
+    assert flat.keys() <= settings().keys()
+    return flat

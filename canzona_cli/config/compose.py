@@ -1,0 +1,300 @@
+"""One run's configuration: recipe, groups and overrides composed by Hydra, then checked as a whole."""
+
+import warnings as python_warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from canzona_cli.config.checks import config_problems, config_warnings
+from canzona_cli.config.keys import settings
+from canzona_cli.config.overrides import Overrides, parse_overrides
+from canzona_cli.config.paths import (
+    GROUPS,
+    builtin_recipes_dir,
+    full_name,
+    group_options,
+    shown,
+    user_recipes_dirs,
+)
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.source import (
+    RecipeSource,
+    content_problems,
+    find_recipe,
+    nearest_recipe,
+    read_yaml,
+    shadowed,
+    staged,
+    unknown_option,
+)
+from canzona_cli.config.typed import build
+from canzona_cli.errors import ConfigError, Problem
+
+_MISSING = "???"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A checked configuration, and where it came from. Values that are null are still to be fitted."""
+
+    config: RunConfig
+    explicit: frozenset[str]
+    """Dotted keys, and groups, that the command line sets."""
+    warnings: tuple[str, ...]
+    recipe_file: Path
+    files: tuple[Path, ...]
+    """Everything it was composed from, in the order of application."""
+
+
+def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = ()) -> Composed:
+    """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
+
+    A recipe, model, ... is looked for in `recipes_dirs`, then $CANZONA_RECIPES_DIR, then among the built-in ones.
+    Raises ConfigError with every problem at once: of the recipe, of each override, of types, and of how values
+    go together. A bad value does not hide the others: the rest is checked with the recipe's own in its place.
+    """
+    try:
+        return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()))
+    except ConfigError as error:
+        order = {argument.partition("=")[0].strip(): place for place, argument in reversed(list(enumerate(overrides)))}
+        problems = sorted(_distinct(error.problems), key=lambda problem: order.get(problem.key, len(order)))
+        raise ConfigError(*problems) from error.__cause__
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """Reads a run directory's config.yaml. Raises ConfigError with every problem."""
+    tree = read_yaml(path)
+    unsafe = list(content_problems(tree, shown(path)))
+    config = build(tree, texts={}, where=shown(path))
+    if unsafe or isinstance(config, list):
+        raise ConfigError(*unsafe, *(config if isinstance(config, list) else ()))
+    return config
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """The configuration as YAML that `load_resolved` and `recipe=FILE` read back to an equal one."""
+    import yaml
+
+    text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
+    asked = parse_overrides(overrides)
+    problems = list(asked.problems)
+    groups = dict(_known_groups(asked, dirs, problems))
+    source = _recipe(asked.groups.get("recipe"), dirs, problems)
+    if source is None:
+        # Nothing to lay the overrides over: what can be told without a recipe is what is wrong with each by itself.
+        problems += _checked_alone(asked)
+        raise ConfigError(*problems)
+    if source.is_file:
+        unsafe = list(content_problems(read_yaml(source.path), shown(source.path)))
+        if unsafe:
+            raise ConfigError(*problems, *unsafe)
+    try:
+        base, files = _composed(source, groups, dirs)
+        tree = _with_values(base, asked.values, problems)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from error
+    config = build(tree, texts=asked.texts, where=shown(source.path))
+    if isinstance(config, list):
+        problems += config
+        bad = {problem.key for problem in config}
+        fallback = _with_values(base, {k: v for k, v in asked.values.items() if k not in bad}, [])
+        substitute = build(fallback, texts=asked.texts, where=shown(source.path))
+        if isinstance(substitute, RunConfig):
+            problems += _judged(substitute, asked, base, ignoring=bad)
+        raise ConfigError(*problems)
+    problems += _judged(config, asked, base, ignoring=set())
+    if problems:
+        raise ConfigError(*problems)
+    notes = [f"{group} {name} from {shown(file)} shadows the built-in" for group, name, file in shadowed(files)]
+    builtin_names = group_options("recipe", [builtin_recipes_dir()])
+    if source.is_file and source.name in builtin_names and source.path != builtin_names[source.name]:
+        notes.append(f"recipe {source.name} is read from {shown(source.path)}, not the built-in of that name")
+    explicit = frozenset(asked.values) | frozenset(asked.groups)
+    return Composed(
+        config=config,
+        explicit=explicit,
+        warnings=(*notes, *config_warnings(config, explicit)),
+        recipe_file=source.path,
+        files=tuple(files),
+    )
+
+
+def _known_groups(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+    """Group choices of the command line that exist, by their full names."""
+    for group, option in asked.groups.items():
+        if group == "recipe":
+            continue
+        name = full_name(option, group_options(group, dirs))
+        if name is None:
+            problems.append(unknown_option(group, option, dirs))
+        else:
+            yield group, name
+
+
+def _recipe(asked: str | None, dirs: Sequence[Path], problems: list[Problem]) -> RecipeSource | None:
+    """The recipe to compose; for a misspelt one, which is reported, the one that was probably meant."""
+    if asked is None:
+        names = ", ".join(group_options("recipe", dirs))
+        problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
+        return None
+    try:
+        return find_recipe(asked, dirs)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return nearest_recipe(asked, dirs)
+
+
+def _composed(
+    source: RecipeSource, groups: Mapping[str, str], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]]:
+    """The tree that Hydra composes from files alone, and the files. References are not resolved yet."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    with staged(source, groups) as (stage, option):
+        search = ",".join("'file://" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in dirs)
+        overrides = [f"recipe='{option}'", *(f"{group}='{name}'" for group, name in groups.items())]
+        overrides.append(f"hydra.searchpath=[{search}]")
+        try:
+            with (
+                python_warnings.catch_warnings(),
+                initialize_config_dir(config_dir=str(stage), version_base="1.3", job_name="canzona"),
+            ):
+                python_warnings.simplefilter("ignore")  # Hydra's notes about how recipes are written are ours to heed
+                loader = GlobalHydra.instance().config_loader()
+                used = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
+                composed = OmegaConf.to_container(compose("config", overrides), resolve=False)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(_composition_problem(error, source, stage, option)) from error
+        files = [
+            source.path if source.is_file and part.config_path == f"recipe/{option}" else file
+            for part in used
+            if part.config_path is not None and part.config_path.partition("/")[0] in GROUPS
+            for file in [_provider(part.config_path, dirs)]
+        ]
+    assert isinstance(composed, dict)
+    tree = {str(key): value for key, value in composed.items()}
+    unsafe = list(content_problems(tree, shown(source.path)))
+    if unsafe:
+        raise ConfigError(*unsafe)
+    return tree, files
+
+
+def _provider(config_path: str, dirs: Sequence[Path]) -> Path:
+    candidates = [folder / f"{config_path}.yaml" for folder in dirs]
+    return next((file for file in candidates if file.is_file()), candidates[-1])
+
+
+def _composition_problem(error: Exception, source: RecipeSource, stage: Path, option: str) -> Problem:
+    """Hydra's message about a recipe's files, without its hint to add keys and without our temporary folder."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [
+        line
+        for line in lines
+        if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
+    ]
+    text = " ".join(kept[:4]).replace(f"{stage}/", "").replace(f"recipe/{option}", shown(source.path))
+    return Problem(
+        key=shown(source.path),
+        reason=f"cannot be composed: {text.rstrip('.')}",
+        fix="see `canzona recipes show qwen3-tiny` for the files a recipe is made of",
+    )
+
+
+def _with_values(
+    base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]
+) -> dict[str, object]:
+    """The tree with the command line's values laid over it and references to other settings filled in.
+
+    References that lead nowhere are added to `problems`, and their settings left out.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(dict(base))
+    for key, value in values.items():
+        try:
+            OmegaConf.update(config, key, value, force_add=True)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key=key, value=value, reason=f"cannot be set: {str(error).splitlines()[0]}"))
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    resolved: dict[str, object] = {}
+    for key, value in _leaves(raw):
+        if value == _MISSING:
+            continue
+        try:
+            found = OmegaConf.select(config, key, throw_on_resolution_failure=True)
+        except OmegaConfBaseException as error:
+            reason = f"the reference cannot be followed: {str(error).splitlines()[0]}"
+            fix = "refer to a setting by its whole name, for example ${train.seq_length}"
+            problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
+            continue
+        if OmegaConf.is_config(found):
+            found = OmegaConf.to_container(found, resolve=True)
+        _put(resolved, key, found)
+    return resolved
+
+
+def _leaves(tree: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _put(tree: dict[str, object], key: str, value: object) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        assert isinstance(below, dict)
+        tree = below
+    tree[name] = value
+
+
+def _judged(config: RunConfig, asked: Overrides, base: Mapping[str, object], *, ignoring: set[str]) -> list[Problem]:
+    """How the values go together. What concerns settings in `ignoring` is left out.
+
+    A size below 1 makes other arithmetic meaningless, so the rest is judged again with the recipe's own size.
+    """
+    problems = [problem for problem in config_problems(config) if problem.key not in ignoring]
+    sizes = {problem.key for problem in problems if isinstance(problem.value, int) and problem.value < 1}
+    if sizes & set(asked.values):
+        skipped = ignoring | sizes
+        tree = _with_values(base, {key: value for key, value in asked.values.items() if key not in skipped}, [])
+        again = build(tree, texts=asked.texts, where="")
+        if isinstance(again, RunConfig):
+            problems += [problem for problem in config_problems(again) if problem.key not in skipped]
+    return _distinct(problems)
+
+
+def _checked_alone(asked: Overrides) -> list[Problem]:
+    """Wrong types among the overrides, told without a recipe."""
+    tree: dict[str, object] = {}
+    for key, value in asked.values.items():
+        _put(tree, key, value)
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, dict):
+        having = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
+        optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*having) or {"muon"})), "muon"))
+    found = build(tree, texts=asked.texts, where="the command line")
+    return [problem for problem in found if problem.key in asked.values] if isinstance(found, list) else []
+
+
+def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+    seen: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        seen.setdefault((problem.key, problem.reason), problem)
+    return list(seen.values())

@@ -1,0 +1,176 @@
+"""Reading `KEY=VALUE` arguments: each one on its own, so that every bad one is reported together."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from canzona_cli.config.hints import closest, closest_key
+from canzona_cli.config.keys import sections, settings
+from canzona_cli.config.paths import GROUPS
+from canzona_cli.errors import Problem
+
+_RESOLVER = re.compile(r"\$\{\s*[\w.]+\s*:")
+_BARE_NUMBER = re.compile(r"[-+\w.]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What the command line asks for."""
+
+    groups: Mapping[str, str]
+    """The option asked for, by group (`recipe`, `model`, ...); the recipe may be a path."""
+    values: Mapping[str, object]
+    """Value by dotted key; only keys that exist."""
+    texts: Mapping[str, str]
+    """The values as they were typed, by dotted key."""
+    problems: tuple[Problem, ...]
+
+
+def parse_overrides(arguments: Sequence[str]) -> Overrides:
+    """Reads every argument by Hydra's override grammar. Problems are returned, not raised."""
+    groups: dict[str, str] = {}
+    values: dict[str, object] = {}
+    texts: dict[str, str] = {}
+    problems: list[Problem] = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        key, text = key.strip(), text.strip()
+        if not equals or not key:
+            problems.append(_not_an_override(argument))
+        elif key[0] in "+~":
+            problems.append(_not_a_change(key, text))
+        elif "_target_" in argument:
+            problems.append(target_problem(key, f"in the override {argument}"))
+        elif key in GROUPS:
+            _read_group(key, text, groups, problems)
+        elif key not in settings():
+            problems.append(unknown_key(key, text))
+        elif key == "optimizer.name":
+            fix = f"write optimizer={text}"
+            problems.append(
+                Problem(key=key, value=text, reason="an optimizer is chosen with all of its settings", fix=fix)
+            )
+        else:
+            parsed = _parse_value(key, text)
+            if isinstance(parsed, Problem):
+                problems.append(parsed)
+            else:
+                (values[key],) = parsed
+                texts[key] = text
+    return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems))
+
+
+def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
+    """A key that no setting has, with the one that was probably meant."""
+    own = sections().get(key)
+    if own is not None:
+        some = settings()[f"{key}.{sorted(own)[0]}"].key
+        return Problem(
+            key=key,
+            value=text,
+            reason=f"is a section{where}; one of its settings is changed at a time",
+            fix=f"write for example {some}=VALUE",
+        )
+    meant = closest_key(key)
+    alike = closest(key, GROUPS) if meant is None else None
+    if meant is not None:
+        fix = f"did you mean {meant}?"
+    elif alike is not None:
+        fix = f"did you mean {alike}?"
+    else:
+        fix = "`canzona recipes show NAME` lists every setting of a recipe"
+    return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
+
+
+def target_problem(key: str, where: str) -> Problem:
+    """`_target_` would let a recipe name code to run."""
+    return Problem(
+        key=key,
+        reason=f"_target_ {where} asks for code to be run; a recipe only holds values",
+        fix="remove it",
+    )
+
+
+def resolver_problem(key: str, value: str) -> Problem | None:
+    """Refuses `${resolver:...}`: what it yields would be written to the run directory, secrets included."""
+    if _RESOLVER.search(value) is None:
+        return None
+    return Problem(
+        key=key,
+        value=value,
+        reason="only other settings can be referred to; environment variables and other resolvers would end up, "
+        "secrets included, in the run directory's config.yaml",
+        fix=f'let the shell fill it in: {key}="$VARIABLE"',
+    )
+
+
+def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Problem]) -> None:
+    option = text.strip("'\"")
+    if group in groups:
+        problems.append(
+            Problem(key=group, value=option, reason=f"is given twice, first as {groups[group]}", fix="keep one of them")
+        )
+    elif not option or option.startswith(("[", "{", "$")) or ("," in option and "/" not in option):
+        problems.append(_sweep(group, text) if "," in option else _empty_group(group, text))
+    else:
+        groups[group] = option
+
+
+def _parse_value(key: str, text: str) -> tuple[object] | Problem:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if (refused := resolver_problem(key, text)) is not None:
+        return refused
+    try:
+        override = OverridesParser.create().parse_override(f"{key}={text}")
+    except HydraException as error:
+        if settings()[key].kind == "text":
+            return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar
+        reason = str(error).splitlines()[0].rstrip(".")
+        return Problem(
+            key=key,
+            value=text,
+            reason=f"cannot be read: {reason[:1].lower()}{reason[1:]}",
+            fix=f"write a plain value: {key}=VALUE",
+        )
+    if override.is_sweep_override():
+        return _sweep(key, text)
+    value = override.value()
+    if settings()[key].kind == "text" and value is not None and not isinstance(value, str | list | dict):
+        value = text.strip("'\"")  # `cluster.rdzv_id=0042` is a name that happens to look like a number
+    return (value,)
+
+
+def _sweep(key: str, text: str) -> Problem:
+    is_text = key in settings() and settings()[key].kind == "text"
+    return Problem(
+        key=key,
+        value=text,
+        reason="asks for several runs at once; one command is one run",
+        fix="start one run for each value"
+        + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if is_text else ""),
+    )
+
+
+def _empty_group(group: str, text: str) -> Problem:
+    return Problem(key=group, value=text, reason="names no option", fix=f"write {group}=NAME")
+
+
+def _not_an_override(argument: str) -> Problem:
+    if argument.endswith((".yaml", ".yml")) or closest(argument, ("qwen3-tiny",), cutoff=0.5) is not None:
+        return Problem(key=argument, reason="is not of the form KEY=VALUE", fix=f"write recipe={argument}")
+    meant = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
+    fix = f"write {meant}=VALUE" if meant else "write a setting and its value, for example train.steps=100"
+    return Problem(key=argument or "''", reason="is not of the form KEY=VALUE", fix=fix)
+
+
+def _not_a_change(key: str, text: str) -> Problem:
+    bare = key.lstrip("+~")
+    known = bare if bare in settings() or bare in GROUPS else closest_key(bare)
+    return Problem(
+        key=key,
+        value=text,
+        reason=f"{key[: len(key) - len(bare)]} adds or removes settings, and canzona's are fixed",
+        fix=f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists",
+    )

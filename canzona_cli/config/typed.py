@@ -1,0 +1,166 @@
+"""From a plain tree of values to the typed `RunConfig`, with every mistake and its place."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from canzona_cli.config.hints import closest
+from canzona_cli.config.keys import OPTIMIZERS, Setting, sections, settings
+from canzona_cli.config.overrides import unknown_key
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import Problem
+
+_EXAMPLE_OPTIONS = {
+    "model": "qwen3-0.6b",
+    "cluster": "cpu",
+    "optimizer": "muon",
+    "engine": "layerwise",
+    "data": "stdlib-bpe",
+}
+
+
+def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
+    """The typed configuration, or everything that is wrong with the tree.
+
+    Args:
+        tree: sections and settings, as JSON values.
+        texts: how values were typed on the command line, by dotted key; shown in problems.
+        where: what the other values came from, for problems: a file.
+    """
+    hints = get_type_hints(RunConfig)
+    problems = list(_unknown(tree, where))
+    parts: dict[str, object] = {}
+    for field in fields(RunConfig):
+        name = field.name
+        kind: type | None = _optimizer_type(tree) if name == "optimizer" else hints[name]
+        if kind is None:
+            problems.append(_bad_optimizer(tree, texts))
+        elif name in tree:
+            value = tree[name]
+            if is_dataclass(kind) and not isinstance(value, Mapping):
+                problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
+                continue
+            try:
+                parts[name] = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+            except ValidationError as error:
+                for detail in error.errors(include_url=False):
+                    key = ".".join([name, *(str(part) for part in detail["loc"])])
+                    problems.append(_explained(key, detail["type"], detail["input"], texts, where, tree))
+        elif name in sections():
+            try:  # a section nobody mentions is made of its defaults, if it has them all
+                parts[name] = TypeAdapter(kind).validate_json("{}", strict=True)
+            except ValidationError:
+                problems.append(_missing_section(name))
+        elif settings()[name].required:
+            problems.append(_missing(name, where))
+    return problems or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+def _optimizer_type(tree: Mapping[str, object]) -> type | None:
+    section = tree.get("optimizer")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return OPTIMIZERS.get(name) if isinstance(name, str) else None
+
+
+def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Problem:
+    section = tree.get("optimizer")
+    if not isinstance(section, Mapping) or "name" not in section:
+        return _missing_section("optimizer")
+    asked = texts.get("optimizer.name", section["name"])
+    return _not_a_choice(settings()["optimizer.name"], asked)
+
+
+def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
+    """Keys that no setting has, or not with this optimizer."""
+    known, in_section = settings(), sections()
+    variant = _optimizer_type(tree)
+    optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
+    for name, value in tree.items():
+        if name not in in_section:
+            if name not in known:
+                yield unknown_key(name, None if isinstance(value, Mapping | list) else value, where=f" (in {where})")
+        elif isinstance(value, Mapping):
+            for own, inner in value.items():
+                key = f"{name}.{own}"
+                if own not in in_section[name]:
+                    yield unknown_key(key, inner, where=f" (in {where})")
+                elif name == "optimizer" and optimizer is not None and optimizer not in known[key].optimizers:
+                    having = " or ".join(sorted(known[key].optimizers))
+                    yield Problem(
+                        key=key,
+                        value=inner,
+                        reason=f"{optimizer} has no such setting; it belongs to {having}",
+                        fix=f"remove it, or choose optimizer={sorted(known[key].optimizers)[0]}",
+                    )
+
+
+def _explained(
+    key: str, error: str, value: object, texts: Mapping[str, str], where: str, tree: Mapping[str, object]
+) -> Problem:
+    """What one of pydantic's findings means to the person who typed the value."""
+    if error == "missing":
+        return _missing(key, where)
+    setting = settings()[key]
+    shown = texts.get(key, value)
+    place = "" if key in texts else f" (in {where})"
+    if setting.kind == "choice":
+        return _not_a_choice(setting, shown)
+    null = ", or null to have it chosen" if setting.optional else ""
+    if value is None:
+        return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
+    if setting.kind == "integer":
+        reason = f"is {_sort(value)}, not a whole number{place}"
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+            return Problem(key=key, value=shown, reason=reason, fix=f"write {key}={int(value)}")
+        return Problem(key=key, value=shown, reason=reason, fix=f"give a whole number{null}")
+    if setting.kind == "number":
+        return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not a number{place}", fix=_example(setting))
+    if setting.kind == "boolean":
+        fix = f"write {key}=true or {key}=false{null}"
+        return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not true or false{place}", fix=fix)
+    return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\"")
+
+
+def _not_a_choice(setting: Setting, value: object) -> Problem:
+    meant = closest(str(value), setting.choices)
+    listed = ", ".join(setting.choices)
+    null = ", or null to have it chosen" if setting.optional else ""
+    return Problem(
+        key=setting.key,
+        value=value,
+        reason="is none of its choices",
+        fix=f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}",
+    )
+
+
+def _missing(key: str, where: str) -> Problem:
+    return Problem(key=key, reason=f"has no value (in {where})", fix=_example(settings()[key]))
+
+
+def _missing_section(name: str) -> Problem:
+    option = _EXAMPLE_OPTIONS.get(name)
+    if option is None:
+        return Problem(key=name, reason="the recipe does not say", fix=f"set its values: {name}.KEY=VALUE")
+    fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
+    return Problem(key=name, reason=f"the recipe chooses no {name}", fix=fix)
+
+
+def _example(setting: Setting) -> str:
+    example = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "choice": "", "other": "VALUE"}
+    value = setting.choices[0] if setting.kind == "choice" else example[setting.kind]
+    return f"write for example {setting.key}={value}"
+
+
+def _sort(value: object) -> str:
+    if isinstance(value, bool):
+        return "a yes or no"
+    if isinstance(value, int):
+        return "a whole number"
+    if isinstance(value, float):
+        return "a floating-point number"
+    if isinstance(value, str):
+        return "text"
+    return "a list" if isinstance(value, list) else "a group of settings"
