@@ -1,0 +1,62 @@
+"""What `canzona doctor` finds: one finding per thing looked at, with its meaning and its fix."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from canzona_cli.errors import ExitCode
+
+Status = Literal["ok", "info", "warn", "fail"]
+Group = Literal["python", "torch", "gpu", "machine", "storage", "network", "slurm", "environment"]
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at."""
+
+    group: Group
+    name: str
+    status: Status
+    """ok; info: worth knowing; warn: something will be slow or unavailable; fail: no run is possible."""
+    value: str
+    """What was found."""
+    meaning: str
+    """What that means for training, in one line."""
+    fix: str = ""
+    """What to do about it; there is one for every warn and fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """All findings about this machine."""
+
+    findings: tuple[Finding, ...]
+    gpus: int
+    """GPUs that torch can really use."""
+    slurm: bool
+    """Whether jobs can be submitted from here."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether some run, if only on CPU, is possible."""
+        return not any(finding.status == "fail" for finding in self.findings)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.OK if self.ok else ExitCode.ENVIRONMENT
+
+    def count(self, status: Status) -> int:
+        return sum(finding.status == status for finding in self.findings)
+
+    def as_json(self) -> Mapping[str, object]:
+        """The stable form of `canzona doctor --json`; additions keep `version`, anything else raises it."""
+        return {
+            "version": VERSION,
+            "ok": self.ok,
+            "exit_code": int(self.exit_code),
+            "can": {"cpu": self.ok, "cuda": self.ok and self.gpus > 0, "slurm": self.slurm},
+            "gpus": self.gpus,
+            "findings": [asdict(finding) for finding in self.findings],
+        }

@@ -1,0 +1,27 @@
+"""`canzona doctor`: what this machine can run, and what to do about what it cannot."""
+
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Check versions, GPUs, NCCL and gloo, memory, disks, ports, Slurm; exit code 3 when nothing can run here."""
+    from rich.console import Console
+
+    from canzona_cli.cluster.doctor import diagnose
+
+    # To standard error, so that --json stays clean; gone by the time the findings are printed.
+    with Console(stderr=True).status("looking at this machine, a few seconds ..."):
+        diagnosis = diagnose()
+    if json:
+        from canzona_cli.report.text import json_text
+
+        typer.echo(json_text(diagnosis.as_json()))
+    else:
+        from canzona_cli.report.doctor import render_diagnosis
+
+        Console(highlight=False).print(render_diagnosis(diagnosis))
+    raise typer.Exit(int(diagnosis.exit_code))

@@ -1,0 +1,86 @@
+"""What torch can do on this machine, for `canzona doctor`: run twice at once as `python -m` STORE RANK.
+
+The two processes meet over gloo on the loopback interface and add up a tensor, as two workers would. Rank 0 prints one
+line of JSON. A process of its own, because importing torch takes seconds and a broken installation may crash outright.
+"""
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+_TIMEOUT = timedelta(seconds=15)
+_MATMUL = 768
+
+
+def main() -> None:
+    """Print the findings of rank 0 as JSON; the other rank prints nothing."""
+    store_file, rank = sys.argv[1], int(sys.argv[2])
+    import torch
+
+    found: dict[str, object] = {
+        "torch": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "cuda_available": torch.cuda.is_available(),
+        "distributed": torch.distributed.is_available(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.distributed.is_available():
+        found["gloo_built"] = torch.distributed.is_gloo_available()
+        found["nccl_built"] = torch.distributed.is_nccl_available()
+        found["gloo_error"] = _meet(store_file, rank)
+    if rank != 0:
+        return
+    if found.get("nccl_built"):
+        found["nccl"] = _nccl_version()
+    if torch.cuda.is_available():
+        found["cuda_capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    found["bf16_gflops"] = _matmul_gflops("bfloat16")
+    found["fp32_gflops"] = _matmul_gflops("float32")
+    print(json.dumps(found))
+
+
+def _meet(store_file: str, rank: int) -> str | None:
+    """Add up a tensor over both processes; the error's text when that fails."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore  # where its type lives
+
+    try:
+        store = FileStore(store_file, 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_TIMEOUT)
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    except Exception as error:  # whatever it is, the doctor's reader should see it
+        return f"{type(error).__name__}: {error}"
+    return None if total.item() == 3.0 else f"the sum of 1 and 2 came out as {total.item()}"
+
+
+def _nccl_version() -> str | None:
+    import torch
+
+    try:
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    except Exception:  # a CPU build may claim to have NCCL without its library
+        return None
+    return ".".join(map(str, version))
+
+
+def _matmul_gflops(dtype: str) -> float:
+    """Rate of a square matrix product on one thread, GFLOP/s: the best of a few, in well under a second."""
+    import torch
+
+    torch.set_num_threads(1)
+    a = torch.ones(_MATMUL, _MATMUL, dtype=getattr(torch, dtype))
+    best, spent = float("inf"), 0.0
+    while spent < 0.1 or best == float("inf"):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        took = time.perf_counter() - start
+        best, spent = min(best, took), spent + took
+    return 2 * _MATMUL**3 / best / 1e9
+
+
+if __name__ == "__main__":
+    main()
