@@ -5,9 +5,23 @@ Shapes per layer, as (rows, columns) with outputs first: q (heads * head_dim, hi
 Source: Qwen3 Technical Report, arXiv 2505.09388, and the published `config.json` files.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from canzona_cli.config.schema import ModelConfig
+
+PUBLISHED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "qwen3-0.6b": ("0.6 B", "0.44 B"),
+        "qwen3-1.7b": ("1.7 B", "1.4 B"),
+        "qwen3-4b": ("4.0 B", "3.6 B"),
+        "qwen3-8b": ("8.2 B", "6.95 B"),
+        "qwen3-14b": ("14.8 B", "13.2 B"),
+        "qwen3-32b": ("32.8 B", "31.2 B"),
+    }
+)
+"""Parameters in all and without embeddings, as the model cards round them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,107 @@
+"""The table of layouts: what each size becomes on each number of GPUs, and whether it fits."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError
+from canzona_cli.models.qwen3 import PUBLISHED, parameter_count
+from canzona_cli.planner.memory import GIB, capacity
+
+GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of GPUs."""
+
+    gpus: int
+    candidate: fit.Candidate | None
+    """The layout chosen, or the one that needs least where none fits; None where none is possible."""
+    note: str
+    """What would make it fit, or why it is not possible."""
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate is not None and self.candidate.fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """All rows of one recipe; a rich renderable, readable from 80 columns."""
+
+    config: RunConfig
+    rows: tuple[Row, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        model, cluster = self.config.model, self.config.cluster
+        count = parameter_count(model)
+        title = Text.assemble((self.config.name, "bold"), f"  {count.total / 1e9:.3f} B parameters")
+        if model.name in PUBLISHED:
+            total, body = PUBLISHED[model.name]
+            title.append(f" (published {total}), {count.non_embedding / 1e9:.3f} B without embeddings ({body})")
+        yield title
+        optimizer = self.config.optimizer.name
+        strategy = "" if optimizer == "adamw" else f" {self.config.engine.strategy}"
+        yield Text(f"{cluster.name}, {optimizer}{strategy}, sequences of {self.config.train.seq_length}", style="dim")
+        table = Table(
+            box=box.ASCII if options.ascii_only else box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False
+        )
+        table.add_column("GPUs", justify="right", min_width=4, no_wrap=True)
+        table.add_column("layout", min_width=15, no_wrap=True)
+        table.add_column("micro-batch", no_wrap=True)
+        table.add_column("batch", justify="right", no_wrap=True)
+        table.add_column("recompute", no_wrap=True)
+        table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right", no_wrap=True)
+        table.add_column("instead", overflow="fold")
+        for row in self.rows:
+            table.add_row(*_cells(row), style="" if row.fits else "yellow")
+        yield table
+
+
+def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
+    """Fits `config` to each number of GPUs, whatever number it names itself."""
+    free = replace(config, cluster=replace(config.cluster, nodes=None))
+    return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
+
+
+def render_layouts(configs: Iterable[RunConfig], gpu_counts: Sequence[int] = GPU_COUNTS) -> list[Layouts]:
+    """One renderable per recipe, in the order given."""
+    return [layouts(config, gpu_counts) for config in configs]
+
+
+def _row(config: RunConfig) -> Row:
+    try:
+        preferred = fit.explain(config)
+    except ConfigError as error:
+        return Row(gpus=config.gpus, candidate=None, note="; ".join(problem.reason for problem in error.problems))
+    if preferred[0].fits:
+        return Row(gpus=config.gpus, candidate=preferred[0], note="")
+    least = min(preferred, key=lambda candidate: candidate.memory.total)
+    ways = [suggestion.override for suggestion in fit.suggestions(config)]
+    return Row(gpus=config.gpus, candidate=least, note=" or ".join(ways))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.candidate is None:
+        return f"{row.gpus}", "not possible", "", "", "", "", row.note
+    layout, memory = row.candidate.layout, row.candidate.memory
+    needs = f"{memory.total / GIB:.1f}"
+    if not row.fits:
+        return f"{row.gpus}", "does not fit", "", "", "", needs, row.note
+    spread = f"TP{layout.tp} PP{layout.pp} DP{layout.dp}" + (f" CP{layout.cp}" if layout.cp > 1 else "")
+    return (
+        f"{row.gpus}",
+        spread,
+        f"{layout.micro_batch_size} x {layout.num_microbatches}",
+        f"{layout.global_batch_size}",
+        layout.recompute,
+        needs,
+        "",
+    )
