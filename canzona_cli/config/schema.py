@@ -202,8 +202,7 @@ class DataConfig:
     """Where tokens come from."""
 
     source: Literal["stdlib", "prepared"]
-    """stdlib: the Python standard library's own sources, tokenised once and cached. prepared: what `canzona data prepare` left
-    at `path`."""
+    """stdlib: the Python standard library's own sources, tokenised once and cached. prepared: files at `path`."""
     path: str | None = None
     """For prepared: the prefix of the .bin/.idx pair, without extension."""
     tokenizer: str = "byte"

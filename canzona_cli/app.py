@@ -1,0 +1,98 @@
+"""The `canzona` command: parse, call, map errors to exit codes. Commands are imported only when they run."""
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
+
+from canzona_cli import __version__
+from canzona_cli.errors import ExitCode
+
+COMMANDS = {
+    "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
+    "validate": "Check a recipe and its overrides, all mistakes at once.",
+    "recipes": "List, show and copy recipes; see their layouts.",
+    "data": "Turn text into training data.",
+    "report": "Show how a run went and where its step time goes.",
+    "doctor": "Check what this machine has and lacks for training.",
+}
+
+
+class LazyCommands(TyperGroup):
+    """Lists commands without importing them; imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = _load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def _load(name: str) -> Any:
+    module = import_module(f"canzona_cli.commands.{name}")
+    if hasattr(module, "app"):
+        module.app.rich_markup_mode = None
+        group = get_group(module.app)
+        group.name, group.help = name, COMMANDS[name]
+        return group
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name)(getattr(module, name))
+    return get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich's panels would triple the time that help takes to come up
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _help in COMMANDS.items():  # stand-ins, for the list in the help
+    app.command(_name, help=_help)(lambda: None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"canzona {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def canzona(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train Qwen3-size models with matrix-based optimizers at full speed inside Megatron-core.
+
+    Start with: canzona train recipe=qwen3-tiny
+    """
+
+
+def main() -> None:
+    """Runs the command line and exits with one of `canzona_cli.errors.ExitCode`."""
+    from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, use_own_bash_script
+
+    if {"--install-completion", "--show-completion"} & set(sys.argv):
+        use_own_bash_script()
+    try:
+        with bash_words():
+            app(prog_name="canzona", complete_var=COMPLETE_VARIABLE)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except Exception as error:
+        from canzona_cli.report.failure import show_failure
+
+        sys.exit(show_failure(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""`canzona recipes`: what there is to train, what it says, how it spreads over GPUs, and a copy to start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override, complete_recipe
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+RecipesDir = Annotated[
+    list[Path] | None,
+    typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
+]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A recipe's name or its file.", autocompletion=complete_recipe),
+]
+OverrideList = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Settings to change.", autocompletion=complete_override, show_default=False
+    ),
+]
+
+
+@app.command("list")
+def list_(recipes_dir: RecipesDir = None) -> None:
+    """List every recipe, yours and the built-in ones."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from canzona_cli.config.catalog import list_recipes
+    from canzona_cli.config.paths import shown
+    from canzona_cli.report.text import count
+
+    recipes = list_recipes(recipes_dir or ())
+    console = Console(highlight=False)
+    has_own = any(not recipe.builtin for recipe in recipes)
+    style = box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
+    table = Table(box=style, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("GPUs", justify="right", no_wrap=True)
+    for title in ("cluster", "optimizer"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("description")
+    if has_own:
+        table.add_column("from", overflow="fold")
+    for recipe in recipes:
+        origin = "built-in" if recipe.builtin else shown(recipe.path)
+        cells = [
+            recipe.name,
+            "?" if recipe.parameters is None else count(recipe.parameters),
+            "?" if recipe.gpus is None else str(recipe.gpus),
+            recipe.cluster,
+            recipe.optimizer,
+            f"cannot be read: {recipe.error}" if recipe.error else recipe.description,
+            origin + (", shadows the built-in" if recipe.shadows else ""),
+        ]
+        texts = [Text(cell) for cell in (cells if has_own else cells[:-1])]
+        table.add_row(*texts, style="yellow" if recipe.error or recipe.shadows else "")
+    console.print(table)
+
+
+@app.command()
+def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDir = None) -> None:
+    """Print a recipe as it is composed, and the files it is made of.
+
+    What is null is chosen when a run starts.
+    """
+    from canzona_cli.config.compose import compose_run, dump_resolved
+    from canzona_cli.config.paths import shown
+
+    composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
+    for warning in composed.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo("# Composed, later files over earlier ones, from")
+    for file in composed.files:
+        typer.echo(f"#   {shown(file)}")
+    if composed.explicit - {"recipe"}:
+        typer.echo(f"# and {' '.join(overrides or ())}")
+    typer.echo(dump_resolved(composed.config), nl=False)
+
+
+@app.command()
+def copy(
+    name: Name,
+    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
+    overrides: OverrideList = None,
+    recipes_dir: RecipesDir = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a recipe of your own to start from.
+
+    The file stands alone: it holds every setting with its value and its meaning.
+    """
+    from dataclasses import replace
+
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.config.copies import recipe_text, write_recipe
+    from canzona_cli.config.paths import shown
+
+    composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
+    config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
+    write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
+    typer.echo(f"Wrote {shown(destination)}. Train it with: canzona train recipe={shown(destination)}")
+
+
+@app.command()
+def layouts(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Recipes; all built-in sizes when none is named.", show_default=False),
+    ] = None,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Show each size on 1 to 1024 GPUs.
+
+    The layout, the batch and the memory of the fullest GPU; where the model does not fit, what would make it fit.
+    """
+    from rich.console import Console
+
+    from canzona_cli.config.catalog import list_recipes
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.report.layouts import render_layouts
+
+    dirs = recipes_dir or ()
+    wanted = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
+    configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in wanted]
+    console = Console(highlight=False)
+    for index, renderable in enumerate(render_layouts(configs)):
+        if index:
+            console.print()
+        console.print(renderable)

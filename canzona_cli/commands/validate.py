@@ -1,0 +1,63 @@
+"""`canzona validate`: whether a recipe with these overrides can run, and what it comes to."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override
+
+
+def validate(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    recipes_dir: Annotated[
+        list[Path] | None,
+        typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
+    ] = None,
+) -> None:
+    """Check a recipe and its overrides, and how they fit the cluster; all mistakes are told at once.
+
+    Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
+    does not fit in the cluster's memory.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.config.paths import shown
+    from canzona_cli.models.qwen3 import parameter_count
+    from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_optimizer
+    from canzona_cli.report.text import count
+
+    composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
+    for warning in composed.warnings:
+        Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"))
+    config, layout = resolve(composed.config)
+
+    tokens = layout.global_batch_size * config.train.seq_length
+    table = Table.grid(padding=(0, 2))
+    unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"
+    rows = [
+        ("recipe", f"{config.name} ({shown(composed.recipe_file)})"),
+        ("model", f"{config.model.name}, {count(parameter_count(config.model).total)} parameters"),
+        ("optimizer", describe_optimizer(config)),
+        ("layout", f"{describe_layout(layout, unit)} on {config.cluster.name}, recompute {layout.recompute}"),
+        ("batch", describe_batch(layout, config.train.seq_length)),
+        ("steps", f"{config.train.steps:,}, {count(config.train.steps * tokens)} tokens"),
+        ("data", describe_data(config, None)),
+    ]
+    for label, value in rows:
+        table.add_row(Text(label, style="dim"), Text(value))
+    console = Console(highlight=False)
+    console.print(Text("OK", style="bold green"))
+    console.print(table)

@@ -1,0 +1,125 @@
+"""Shell completion of overrides: recipe names after `recipe=`, options of the other groups, keys, choices.
+
+Bash hands over words that it has split at every `=` and `:` (COMP_WORDBREAKS), and inserts what comes back after the
+last break. `bash_words` undoes the split before Typer reads the words, and takes off completions what bash already has.
+Nothing here may be slow: it runs at every press of Tab.
+"""
+
+import io
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+
+from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
+from canzona_cli.errors import ConfigError
+
+COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
+
+# Typer's own script for bash, but without a space after a key, and with files only where there is nothing else.
+BASH_SCRIPT = """
+%(complete_func)s() {
+    local IFS=$'\\n'
+    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \\
+                   COMP_CWORD=$COMP_CWORD \\
+                   %(autocomplete_var)s=complete_bash $1 ) )
+    if [[ ${#COMPREPLY[@]} -gt 0 && ${COMPREPLY[0]} == *= ]]; then compopt -o nospace; fi
+    return 0
+}
+
+complete -o default -F %(complete_func)s %(prog_name)s
+"""
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Ways to finish one `KEY=VALUE`; empty where only the user knows (the shell then offers files)."""
+    key, equals, _ = incomplete.partition("=")
+    offers = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
+    return [offer for offer in offers if offer.startswith(incomplete)]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Recipe names that begin like this."""
+    return [name for name in _values("recipe") if name.startswith(incomplete)]
+
+
+@contextmanager
+def bash_words() -> Iterator[None]:
+    """Around Typer's completion in bash: joins the words it reads, and takes what bash has off the words it prints.
+
+    Does nothing outside a completion in bash. Where COMP_WORDBREAKS has no `=` there is nothing to join.
+    """
+    if not os.environ.get(COMPLETE_VARIABLE, "").endswith("_bash"):
+        yield
+        return
+    words = os.environ.get("COMP_WORDS", "").split("\n")
+    joined, current, already = joined_words(words, int(os.environ.get("COMP_CWORD", "0")))
+    os.environ["COMP_WORDS"] = "\n".join(shlex.quote(word) if word else "" for word in joined)
+    os.environ["COMP_CWORD"] = str(current)
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        sys.stdout.write("".join(f"{line.removeprefix(already)}\n" for line in printed.getvalue().splitlines()))
+
+
+def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, str]:
+    """The words as they were before bash split them at `=`.
+
+    Args:
+        words: COMP_WORDS; the first is the command itself.
+        current: COMP_CWORD, the place of the word the cursor is in.
+
+    Returns:
+        The joined words, the place of the cursor's word among them, and how much of that word bash leaves alone: a
+        completion is inserted after it.
+    """
+    joined: list[str] = []
+    place, already = len(words), ""
+    glue = False
+    for index, word in enumerate(words):
+        before = ""
+        if len(joined) > 1 and (word == "=" or glue):
+            before = joined.pop()
+        joined.append(before + word)
+        if index == current:
+            place, already = len(joined) - 1, joined[-1] if word == "=" else before
+        glue = word == "="
+    return joined, place if current < len(words) else len(joined), already
+
+
+def use_own_bash_script() -> None:
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`."""
+    from typer import _completion_shared
+
+    _completion_shared._completion_scripts["bash"] = BASH_SCRIPT
+
+
+def _keys(prefix: str) -> list[str]:
+    """Keys that begin like this. Sections first, so that an empty word does not offer a hundred settings."""
+    from canzona_cli.config.keys import sections, settings
+
+    if "." in prefix:
+        return [key for key in settings() if key != "optimizer.name"]  # chosen by optimizer=NAME
+    own = [key for key in settings() if "." not in key]
+    deeper = [key for key in settings() if prefix and key.startswith(prefix) and "." in key and key != "optimizer.name"]
+    matching = [section for section in sections() if section.startswith(prefix)]
+    return [*GROUPS, *own, *(deeper if len(matching) == 1 else [])]
+
+
+def _values(key: str) -> list[str]:
+    from canzona_cli.config.keys import settings
+
+    if key in GROUPS:
+        try:
+            dirs = (*user_recipes_dirs(), builtin_recipes_dir())
+        except ConfigError:
+            dirs = (builtin_recipes_dir(),)
+        return list(group_options(key, dirs))
+    setting = settings().get(key)
+    if setting is None:
+        return []
+    values = ("true", "false") if setting.kind == "boolean" else setting.choices
+    return [*values, "null"] if values and setting.optional else list(values)

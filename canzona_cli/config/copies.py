@@ -1,0 +1,69 @@
+"""A recipe of the user's own to start from: one file that says everything, each setting with its meaning."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from canzona_cli.config.keys import meanings
+from canzona_cli.config.paths import shown
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError, Problem
+
+_WIDTH = 120
+
+
+def recipe_text(config: RunConfig, *, origin: str) -> str:
+    """The configuration as a recipe file that depends on no other file. Null settings are chosen at the start of a run.
+
+    Args:
+        config: what to write.
+        origin: the recipe it was copied from.
+    """
+    import yaml
+
+    lines = [
+        "# @package _global_",
+        f"# Copied from the recipe {origin}. It stands alone: nothing else has to be there for it to run.",
+        "# What is null is chosen when a run starts.",
+    ]
+    explained = meanings()
+    for name, value in asdict(config).items():
+        if isinstance(value, dict):
+            lines += ["", f"{name}:"]
+            for own, inner in value.items():
+                lines += _setting(own, inner, explained.get(f"{name}.{own}", ""), indent="  ")
+        else:
+            lines += _setting(name, value, explained.get(name, ""), indent="")
+    text = "\n".join(lines) + "\n"
+    assert yaml.safe_load(text) == asdict(config)
+    return text
+
+
+def write_recipe(destination: Path, text: str, *, force: bool) -> None:
+    """Writes the file. Raises ConfigError when it exists and `force` is off, or when it cannot be written."""
+    if destination.suffix not in (".yaml", ".yml"):
+        fix = f"name it {destination.with_suffix('.yaml')}"
+        raise ConfigError(Problem(key="DEST", value=str(destination), reason="a recipe file ends in .yaml", fix=fix))
+    if destination.is_dir():
+        raise ConfigError(Problem(key="DEST", value=str(destination), reason="is a folder", fix="name a file in it"))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with destination.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        fix = "choose another name, or replace it with --force"
+        raise ConfigError(Problem(key="DEST", value=shown(destination), reason="exists already", fix=fix)) from None
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}"
+        fix = "choose a folder you may write to"
+        raise ConfigError(Problem(key="DEST", value=str(destination), reason=reason, fix=fix)) from error
+
+
+def _setting(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
+    import yaml
+
+    line = indent + yaml.safe_dump({name: value}, width=10_000).rstrip("\n")
+    if not meaning:
+        return [line]
+    if len(line) + len(meaning) + 4 <= _WIDTH:
+        return [f"{line}  # {meaning}"]
+    return [f"{indent}# {meaning}", line]
