@@ -1,0 +1,86 @@
+"""`canzona data prepare`: text, JSONL or the standard library to Megatron's .bin/.idx."""
+
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Prepare text for training."""
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, globs or folders of UTF-8 text or JSONL (also .gz, .bz2, .xz), - for standard input, "
+            "or stdlib for the Python standard library's sources.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx and PREFIX.json."),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="byte|bpe|PATH",
+            help="byte: a token a byte. bpe: byte-pair encoding learnt from the inputs. PATH: a tokenizer.json.",
+        ),
+    ] = "byte",
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Entries of a bpe, at least 257. [default: 16384]")
+    ] = None,
+    eod: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="What ends a document in a tokenizer.json. [default: found by usual names]"),
+    ] = None,
+    format: Annotated[
+        Literal["auto", "text", "jsonl"],
+        typer.Option(help="auto: .jsonl and .ndjson are JSONL, the rest is text; standard input by its first byte."),
+    ] = "auto",
+    text_key: Annotated[
+        str, typer.Option(metavar="NAME", help="The field of a JSONL line that holds its text.")
+    ] = "text",
+    document: Annotated[
+        Literal["file", "line"], typer.Option(help="What one document of plain text is. Every JSONL line is one.")
+    ] = "file",
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads that tokenise. [default: one per core]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
+) -> None:
+    """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.
+
+    Nothing is left behind when it fails or is interrupted, and an existing PREFIX stays until the new one is whole.
+    """
+    import signal
+
+    from canzona_cli.data.prepare import PrepareRequest
+    from canzona_cli.data.prepare import prepare as run
+    from canzona_cli.report.prepare import preparation_progress, print_prepared
+
+    # A closed terminal or a scheduler's kill must clean up as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    request = PrepareRequest(
+        inputs=tuple(inputs),
+        output=output,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eod=eod,
+        format=format,
+        document=document,
+        text_key=text_key,
+        workers=workers,
+        overwrite=overwrite,
+    )
+    with preparation_progress() as on_progress:
+        built = run(request, on_progress)
+    print_prepared(built)

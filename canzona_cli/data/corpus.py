@@ -1,0 +1,265 @@
+"""What a run asks for before it starts: its corpus, prepared, intact, and fitting its model."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canzona_cli.config.schema import DataConfig, RunConfig
+from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
+from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
+from canzona_cli.data.locks import exclusive, lock_path
+from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
+from canzona_cli.data.stdlib import stdlib_digest, stdlib_sources
+from canzona_cli.data.tokenizers import ByteTokenizer, tokenizer_file
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+
+ReportProgress = Callable[[str, float], None]
+
+_CONFIG_KEYS = {
+    "--tokenizer": "data.tokenizer",
+    "--vocab-size": "data.tokenizer_vocab_size",
+    "--output": "data.cache_dir",
+    "INPUT": "data.source",
+}
+"""Where a setting of the command stands in a run's configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCorpus:
+    """A pair that is ready to train on."""
+
+    prefix: Path
+    tokenizer: str
+    """Its name; `unknown` for a pair of another tool."""
+    vocab_size: int
+    """One more than the largest id the tokenizer can give, or that was found where the tokenizer is unknown."""
+    tokens: int
+    documents: int
+    max_token_id: int
+    eod: int | None
+    """None for a pair of another tool: its end of a document is not written anywhere."""
+    train_tokens: int
+    validation_tokens: int
+
+
+def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
+    """The corpus of `config.data`, prepared and cached where it is the built-in one.
+
+    Args:
+        config: the run; the model's vocabulary and the sequence length are checked against the data.
+        on_progress: told what is going on and the share of it done, 0 to 1.
+
+    Raises:
+        ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at once.
+        EnvironmentProblem: the cache cannot be written, or this Python has no library sources.
+    """
+    report = on_progress or (lambda what, share: None)
+    sidecar: Sidecar | None
+    if config.data.source == "stdlib":
+        pair, sidecar = _cached_stdlib(config, report)
+    else:
+        pair = inspect_pair(_prepared_prefix(config.data))
+        sidecar = load_sidecar(pair)
+    largest = sidecar.max_token_id if sidecar else _scanned_max(pair, config, report)
+    train_tokens, validation_tokens = pair.split_tokens(_held_out(config))
+    corpus = PreparedCorpus(
+        prefix=pair.prefix,
+        tokenizer=sidecar.tokenizer if sidecar else "unknown",
+        vocab_size=sidecar.vocab_size if sidecar else largest + 1,
+        tokens=pair.tokens,
+        documents=pair.documents,
+        max_token_id=largest,
+        eod=sidecar.eod if sidecar else None,
+        train_tokens=train_tokens,
+        validation_tokens=validation_tokens,
+    )
+    if problems := [*_vocabulary_problems(config, corpus), *_length_problems(config, pair, corpus)]:
+        raise ConfigError(*problems)
+    return corpus
+
+
+def cache_root(config: RunConfig) -> Path:
+    """Where prepared corpora and sample indices live: `data.cache_dir`, else $CANZONA_CACHE, else ~/.cache/canzona."""
+    chosen = config.data.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona"
+    return Path(chosen).expanduser().absolute()
+
+
+def _prepared_prefix(data: DataConfig) -> Path:
+    if data.path:
+        return Path(data.path).expanduser().absolute()
+    raise ConfigError(
+        Problem(
+            key="data.path",
+            reason="data.source=prepared needs the files to train on",
+            fix="data.path=PREFIX, made by canzona data prepare FILES --output PREFIX",
+        )
+    )
+
+
+def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:
+    data = config.data
+    if problem := _known_too_small(config):
+        raise ConfigError(problem)
+    try:
+        sources = stdlib_sources()
+        settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=data.tokenizer_vocab_size)
+        prefix = _cache_prefix(config, stdlib_digest(sources))
+        if found := _intact(prefix):
+            return found
+        _make_folder(prefix.parent)
+        try:
+            waiting = "waiting for another run that prepares the same corpus"
+            with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
+                if found := _intact(prefix):  # the one we waited for has made it
+                    return found
+                build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
+        except OSError as error:
+            raise disk_problem(prefix, error) from error
+        found = _intact(prefix)
+        assert found is not None, prefix
+        return found
+    except CanzonaError as error:
+        raise type(error)(*map(_in_config_words, error.problems)) from error
+
+
+def _cache_prefix(config: RunConfig, content: str) -> Path:
+    """A name that changes with everything that changes the tokens, readable at its beginning."""
+    kind, size, tokenizer = config.data.tokenizer, 0, ""
+    if kind == "bpe":
+        size = config.data.tokenizer_vocab_size
+    elif kind != "byte":
+        tokenizer = hashlib.sha256(tokenizer_file(kind).read_bytes()).hexdigest()
+        kind = "tokenizer"
+    key = json.dumps([FORMAT, platform.python_version(), kind, size, tokenizer, content])
+    name = "-".join(["stdlib", platform.python_version(), kind, *([str(size)] if size else [])])
+    return cache_root(config) / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
+    """The cached corpus, or None where there is none or it is damaged: ours to make again, nothing to ask about."""
+    try:
+        pair = inspect_pair(prefix)
+        sidecar = load_sidecar(pair)
+    except ConfigError:
+        return None
+    return None if sidecar is None else (pair, sidecar)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            Problem(
+                key="data.cache_dir",
+                value=str(folder),
+                reason=f"the cache for prepared corpora cannot be made: {error.strerror}",
+                fix="data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER, with a folder you may write to",
+            )
+        ) from error
+
+
+def _in_words(progress: Progress) -> tuple[str, float]:
+    share = min(1.0, progress.done / progress.total) if progress.total else 0.0
+    if progress.stage == "learn vocabulary":
+        # The reading is the short part; the learning itself cannot be watched.
+        return "learning a vocabulary from the Python standard library", share
+    if progress.stage == "write":
+        return "writing the corpus", 1.0
+    return "tokenising the Python standard library", share
+
+
+def _in_config_words(problem: Problem) -> Problem:
+    """The same problem for somebody who typed a configuration, not the options of `canzona data prepare`."""
+    fix = problem.fix
+    if problem.key == "--output":
+        fix = "data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER, with room and a folder you may write to"
+    elif "--eod" in fix:
+        fix = f"canzona data prepare stdlib --output PREFIX --tokenizer {problem.value}: {fix}"
+    return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
+
+
+def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
+    """The largest id of a pair that says nothing about itself; remembered, because reading it all may take minutes."""
+    status = bin_path(pair.prefix).stat()
+    key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
+    memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    try:
+        return int(memo.read_text())
+    except (OSError, ValueError):
+        pass
+    largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        temporary(memo).write_text(str(largest))
+        temporary(memo).replace(memo)
+    except OSError:
+        pass  # a run needs no cache here, it only saves the next scan
+    return largest
+
+
+def _known_too_small(config: RunConfig) -> Problem | None:
+    """Say before a minute of tokenising what the settings alone already tell."""
+    data, vocab_size = config.data, config.model.vocab_size
+    needed = {"byte": ByteTokenizer().vocab_size, "bpe": data.tokenizer_vocab_size}.get(data.tokenizer, 0)
+    return _vocabulary_problem(config, needed, f"the {data.tokenizer} tokenizer") if vocab_size < needed else None
+
+
+def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> list[Problem]:
+    if corpus.max_token_id < config.model.vocab_size:
+        return []
+    return [_vocabulary_problem(config, corpus.max_token_id + 1, f"{corpus.prefix}.bin")]
+
+
+def _vocabulary_problem(config: RunConfig, least: int, who: str) -> Problem:
+    return Problem(
+        key="model.vocab_size",
+        value=config.model.vocab_size,
+        reason=f"{who} has token ids up to {least - 1}, which the embedding does not hold",
+        fix=f"model.vocab_size={-(-least // 128) * 128} ({least} is the least; a multiple of 128 divides over ranks)",
+    )
+
+
+def _held_out(config: RunConfig) -> float:
+    validates = config.train.eval_interval > 0 and config.train.eval_batches > 0
+    return config.data.validation_fraction if validates else 0.0
+
+
+def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) -> list[Problem]:
+    """A sample is `seq_length` tokens and the one after them; each split needs at least one of its own."""
+    needed = config.train.seq_length + 1
+    share = _held_out(config)
+    if corpus.tokens < needed:
+        return [
+            Problem(
+                key="train.seq_length",
+                value=config.train.seq_length,
+                reason=f"the data has only {corpus.tokens:,} tokens, less than one sample",
+                fix="more text, or a shorter train.seq_length",
+            )
+        ]
+    if corpus.train_tokens < needed or (share > 0 and corpus.validation_tokens < needed):
+        which = "training" if corpus.train_tokens < needed else "validation"
+        left = min(corpus.train_tokens, corpus.validation_tokens)
+        return [
+            Problem(
+                key="data.validation_fraction",
+                value=config.data.validation_fraction,
+                reason=f"leaves {left:,} tokens for {which}, a sample needs {needed:,}",
+                fix=_better_fraction(pair, needed),
+            )
+        ]
+    return []
+
+
+def _better_fraction(pair: PairInfo, needed: int) -> str:
+    for percent in range(1, 51):
+        if min(pair.split_tokens(percent / 100)) >= needed:
+            return f"data.validation_fraction={percent / 100:g}, or train.eval_interval=0 for no validation"
+    return (
+        "more or shorter documents (canzona data prepare --document line), or train.eval_interval=0 for no validation"
+    )

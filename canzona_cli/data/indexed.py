@@ -1,0 +1,311 @@
+"""Megatron's indexed datasets, `<prefix>.bin` and `<prefix>.idx`, written and checked without importing torch.
+
+The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin holds token ids and nothing else.
+The .idx holds, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 sequences, u64 document indices,
+then i32 length of each sequence, i64 byte offset of each sequence, and i64 document indices: 0, and for each document
+the number of sequences up to its end.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from canzona_cli.data.tokenizers import TokenArray, token_dtype
+from canzona_cli.errors import ConfigError, Problem
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_FLOAT_CODES = (6, 7)
+_SCAN_TOKENS = 16 << 20
+
+
+def bin_path(prefix: Path) -> Path:
+    """`<prefix>.bin`; prefixes may contain dots, so no `with_suffix`."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """`<prefix>.idx`."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def temporary(path: Path) -> Path:
+    """Where the content of `path` grows: hidden, in the same folder, without an ending any reader takes for data."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+class PairWriter:
+    """Streams documents into temporary files beside `<prefix>`; `publish` gives them their names.
+
+    One writer per prefix at a time: callers hold the prefix's lock. Leaving the `with` block without `publish`
+    removes the temporary files.
+
+    Args:
+        prefix: the pair's path without extension; its folder exists.
+        vocab_size: decides the width of ids.
+        eod: id written after every document.
+    """
+
+    def __init__(self, prefix: Path, *, vocab_size: int, eod: int) -> None:
+        self.prefix = prefix
+        self.dtype = token_dtype(vocab_size)
+        self.tokens = 0
+        self.max_token_id = 0
+        self._eod = np.asarray([eod], dtype=self.dtype)
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
+        self._document_tokens = 0
+        self._temporaries = {path: temporary(path) for path in (bin_path(prefix), idx_path(prefix))}
+        self._bin: BinaryIO | None = None
+
+    @property
+    def documents(self) -> int:
+        return len(self._document_indices) - 1
+
+    @property
+    def sequences(self) -> int:
+        return len(self._lengths)
+
+    def __enter__(self) -> Self:
+        # 4 MiB: documents are small and many, the disk wants few and large writes.
+        self._bin = open(self._temporaries[bin_path(self.prefix)], "wb", buffering=4 << 20)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bin is not None:
+            with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
+                self._bin.close()
+        for path in self._temporaries.values():
+            path.unlink(missing_ok=True)
+
+    def add(self, tokens: TokenArray, *, end_of_document: bool) -> None:
+        """Append one sequence of the current document, shape [tokens].
+
+        A document without tokens leaves no trace; any other gets the eod at its end.
+        """
+        assert self._bin is not None, "used outside its with block"
+        assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
+        self._document_tokens += tokens.size
+        ends = end_of_document and self._document_tokens > 0
+        length = tokens.size + ends
+        if length:
+            self._bin.write(tokens.data)
+            if tokens.size:
+                self.max_token_id = max(self.max_token_id, int(tokens.max()))
+            self._lengths.append(length)
+            self.tokens += length
+        if ends:
+            self._bin.write(self._eod.data)
+            self.max_token_id = max(self.max_token_id, int(self._eod[0]))
+            self._document_indices.append(len(self._lengths))
+        if end_of_document:
+            self._document_tokens = 0
+
+    def finish(self) -> None:
+        """Write the index and bring both files to the disk, still under their temporary names."""
+        assert self._bin is not None
+        assert self._document_tokens == 0, "the last document has no end"
+        _sync(self._bin)
+        self._bin.close()
+        lengths = np.asarray(self._lengths, dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(self.dtype).itemsize
+        offsets = np.concatenate(([0], ends[:-1])).astype("<i8")
+        code = next(code for code, name in _DTYPE_CODES.items() if name == np.dtype(self.dtype).name)
+        with open(self._temporaries[idx_path(self.prefix)], "wb") as stream:
+            stream.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_indices)))
+            stream.write(lengths.astype("<i4").data)
+            stream.write(offsets.data)
+            stream.write(np.asarray(self._document_indices).astype("<i8").data)
+            _sync(stream)
+
+    def publish(self, *companions: tuple[Path, str]) -> None:
+        """Give the finished files their names, the .idx last, so that an .idx exists only beside a whole .bin.
+
+        Args:
+            companions: further files (path, text) that belong to the pair; in place before the .idx.
+        """
+        order: dict[Path, Path] = {bin_path(self.prefix): self._temporaries[bin_path(self.prefix)]}
+        for path, text in companions:
+            order[path] = self._temporaries[path] = temporary(path)
+            with open(order[path], "w", encoding="utf-8") as stream:
+                stream.write(text)
+                _sync(stream)
+        order[idx_path(self.prefix)] = self._temporaries[idx_path(self.prefix)]
+        # An older pair stops being one before its .bin is replaced: never a new .bin under an old .idx.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        placed: list[Path] = []
+        try:
+            for final, grown in order.items():
+                placed.append(final)
+                os.replace(grown, final)
+        except BaseException:
+            for final in placed:
+                final.unlink(missing_ok=True)
+            raise
+        _sync_folder(self.prefix.parent)
+
+
+def _sync(stream: object) -> None:
+    stream.flush()  # type: ignore[attr-defined]
+    os.fsync(stream.fileno())  # type: ignore[attr-defined]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairInfo:
+    """What an intact pair holds."""
+
+    prefix: Path
+    tokens: int
+    documents: int
+    sequences: int
+    """What Megatron's GPTDataset splits and shuffles; a long document may be several."""
+    dtype: str
+    lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
+    """Tokens of each sequence, shape [sequences]."""
+
+    @cached_property
+    def max_token_id(self) -> int:
+        """Largest id in the .bin; reads all of it once."""
+        return self.scan_max_token_id()
+
+    def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
+        """Largest id in the .bin, in one pass of 16 Mi tokens at a time; tells the share done.
+
+        Raises:
+            ConfigError: a negative id, which no embedding can look up.
+        """
+        ids = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
+        largest = 0
+        for start in range(0, self.tokens, _SCAN_TOKENS):
+            chunk = ids[start : start + _SCAN_TOKENS]
+            if chunk.min() < 0:
+                raise ConfigError(
+                    _problem(bin_path(self.prefix), f"it holds the negative token id {chunk.min()}", "prepare it again")
+                )
+            largest = max(largest, int(chunk.max()))
+            if on_progress is not None:
+                on_progress(min(1.0, (start + _SCAN_TOKENS) / self.tokens))
+        return largest
+
+    def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
+        """Tokens for training and for validation.
+
+        Megatron holds out whole sequences from the end and rounds the cut to the nearest
+        (`BlendedMegatronDatasetBuilder`), so a few long sequences may leave nothing.
+        """
+        cut = round((1.0 - validation_fraction) * float(self.sequences))
+        held_out = int(self.lengths[cut:].sum(dtype=np.int64))
+        return self.tokens - held_out, held_out
+
+
+def inspect_pair(prefix: Path) -> PairInfo:
+    """Read the index of a pair and check that both files are whole and belong together. Reads no token.
+
+    Raises:
+        ConfigError: key `data.path`; everything found wrong.
+    """
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if missing:
+        raise ConfigError(*(_missing(prefix, path) for path in missing))
+    try:
+        raw = np.memmap(idx_path(prefix), dtype=np.uint8, mode="r") if idx_path(prefix).stat().st_size else None
+        return _inspect(prefix, b"" if raw is None else memoryview(raw))
+    except OSError as error:
+        raise ConfigError(_problem(error.filename or idx_path(prefix), f"cannot be read: {error.strerror}")) from error
+
+
+def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
+    idx, again = idx_path(prefix), "prepare it again with canzona data prepare ... --overwrite"
+    if len(raw) < len(MAGIC) or bytes(raw[: len(MAGIC)]) != MAGIC:
+        reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
+        raise ConfigError(_problem(idx, reason, again))
+    if len(raw) < _HEADER.size:
+        raise ConfigError(_problem(idx, f"truncated: {len(raw)} bytes, a header alone has {_HEADER.size}", again))
+    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
+    if version != VERSION:
+        raise ConfigError(_problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", again))
+    if code not in _DTYPE_CODES:
+        what = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
+        raise ConfigError(_problem(idx, f"its .bin holds {what}", again))
+    expected = _HEADER.size + 12 * sequences + 8 * indices
+    # Multimodal datasets append one byte per sequence, which a text run ignores.
+    if len(raw) not in (expected, expected + sequences):
+        state = "truncated" if len(raw) < expected else "damaged"
+        raise ConfigError(_problem(idx, f"{state}: {len(raw):,} bytes where its header calls for {expected:,}", again))
+    if sequences == 0:
+        raise ConfigError(_problem(idx, "it holds no documents", "prepare it again from inputs with text"))
+    lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
+    offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
+    ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)
+    return _check_body(prefix, np.dtype(_DTYPE_CODES[code]), lengths, offsets, ends)
+
+
+def _check_body(
+    prefix: Path,
+    dtype: np.dtype[np.generic],
+    lengths: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+) -> PairInfo:
+    again = "prepare it again with canzona data prepare ... --overwrite"
+    problems: list[Problem] = []
+    tokens = int(lengths.sum(dtype=np.int64))
+    size, expected = bin_path(prefix).stat().st_size, tokens * dtype.itemsize
+    reach = int((offsets + lengths.astype(np.int64) * dtype.itemsize).max())
+    if int(lengths.min()) < 0 or int(offsets.min()) < 0 or reach > expected:
+        problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", again))
+    elif size != expected:
+        state = "truncated" if size < expected else "longer than its index says, so it belongs to another"
+        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes, the index calls for {expected:,}", again))
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(lengths) or bool((np.diff(ends) < 0).any()):
+        problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", again))
+    if problems:
+        raise ConfigError(*problems)
+    return PairInfo(
+        prefix=prefix,
+        tokens=tokens,
+        documents=len(ends) - 1,
+        sequences=len(lengths),
+        dtype=dtype.name,
+        lengths=lengths,
+    )
+
+
+def _missing(prefix: Path, path: Path) -> Problem:
+    bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx"))
+    if bare != prefix and bin_path(bare).is_file():
+        return _problem(path, "no such file", f"give the prefix without extension: data.path={bare}")
+    near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
+    if near:
+        # Megatron's own tool appends `_text_document` to the name it is given.
+        return _problem(path, "no such file", f"did you mean data.path={near[0].with_suffix('')}?")
+    if path == idx_path(prefix) and bin_path(prefix).is_file():
+        return _problem(path, "no such file; without it the .bin is unfinished", "let its preparation finish")
+    return _problem(path, "no such file", "make it with canzona data prepare FILES --output PREFIX")
+
+
+def _problem(path: Path, reason: str, fix: str = "") -> Problem:
+    return Problem(key="data.path", value=str(path), reason=reason, fix=fix)

@@ -1,0 +1,179 @@
+"""`prepare`, what `canzona data prepare` does: check everything first, then build one pair under its lock."""
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.data.bpe import MIN_VOCAB_SIZE
+from canzona_cli.data.build import BuildSettings, Built, OnProgress, build_pair, disk_problem, pair_files
+from canzona_cli.data.corpus import PreparedCorpus, cache_root, ensure_corpus
+from canzona_cli.data.locks import Busy, exclusive, lock_path
+from canzona_cli.data.sources import DocumentUnit, InputFormat, Source, find_sources
+from canzona_cli.data.tokenizers import load_json_tokenizer
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+
+__all__ = ["PrepareRequest", "PreparedCorpus", "cache_root", "ensure_corpus", "prepare", "train_command"]
+
+DEFAULT_VOCAB_SIZE = 16384
+_MAX_VOCAB_SIZE = 1 << 20
+_VOCAB_MULTIPLE = 128
+"""Megatron's habit: an embedding that divides over any usual tensor-parallel size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest:
+    """The arguments of `canzona data prepare`."""
+
+    inputs: tuple[str, ...]
+    """Files, globs, folders, `-` for standard input, `stdlib`."""
+    output: str
+    """The pair's path without extension."""
+    tokenizer: str = "byte"
+    vocab_size: int | None = None
+    """Entries of a bpe; None: 16384. Meaningless for the others."""
+    eod: str | None = None
+    """The end-of-document token of a tokenizer.json."""
+    format: InputFormat = "auto"
+    document: DocumentUnit = "file"
+    text_key: str = "text"
+    workers: int | None = None
+    overwrite: bool = False
+
+
+def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
+    """Turn text into a pair of Megatron files.
+
+    Raises:
+        ConfigError: everything wrong with the arguments at once, or bad input while reading.
+        EnvironmentProblem: the output cannot be written or the disk is full.
+    """
+    prefix = Path(request.output).expanduser()
+    sources, problems = find_sources(request.inputs, request.format)
+    if not request.inputs:
+        problems.append(Problem(key="INPUT", reason="no inputs", fix="name files, folders, - or stdlib"))
+    problems += _tokenizer_problems(request)
+    problems += _output_problems(prefix, sources, request)
+    environment = _place_problems(prefix, sources, request)
+    if problems:
+        raise ConfigError(*problems, *environment)
+    if environment:
+        raise EnvironmentProblem(*environment)
+    settings = BuildSettings(
+        tokenizer=request.tokenizer,
+        vocab_size=request.vocab_size or DEFAULT_VOCAB_SIZE,
+        eod=request.eod,
+        document=request.document,
+        text_key=request.text_key,
+        workers=request.workers,
+    )
+    with _output_folder(prefix):
+        try:
+            with exclusive(lock_path(prefix)):
+                return build_pair(sources, prefix, settings, on_progress)
+        except Busy:
+            raise ConfigError(
+                Problem(
+                    key="--output",
+                    value=str(prefix),
+                    reason="another canzona process is writing it right now",
+                    fix="wait for it, or choose another --output",
+                )
+            ) from None
+        except OSError as error:
+            raise disk_problem(prefix, error) from error
+
+
+def train_command(built: Built) -> str:
+    """A shell line that trains on the pair."""
+    path = str(built.prefix)
+    # Hydra takes = , and blanks in a bare value for syntax of its own.
+    plain = all(char.isalnum() or char in "/._-+" for char in path)
+    data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
+    vocab_size = -(-built.sidecar.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    words = ("canzona", "train", "recipe=qwen3-tiny", "data=prepared", data, f"model.vocab_size={vocab_size}")
+    return shlex.join(words)
+
+
+def _tokenizer_problems(request: PrepareRequest) -> list[Problem]:
+    problems: list[Problem] = []
+    is_file = request.tokenizer not in ("byte", "bpe")
+    size = request.vocab_size
+    if size is not None and request.tokenizer != "bpe":
+        reason = f"only a bpe is trained to a size; {request.tokenizer} has its own"
+        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or --tokenizer bpe"))
+    elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
+        reason = (
+            f"a byte-level bpe has {MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries (256 bytes and the end of a document)"
+        )
+        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="--vocab-size 16384 is usual here"))
+    if request.eod is not None and not is_file:
+        reason = f"the {request.tokenizer} tokenizer has an end-of-document id of its own"
+        problems.append(Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out"))
+    elif is_file:
+        try:
+            load_json_tokenizer(request.tokenizer, request.eod)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if request.workers is not None and request.workers < 1:
+        problems.append(
+            Problem(key="--workers", value=request.workers, reason="less than one thread", fix="--workers 1")
+        )
+    return problems
+
+
+def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> list[Problem]:
+    key, shown = "--output", request.output
+    if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
+        example = prefix / "corpus"
+        reason = "a folder; the output is the beginning of several file names"
+        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {example}")]
+    if prefix.suffix in (".bin", ".idx"):
+        reason = "an extension; the output is a name to which .bin and .idx are added"
+        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix.with_suffix('')}")]
+    there = [path for path in pair_files(prefix) if path.exists()]
+    inputs = {source.path.resolve() for source in sources if source.path is not None}
+    if clash := [path for path in there if path.resolve() in inputs]:
+        reason = f"would replace the input {clash[0]}"
+        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix}-tokens")]
+    if there and not request.overwrite:
+        reason = f"exists already: {', '.join(path.name for path in there)}"
+        return [
+            Problem(key=key, value=shown, reason=reason, fix="--overwrite to replace it, or choose another --output")
+        ]
+    return []
+
+
+def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> list[Problem]:
+    folder = prefix.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "does not allow writing" if folder.is_dir() else "is not a folder"
+        reason = f"cannot be written: {folder} {what}"
+        return [Problem(key="--output", value=str(prefix), reason=reason, fix="choose a folder you may write to")]
+    # Every byte becomes a two-byte id; for the other tokenizers nobody knows beforehand.
+    needed = 2 * sum(source.size or 0 for source in sources) if request.tokenizer == "byte" else 0
+    if needed > (free := shutil.disk_usage(folder).free):
+        reason = f"the disk is too full: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+        return [Problem(key="--output", value=str(prefix), reason=reason, fix="make room, or choose another disk")]
+    return []
+
+
+@contextmanager
+def _output_folder(prefix: Path) -> Iterator[None]:
+    """Make the missing folders of the output; take them away again when nothing came of it."""
+    missing = [folder for folder in prefix.parents if not folder.exists()]
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for folder in missing:
+            with suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise disk_problem(prefix, error) from error
+        raise

@@ -1,0 +1,88 @@
+"""`<prefix>.json`: what a pair was made from and with, for the checks before a run and for people later."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.data.indexed import PairInfo
+from canzona_cli.data.sources import InputRecord
+from canzona_cli.data.tokenizers import TokenizerKind
+from canzona_cli.errors import ConfigError, Problem
+
+FORMAT: Literal[1] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """Facts of one prepared pair."""
+
+    format: Literal[1] = FORMAT
+    tokenizer_kind: TokenizerKind
+    tokenizer: str
+    tokenizer_sha256: str | None
+    """Of `<prefix>.tokenizer.json`; None for byte."""
+    vocab_size: int
+    """One more than the largest id the tokenizer can give."""
+    eod: int
+    """Id that ends every document."""
+    tokens: int
+    documents: int
+    sequences: int
+    max_token_id: int
+    """Largest id that does occur."""
+    dtype: str
+    text_bytes: int
+    """Bytes of text behind the tokens, decompressed."""
+    replaced: int
+    """Invalid characters that were replaced."""
+    inputs_sha256: str
+    """Over the inputs' own hashes, in order."""
+    inputs: tuple[InputRecord, ...]
+    """The first thousand."""
+    input_count: int
+    document: str
+    text_key: str
+    python: str
+    canzona: str
+
+
+def sidecar_path(prefix: Path) -> Path:
+    """`<prefix>.json`."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def saved_tokenizer_path(prefix: Path) -> Path:
+    """`<prefix>.tokenizer.json`."""
+    return prefix.with_name(prefix.name + ".tokenizer.json")
+
+
+def dump_sidecar(sidecar: Sidecar) -> str:
+    return json.dumps(asdict(sidecar), indent=1, ensure_ascii=False) + "\n"
+
+
+def load_sidecar(pair: PairInfo) -> Sidecar | None:
+    """The sidecar of an intact pair; None when another tool made the pair.
+
+    Raises:
+        ConfigError: key `data.path`; it is damaged, or describes other data than what lies beside it.
+    """
+    path = sidecar_path(pair.prefix)
+    if not path.is_file():
+        return None
+    from pydantic import TypeAdapter, ValidationError
+
+    fix = f"prepare the data again with --overwrite, or remove {path} if another tool made the pair"
+    try:
+        sidecar = TypeAdapter(Sidecar).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = f"damaged: {place + ': ' if place else ''}{first['msg']}"
+        raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix)) from error
+    said = (sidecar.tokens, sidecar.documents, sidecar.sequences, sidecar.dtype)
+    if said != (pair.tokens, pair.documents, pair.sequences, pair.dtype):
+        reason = f"it speaks of {sidecar.tokens:,} tokens in {sidecar.documents:,} documents, the pair beside it holds "
+        reason += f"{pair.tokens:,} in {pair.documents:,}"
+        raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix))
+    return sidecar

@@ -1,0 +1,255 @@
+"""Text to token ids: raw bytes, a byte-pair encoding trained on the spot, or any local Hugging Face tokenizer.json.
+
+Every kind takes UTF-8 bytes, because that is what files hold: the byte tokenizer then needs no decoding at all, and
+the others count what they had to replace. Text never produces a special token: `<|endoftext|>` inside a document is
+ordinary text, only the writer ends documents.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from canzona_cli.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+TokenizerKind = Literal["byte", "bpe", "huggingface"]
+
+END_OF_TEXT = "<|endoftext|>"
+EOD_CANDIDATES = (
+    END_OF_TEXT,
+    "</s>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|eot_id|>",
+    "[SEP]",
+)
+"""What published tokenizers call the end of a document, the usual names of base models first."""
+
+BYTE_VALUES = 256
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What the corpus builder needs of a tokenizer."""
+
+    @property
+    def kind(self) -> TokenizerKind: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id it can give."""
+        ...
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document; encoding text never gives it."""
+        ...
+
+    @property
+    def replaced(self) -> int:
+        """Invalid UTF-8 sequences replaced by U+FFFD so far."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Token ids of each text, a 1-D array per text, in order, without eod."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; the eod and invalid UTF-8 are shown, not dropped."""
+        ...
+
+    def to_json(self) -> str | None:
+        """Its tokenizer.json, or None when there is nothing to keep."""
+        ...
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """The narrowest type Megatron stores ids below `vocab_size` in (its `DType.optimal_dtype`)."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def _narrow(ids: list[int], vocab_size: int) -> TokenArray:
+    if token_dtype(vocab_size) is np.uint16:
+        return np.asarray(ids, dtype=np.uint16)
+    return np.asarray(ids, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Every byte is a token, 256 ends a document. Lossless for any input, so nothing is ever replaced."""
+
+    kind: Literal["byte"] = "byte"
+    name: str = "byte"
+    vocab_size: int = BYTE_VALUES + 1
+    eod: int = BYTE_VALUES
+    replaced: int = 0
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        ids: list[TokenArray] = []
+        ids.extend(np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in texts)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raw = b"".join(END_OF_TEXT.encode() if i == self.eod else bytes((i,)) for i in ids)
+        return raw.decode("utf-8", errors="replace")
+
+    def to_json(self) -> None:
+        return None
+
+
+@dataclass
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library, set up for pre-training data."""
+
+    kind: TokenizerKind
+    name: str
+    eod: int
+    backend: "RustTokenizer"
+    vocab_size: int = field(init=False)
+    replaced: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Files from the Hub often truncate to the model's context, pad batches, and read special tokens inside text:
+        # each would silently damage a corpus.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+        # Ids may have holes, so the number of entries does not bound them.
+        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        decoded = [self._text(text) for text in texts]
+        encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
+        return [_narrow(encoding.ids, self.vocab_size) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def to_json(self) -> str:
+        text: str = self.backend.to_str()
+        return text
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = raw.decode("utf-8", errors="replace")
+            self.replaced += text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
+            return text
+
+
+def bpe_from_json(text: str) -> JsonTokenizer:
+    """The tokenizer `canzona_cli.data.bpe` trained."""
+    from tokenizers import Tokenizer as RustTokenizer
+
+    backend = RustTokenizer.from_str(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    vocab_size = backend.get_vocab_size(with_added_tokens=True)
+    return JsonTokenizer(
+        kind="bpe", name=f"bpe-{vocab_size}-{digest}", eod=_find_eod(backend, END_OF_TEXT, Path("bpe")), backend=backend
+    )
+
+
+def tokenizer_file(spec: str) -> Path:
+    """The tokenizer.json a path means; a folder means the one in it.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return path
+    raise ConfigError(
+        Problem(
+            key="--tokenizer",
+            value=spec,
+            reason="there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)",
+            fix=f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
+            if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
+            else "give byte, bpe, or the path of a tokenizer.json",
+        )
+    )
+
+
+def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
+    """Load a local tokenizer.json (or the folder holding one).
+
+    Args:
+        spec: its path.
+        eod: the token that ends a document; None: the first of `EOD_CANDIDATES` it knows.
+
+    Raises:
+        ConfigError: no such file, not a tokenizer, or no end-of-document token.
+    """
+    from tokenizers import Tokenizer as RustTokenizer
+
+    path = tokenizer_file(spec)
+    try:
+        backend = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ConfigError(
+            Problem(
+                key="--tokenizer",
+                value=str(path),
+                reason=f"not a tokenizer file: {str(error).splitlines()[0]}",
+                fix="give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)",
+            )
+        ) from error
+    return JsonTokenizer(
+        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod, path), backend=backend
+    )
+
+
+def _display_name(path: Path) -> str:
+    """`Qwen3-0.6B` for `.../Qwen3-0.6B/tokenizer.json`, since every such file has the same name."""
+    return path.resolve().parent.name if path.stem == "tokenizer" else path.stem
+
+
+def _find_eod(backend: "RustTokenizer", wanted: str | None, path: Path) -> int:
+    for token in (wanted,) if wanted is not None else EOD_CANDIDATES:
+        found: int | None = backend.token_to_id(token)
+        if found is not None:
+            return found
+    special = [added.content for added in backend.get_added_tokens_decoder().values()]
+    if wanted is not None:
+        near = get_close_matches(wanted, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
+        raise ConfigError(
+            Problem(
+                key="--eod",
+                value=wanted,
+                reason=f"{path} has no such token",
+                fix=f"did you mean {' or '.join(near)}?" if near else _offer(special),
+            )
+        )
+    raise ConfigError(
+        Problem(
+            key="--tokenizer",
+            value=str(path),
+            reason="it knows none of the usual end-of-document tokens",
+            fix=_offer(special),
+        )
+    )
+
+
+def _offer(special: Sequence[str]) -> str:
+    if not special:
+        return "name the token that ends a document with --eod TOKEN"
+    shown = ", ".join(special[:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
+    return f"name the token that ends a document with --eod TOKEN; its special tokens are {shown}"

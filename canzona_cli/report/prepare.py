@@ -1,0 +1,136 @@
+"""What `canzona data prepare` shows: a progress bar on a terminal, lines when piped, and what was made at the end."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from canzona_cli.data.build import Built, OnProgress
+from canzona_cli.data.build import Progress as BuildProgress
+from canzona_cli.data.prepare import train_command
+from canzona_cli.report.text import clean, count, plural, size
+
+_LINE_INTERVAL_S = 5.0
+_KEPT_NAMES = 3
+
+
+@contextmanager
+def preparation_progress() -> Iterator[OnProgress]:
+    """Shows how far a build is, on standard error, so that standard output holds the result alone."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task("starting", total=None, facts="")
+        clock = _Clock()
+
+        def show(progress: BuildProgress) -> None:
+            if clock.is_new(progress):
+                bar.reset(task, description=progress.stage, total=progress.total)
+            bar.update(
+                task, completed=progress.done, total=progress.total, facts=_facts(progress, clock.bytes_per_s(progress))
+            )
+
+        yield show
+
+
+class _Clock:
+    """When the present stage began."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.began = time.monotonic()
+
+    def is_new(self, progress: BuildProgress) -> bool:
+        if progress.stage == self.stage:
+            return False
+        self.stage, self.began = progress.stage, time.monotonic()
+        return True
+
+    def bytes_per_s(self, progress: BuildProgress) -> float:
+        return progress.done / max(time.monotonic() - self.began, 1e-3)
+
+
+def _lines(console: Console) -> Callable[[BuildProgress], None]:
+    clock = _Clock()
+    last = time.monotonic()
+
+    def show(progress: BuildProgress) -> None:
+        nonlocal last
+        started = clock.is_new(progress)
+        if not started and time.monotonic() - last < _LINE_INTERVAL_S:
+            return
+        last = time.monotonic()
+        share = f" {progress.done / progress.total:.0%}" if progress.total else ""
+        facts = "" if started else f" {_facts(progress, clock.bytes_per_s(progress))}"
+        console.print(f"{progress.stage}{share}{facts}", soft_wrap=True)
+
+    return show
+
+
+def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
+    if progress.stage == "write":
+        return f"{count(progress.tokens)} tokens"
+    total = f" of {size(progress.total)}" if progress.total else ""
+    parts = [f"{size(progress.done)}{total}", f"{size(bytes_per_s)}/s"]
+    if progress.tokens:
+        parts.insert(1, f"{count(progress.tokens)} tokens")
+    if progress.stage == "learn vocabulary" and progress.total and progress.done >= progress.total:
+        parts = [f"{size(progress.done)} read, learning"]
+    return ", ".join(parts)
+
+
+def print_prepared(built: Built) -> None:
+    """Print what a build made, what it left out, and how to train on it."""
+    console = Console(highlight=False)
+    made = built.sidecar
+    per_token = made.text_bytes / made.tokens
+    documents = f"{made.documents:,}"
+    if made.sequences > made.documents:
+        documents += f" in {made.sequences:,} sequences (long documents are cut at line ends)"
+    rows = [
+        ("inputs", f"{plural(made.input_count, 'input')}, {size(made.text_bytes)} of text"),
+        ("documents", documents),
+        ("tokens", f"{made.tokens:,} ({per_token:.2f} bytes a token), {made.dtype}, largest id {made.max_token_id:,}"),
+        ("tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"),
+        *(("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files),
+    ]
+    for label, value in rows:
+        # Unwrapped, so that a path can be copied, or cut out of piped output.
+        console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
+    for note in _notes(built):
+        console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
+    console.print(Text("\nTrain on it (any recipe whose vocabulary holds the ids):"))
+    console.print(Text(f"  {train_command(built)}", style="bold"), soft_wrap=True)
+
+
+def _notes(built: Built) -> Iterator[str]:
+    made = built.sidecar
+    if made.replaced:
+        yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
+    if built.empty:
+        yield f"{plural(built.empty, 'document')} without text left out"
+    if built.skipped:
+        names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
+        more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""
+        yield f"{plural(len(built.skipped), 'file')} left out because not text: {names}{more}"
+    if built.vocabulary_sampled:
+        yield "the vocabulary was learnt from a sample of 64 MiB, the same every time"
+    if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
+        yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
+    if not built.can_hold_out:
+        yield (
+            "too few documents to hold out 2% for validation; --document line makes more, or train with a larger "
+            "data.validation_fraction"
+        )
