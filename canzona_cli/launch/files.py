@@ -86,7 +86,7 @@ class RunFiles:
         """What rank 0 looks at between two steps (one `stat`, about a microsecond) and tells the other ranks."""
         return self.stop.exists()
 
-    def node_logs(self, node_rank: int) -> Path:
+    def node_logs(self, node_rank: int | str) -> Path:
         """What torchrun of one machine writes, its workers' output included."""
         return self.logs / f"node-{node_rank}"
 

@@ -39,6 +39,7 @@ class Monitor:
         self.last_step: Mapping[str, object] = {}
         self.last_validation: Mapping[str, object] = {}
         self._view = view
+        self._stage: object = None
         self._sources: tuple[tuple[JsonLines, Callable[[dict[str, object]], None]], ...] = (
             (JsonLines(files.events), self._event),
             (JsonLines(files.metrics), self._step),
@@ -46,17 +47,19 @@ class Monitor:
         )
 
     def poll(self) -> None:
-        """Pass on what is new: three `stat` calls when nothing is.
+        """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
 
         A view that can no longer write, because its pipe or terminal has gone, does not end the run.
         """
-        for source, receive in self._sources:
-            for record in source.read():
-                with suppress(OSError, SystemExit):  # SystemExit is how rich reports a closed pipe
-                    receive(record)
+        new = [(record, receive) for source, receive in self._sources for record in source.read()]
+        for record, receive in sorted(new, key=lambda item: _time(item[0])):
+            with suppress(OSError, SystemExit):  # SystemExit is how rich reports a closed pipe
+                receive(record)
 
     def _event(self, record: dict[str, object]) -> None:
-        if record.get("event") == "stage":
+        # Workers started by hand announce a stage that the launcher, if there is one, has announced before them.
+        if record.get("event") == "stage" and record.get("stage") != self._stage:
+            self._stage = record.get("stage")
             self._view.stage(record)
 
     def _step(self, record: dict[str, object]) -> None:
@@ -66,6 +69,11 @@ class Monitor:
     def _validation(self, record: dict[str, object]) -> None:
         self.last_validation = record
         self._view.validation(record)
+
+
+def _time(record: Mapping[str, object]) -> float:
+    time = record.get("time")
+    return time if isinstance(time, int | float) else 0.0
 
 
 def _object(line: bytes) -> dict[str, object] | None:

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.torchrun import LaunchCommand
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
@@ -82,13 +85,45 @@ class RunDirectory:
             raise _already_used(files.root, config)
         return cls(files)
 
+    @contextmanager
+    def never_without_result(self) -> Iterator[None]:
+        """Whatever leaves the block before the supervisor has written `result.json` is what that file says."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.files.result.exists():
+                interrupted = isinstance(error, KeyboardInterrupt)
+                code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
+                outcome = Outcome(
+                    status="interrupted" if interrupted else "failed",
+                    exit_code=ExitCode.INTERRUPTED if interrupted else code,
+                    message="before the workers started" if interrupted else f"{type(error).__name__}: {error}",
+                )
+                with suppress(OSError):  # a full disk: what went wrong matters more
+                    write_json_atomic(self.files.result, outcome.as_json())
+            raise
+
     def write_inputs(self, *, config_yaml: str, layout: Layout, corpus: object, command: LaunchCommand) -> None:
-        """Write what the workers read and what a person needs to repeat the run. `corpus` is a dataclass."""
-        write_text_atomic(self.files.config, config_yaml)
-        write_json_atomic(self.files.layout, dataclasses.asdict(layout))
-        write_json_atomic(self.files.corpus, _plain(corpus))
-        write_json_atomic(self.files.environment, describe_environment())
-        write_text_atomic(self.files.command, command.shell() + "\n")
+        """Write what the workers read and what a person needs to repeat the run. `corpus` is a dataclass.
+
+        Raises:
+            EnvironmentProblem: the disk is full, or went away.
+        """
+        try:
+            write_text_atomic(self.files.config, config_yaml)
+            write_json_atomic(self.files.layout, dataclasses.asdict(layout))
+            write_json_atomic(self.files.corpus, _plain(corpus))
+            write_json_atomic(self.files.environment, describe_environment())
+            write_text_atomic(self.files.command, command.shell() + "\n")
+        except OSError as error:
+            raise EnvironmentProblem(
+                Problem(
+                    key="run.dir",
+                    value=str(self.path),
+                    reason=f"the run's files cannot be written: {error.strerror or error}",
+                    fix="free some space, or run.dir=DIR on another disk",
+                )
+            ) from None
 
 
 def check_free(config: RunConfig) -> None:

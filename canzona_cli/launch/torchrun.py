@@ -39,10 +39,11 @@ class LaunchCommand:
     def shell(self, *, style: Literal["line", "block"] = "line") -> str:
         """A command to paste into a shell: on one line, or one option per line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        prefix = ["env", *variables] if variables else []
         words = [shlex.quote(word) for word in self.argv]
         if style == "line":
-            return " ".join(["env", *variables, *words])
-        lines = ["env " + " ".join(variables), " ".join(words[:3])]
+            return " ".join([*prefix, *words])
+        lines = [" ".join([*prefix, *words[:3]])]
         for word in words[3:]:
             # an option starts a line, its value stays beside it; what follows the module is the module's
             if word.startswith("-") or not lines[-1].startswith("-"):
@@ -71,7 +72,9 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
         module: What each worker runs as `python -m`.
     """
     nodes = node_count(config)
+    node_rank = 0 if nodes == 1 else config.cluster.node_rank
     rendezvous = _one_node(run_dir) if nodes == 1 else _several_nodes(config, run_dir)
+    logs = RunFiles(run_dir).node_logs(NODE_RANK_PLACEHOLDER if node_rank is None else node_rank)
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(nodes)),
@@ -79,7 +82,7 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
         *rendezvous,
         *("--max-restarts", "0"),
         *("--redirects", "3"),
-        *("--log-dir", str(RunFiles(run_dir).node_logs(config.cluster.node_rank or 0))),
+        *("--log-dir", str(logs)),
         *("-m", module),
         str(run_dir),
     ]

@@ -83,7 +83,7 @@ class LaunchedRun:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour, str(grace_s)],
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -106,7 +106,8 @@ class LaunchedRun:
 
     def family(self) -> list[psutil.Process]:
         """torchrun and its workers, at this moment."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return family
 
     def finish(self, seconds: float = 90.0) -> tuple[int, str]:
         """The launcher's exit code and all it printed."""
@@ -123,7 +124,14 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run after ten seconds; a zombie waiting for its parent does not."""
     deadline = time.monotonic() + 10
     while True:
-        rest = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        rest = [p for p in processes if _runs(p)]
         if not rest or time.monotonic() > deadline:
             return rest
         time.sleep(0.1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

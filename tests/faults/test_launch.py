@@ -2,7 +2,9 @@
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import pytest
@@ -14,12 +16,31 @@ from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
 from tests.faults.support import LaunchedRun, alive, run_config
 
 
+class Launch(Protocol):
+    def __call__(self, behaviour: str, *, grace_s: float = 60.0) -> LaunchedRun: ...
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts the test's one run; a test that fails midway leaves no run behind either."""
+    started: list[LaunchedRun] = []
+
+    def start(behaviour: str, *, grace_s: float = 60.0) -> LaunchedRun:
+        started.append(LaunchedRun(tmp_path / "run", behaviour, grace_s=grace_s))
+        return started[0]
+
+    yield start
+    for run in started:
+        run.process.kill()
+        run.process.communicate()
+
+
 def rank_statuses(run: LaunchedRun) -> list[object]:
     return [(read_json(run.files.rank(rank)) or {}).get("status") for rank in range(2)]
 
 
-def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "done")
+def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(launch: Launch) -> None:
+    run = launch("done")
     code, output = run.finish()
     assert code == 0, output
     assert run.result() | {"log": None} == {
@@ -38,8 +59,8 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(t
         assert log.read_text() == f"rank {rank} starts\n"
 
 
-def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "raise")
+def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(launch: Launch) -> None:
+    run = launch("raise")
     code, output = run.finish()
     assert code == 70, output
     result = run.result()
@@ -49,8 +70,8 @@ def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_
     assert "in train" in output, "the end of the traceback is missing"
 
 
-def test_a_rank_killed_by_the_kernel_is_named_with_its_signal_and_the_usual_cause(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "killed")
+def test_a_rank_killed_by_the_kernel_is_named_with_its_signal_and_the_usual_cause(launch: Launch) -> None:
+    run = launch("killed")
     code, output = run.finish()
     assert code == 70, output
     result = run.result()
@@ -58,20 +79,20 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_signal_and_the_usual_caus
     assert result["message"] == "rank 1 was killed by signal 9 (the kernel kills processes when memory runs out)"
 
 
-def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "endless")
+def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(launch: Launch) -> None:
+    run = launch("endless")
     run.wait_for_steps(2)
     family = run.family()
     assert len(family) == 3, "torchrun and two workers"
 
     # Installed, as `make test` has it, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
-    assert LOOPBACK_BACKEND in run.files.command.read_text()
+    assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"
     listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening, "torchrun's store listens somewhere"
     assert set(listening) == {"127.0.0.1"}
 
     with pytest.raises(ConfigError, match="already") as refused:
-        RunDirectory.create(run_config(run_dir=tmp_path / "run"))
+        RunDirectory.create(run_config(run_dir=run.files.root))
     assert "unfinished or still going" in refused.value.problems[0].reason
 
     run.process.send_signal(signal.SIGINT)
@@ -85,8 +106,8 @@ def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(
     assert result["step"] == run.files.metrics.read_text().count("\n"), "a step was lost"
 
 
-def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "deaf")
+def test_a_second_ctrl_c_ends_everything_at_once(launch: Launch) -> None:
+    run = launch("deaf")
     run.wait_for_steps(1)
     family = run.family()
     run.process.send_signal(signal.SIGINT)
@@ -100,8 +121,8 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     assert run.result()["status"] == "interrupted"
 
 
-def test_workers_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "deaf", grace_s=1)
+def test_workers_that_do_not_stop_are_killed_after_the_grace_period(launch: Launch) -> None:
+    run = launch("deaf", grace_s=1)
     run.wait_for_steps(1)
     family = run.family()
     run.process.send_signal(signal.SIGTERM)
@@ -111,8 +132,8 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Pa
     assert not alive(family)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "endless")
+def test_nothing_outlives_a_launcher_that_is_killed(launch: Launch) -> None:
+    run = launch("endless")
     run.wait_for_steps(1)
     family = run.family()
     assert len(family) == 3
@@ -121,8 +142,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert not alive(family)
 
 
-def test_a_killed_torchrun_takes_its_workers_along_and_is_named(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "endless")
+def test_a_killed_torchrun_takes_its_workers_along_and_is_named(launch: Launch) -> None:
+    run = launch("endless")
     run.wait_for_steps(1)
     family = run.family()
     agent = next(p for p in family if "torch.distributed.run" in p.cmdline())

@@ -1,0 +1,154 @@
+"""`canzona train`: resolve, check, prepare, launch, watch, report."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from canzona_cli.config.schema import Layout, RunConfig
+    from canzona_cli.launch.outcome import Outcome
+    from canzona_cli.launch.run_dir import RunDirectory
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
+    ] = False,
+    recipes_dir: Annotated[
+        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
+    ] = None,
+) -> None:
+    """Train a model. Ctrl-C once stops after the step at hand, twice at once."""
+    from rich.console import Console
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.compose import compose_run
+
+    console = Console(highlight=False)
+    errors = Console(stderr=True, highlight=False)
+    composed = compose_run(overrides or [], recipes_dirs=recipes_dir or [])
+    for warning in composed.warnings:
+        errors.print(f"warning: {warning}", style="yellow", markup=False)
+    config, layout = resolve(composed.config)
+    if dry_run:
+        _show(config, layout, console, errors)
+        return
+    outcome, run = _launch(config, layout, console, errors)
+    _conclude(outcome, run, config, console, errors)
+
+
+def _show(config: "RunConfig", layout: "Layout", console: "Console", errors: "Console") -> None:
+    from canzona_cli.config.compose import dump_resolved
+    from canzona_cli.launch import preflight, torchrun
+    from canzona_cli.planner.memory import estimate
+    from canzona_cli.report.dry_run import RUN_DIR_TIME, DryRun
+
+    run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
+    shown = DryRun(
+        config=config,
+        config_yaml=dump_resolved(config),
+        layout=layout,
+        memory=estimate(config, layout),
+        command=torchrun.build(config, layout, run_dir),
+    )
+    console.print(shown, soft_wrap=True)
+    for problem in preflight.machine_problems(config, layout):
+        errors.print(f"note: this machine could not run it: {problem.reason}", style="yellow", markup=False)
+
+
+def _launch(
+    config: "RunConfig", layout: "Layout", console: "Console", errors: "Console"
+) -> "tuple[Outcome, RunDirectory]":
+    from canzona_cli.config.compose import dump_resolved
+    from canzona_cli.data.prepare import ensure_corpus
+    from canzona_cli.launch import preflight, torchrun
+    from canzona_cli.launch.files import read_json
+    from canzona_cli.launch.run_dir import RunDirectory, check_free
+    from canzona_cli.launch.supervisor import supervise
+    from canzona_cli.report.live import make_view
+
+    node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
+    preflight.check_machine(config, layout)
+    preflight.check_nodes(config)
+    if node_rank == 0:
+        check_free(config)
+    view = make_view(config, layout, console)
+    preparing = False
+
+    def progress(what: str, fraction: float) -> None:
+        nonlocal preparing
+        preparing = True
+        view.progress(what, fraction)
+
+    try:
+        corpus = ensure_corpus(config, progress)
+        run = RunDirectory.create(config) if node_rank == 0 else RunDirectory.join(config)
+    except BaseException as error:
+        if preparing:  # give the terminal back before the error is shown
+            view.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "before training began")
+        raise
+    command = torchrun.build(config, layout, run.path)
+    per_node = torchrun.ranks_per_node(config)
+    with run.never_without_result():
+        if node_rank == 0:
+            run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
+        view.header(run_dir=run.path, corpus=read_json(run.files.corpus))
+        outcome = supervise(
+            run.files,
+            command,
+            view,
+            ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
+            node_rank=node_rank,
+            # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
+            say=console.print if console.is_terminal else errors.print,
+        )
+    return outcome, run
+
+
+def _conclude(
+    outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
+) -> None:
+    from canzona_cli.report.breakdown import load_breakdown, render
+
+    if outcome.status == "failed":
+        _say_why(outcome, errors)
+    elif run.files.breakdown.exists():
+        console.print()
+        console.print(render(load_breakdown(run.path), device=config.cluster.device))
+    console.print()
+    console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def _say_why(outcome: "Outcome", errors: "Console") -> None:
+    """The failing rank's own error first, then where it happened, then where to read on."""
+    from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, Problem, WorkerCrashed
+    from canzona_cli.report.errors import render_error
+
+    kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
+    kind = next((k for k in kinds if k.exit_code == outcome.exit_code), WorkerCrashed)
+    place = "launcher" if outcome.rank is None else f"rank {outcome.rank}"
+    reason = outcome.message.removeprefix(f"{place}: ")
+    errors.print(render_error(kind(Problem(key=place, reason=reason))))
+    if outcome.traceback:
+        errors.print()
+        for line in outcome.traceback:
+            errors.print(line, markup=False, soft_wrap=True, style="dim")
+    if outcome.log is not None:
+        errors.print()
+        errors.print(f"its whole output: {outcome.log}", markup=False, soft_wrap=True)

@@ -1,0 +1,122 @@
+"""What this machine lacks for a run, found before anything is written or started. Imports no torch."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import psutil
+
+from canzona_cli.cluster.detect import visible_gpus
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.launch.torchrun import node_count, ranks_per_node
+from canzona_cli.planner.memory import GIB, estimate
+
+
+def check_machine(config: RunConfig, layout: Layout) -> None:
+    """Refuse a run this machine cannot carry its share of.
+
+    Raises:
+        EnvironmentProblem: GPUs, memory or packages are missing; every one of them at once.
+    """
+    problems = tuple(machine_problems(config, layout))
+    if problems:
+        raise EnvironmentProblem(*problems)
+
+
+def check_nodes(config: RunConfig) -> None:
+    """Refuse a run over several machines that does not say how they find each other.
+
+    Raises:
+        ConfigError: every missing or impossible setting at once.
+    """
+    nodes, cluster = node_count(config), config.cluster
+    if nodes == 1:
+        return
+    problems = []
+    if cluster.rdzv_endpoint is None:
+        problems.append(
+            Problem(
+                key="cluster.rdzv_endpoint",
+                reason=f"the run spans {nodes} machines, and they do not know where to meet",
+                fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach; the same on each",
+            )
+        )
+    if cluster.node_rank is None:
+        problems.append(
+            Problem(
+                key="cluster.node_rank",
+                reason=f"the run spans {nodes} machines, and this one does not know which it is",
+                fix=f"cluster.node_rank=0 here, 1 to {nodes - 1} on the others",
+            )
+        )
+    elif not 0 <= cluster.node_rank < nodes:
+        problems.append(
+            Problem(
+                key="cluster.node_rank",
+                value=cluster.node_rank,
+                reason=f"the machines of this run are numbered 0 to {nodes - 1}",
+                fix="give each machine a number of its own in that range",
+            )
+        )
+    if config.run.dir is None:
+        problems.append(
+            Problem(
+                key="run.dir",
+                reason=f"the {nodes} machines of the run would each make a directory of their own",
+                fix="run.dir=DIR, a directory that every machine shares",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Everything this machine lacks for its share of the run."""
+    if config.cluster.device == "cuda":
+        yield from _gpus(config)
+    else:
+        yield from _host_memory(config, layout)
+    if config.cluster.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        yield Problem(
+            key="cluster.transformer_engine",
+            value=True,
+            reason="Transformer Engine is not installed here",
+            fix="pip install 'canzona[te]', or cluster.transformer_engine=false",
+        )
+
+
+def _gpus(config: RunConfig) -> Iterator[Problem]:
+    needed, here = ranks_per_node(config), visible_gpus()
+    if here >= needed:
+        return
+    per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
+    found = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
+    ways = [
+        "the same command with --dry-run shows layout, memory and torchrun command without them",
+        "a Slurm job that has them can run it: give this command to sbatch or srun",
+        "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
+    ]
+    if here:
+        ways.insert(0, f"gpus={here} asks for what is here")
+    yield Problem(
+        key="gpus",
+        value=config.gpus,
+        reason=f"{config.name} needs {needed} GPUs{per_machine}, and {found}",
+        fix=";\n".join(ways),
+    )
+
+
+def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    ranks = ranks_per_node(config)
+    needed = int((estimate(config, layout).total + config.cluster.reserved_gib * GIB) * ranks)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        yield Problem(
+            key="gpus",
+            value=config.gpus,
+            reason=(
+                f"{ranks} CPU ranks need about {needed / GIB:.1f} GiB in all, "
+                f"and {available / GIB:.1f} GiB of this machine's memory are free"
+            ),
+            fix="fewer ranks, a smaller model, a smaller train.micro_batch_size, or train.recompute=full",
+        )

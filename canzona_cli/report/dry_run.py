@@ -1,0 +1,108 @@
+"""What `canzona train --dry-run` prints: the resolved run, and exactly what would be started."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.launch.torchrun import (
+    ENDPOINT_PLACEHOLDER,
+    NODE_RANK_PLACEHOLDER,
+    LaunchCommand,
+    node_count,
+    ranks_per_node,
+)
+from canzona_cli.planner.memory import GIB, MemoryEstimate
+from canzona_cli.report.header import describe_layout
+from canzona_cli.report.text import clean, plural, wrapped
+
+RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
+"""Stands for the start time in the name of a run directory that does not exist yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A rich renderable. Configuration and command are never wrapped, so that they can be copied."""
+
+    config: RunConfig
+    config_yaml: str
+    layout: Layout
+    memory: MemoryEstimate
+    command: LaunchCommand
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        times = "x" if options.ascii_only else "×"
+        yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
+        yield Text()
+        rows = {
+            "layout": describe_layout(self.layout, self._unit, times=times),
+            "batch": batch_arithmetic(self.layout, self.config.train.seq_length, times=times),
+            "memory": self._memory(),
+        }
+        for label, value in rows.items():
+            first = f"{label:<10}"
+            line = Text(clean(value))
+            yield from wrapped(line, console, options, first=first, rest=" " * len(first))
+        yield Text()
+        yield from _verbatim("environment", _assignments(self.command.environment))
+        yield Text()
+        yield from _verbatim("command" + self._where(), self._command().splitlines())
+        for note in self._notes():
+            yield from wrapped(Text(note, style="dim"), console, options)
+
+    @property
+    def _unit(self) -> str:
+        return "GPU" if self.config.cluster.device == "cuda" else "CPU rank"
+
+    def _memory(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
+        return (
+            f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
+            f"({self.memory.worst_rank}): {parts}"
+        )
+
+    def _where(self) -> str:
+        nodes = node_count(self.config)
+        if nodes == 1:
+            return ""
+        each = plural(ranks_per_node(self.config), self._unit)
+        return f" on each of {nodes} machines ({each} each)"
+
+    def _command(self) -> str:
+        return LaunchCommand(argv=self.command.argv, environment={}).shell(style="block")
+
+    def _notes(self) -> Iterator[str]:
+        if node_count(self.config) > 1:
+            last = node_count(self.config) - 1
+            if NODE_RANK_PLACEHOLDER in self.command.argv:
+                yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, one number per machine: cluster.node_rank."
+            if ENDPOINT_PLACEHOLDER in self.command.argv:
+                yield (
+                    f"{ENDPOINT_PLACEHOLDER} is an address of machine 0 that all others can reach: "
+                    "cluster.rdzv_endpoint."
+                )
+        if self.config.run.dir is None:
+            yield f"{RUN_DIR_TIME} is the time of the start; run.dir sets the whole name."
+        yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
+
+
+def batch_arithmetic(layout: Layout, seq_length: int, *, times: str = "×") -> str:
+    """`dp 32 × micro-batch 1 × 8 accumulation = 256 sequences; × 4096 tokens = 1,048,576 tokens/step`."""
+    tokens = layout.global_batch_size * seq_length
+    return (
+        f"dp {layout.dp} {times} micro-batch {layout.micro_batch_size} {times} {layout.num_microbatches} accumulation"
+        f" = {layout.global_batch_size} sequences; {times} {seq_length} tokens = {tokens:,} tokens/step"
+    )
+
+
+def _assignments(environment: Mapping[str, str]) -> list[str]:
+    return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+
+
+def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:
+    yield Text(title, style="bold")
+    for line in lines:
+        yield Text(line, no_wrap=True, overflow="ignore")

@@ -1,0 +1,113 @@
+"""How a run ended is read from the ranks' own words: the cause, not the echo."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch.files import RunFiles, write_json_atomic
+from canzona_cli.launch.outcome import Outcome, judge
+
+ECHO = {
+    "type": "RuntimeError",
+    "message": "[pair.cc:545] Read error [127.0.0.1]:31365: Connection reset by peer",
+    "traceback": "Traceback ...",
+}
+NCCL_ECHO = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "traceback": ""}
+OWN = {"type": "ValueError", "message": "the loss is not finite", "traceback": "Traceback\n  line 1\nValueError: x"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    files = RunFiles(tmp_path)
+    files.ranks.mkdir()
+    files.logs.mkdir()
+    return files
+
+
+def rank(files: RunFiles, number: int, status: str, *, error: object = None, code: int = 70, after: float = 0) -> None:
+    record = {"rank": number, "pid": 1, "status": status, "exit_code": code, "step": 3, "loss": 1.0}
+    write_json_atomic(files.rank(number), record | {"error": error, "time": time.time() + after})
+
+
+def report(files: RunFiles, codes: dict[int, int]) -> None:
+    """What torchrun writes about the ranks it saw fail."""
+    text = "".join(
+        f"[{i}]:\n  time      : 2026-01-01\n  host      : h\n  rank      : {r} (local_rank: {r})\n"
+        f"  exitcode  : {code} (pid: 10{r})\n  error_file: <N/A>\n"
+        for i, (r, code) in enumerate(codes.items())
+    )
+    files.agent_log(0).write_text(text)
+
+
+def verdict(
+    files: RunFiles, *, ranks: int = 2, agent: int = 1, stopping: bool = False, forced: bool = False
+) -> Outcome:
+    return judge(files, range(ranks), node_rank=0, agent_code=agent, stopping=stopping, forced=forced)
+
+
+@pytest.mark.parametrize("echo", [ECHO, NCCL_ECHO])
+def test_the_rank_with_an_error_of_its_own_comes_before_one_that_lost_it(files: RunFiles, echo: object) -> None:
+    rank(files, 0, "failed", error=echo, after=-5)
+    rank(files, 1, "failed", error=OWN)
+    outcome = verdict(files)
+    assert (outcome.exit_code, outcome.rank) == (70, 1)
+    assert outcome.message == "rank 1: ValueError: the loss is not finite"
+    assert outcome.traceback[-1] == "ValueError: x"
+
+
+def test_of_two_errors_the_earlier_is_the_cause(files: RunFiles) -> None:
+    rank(files, 0, "failed", error=OWN, after=2)
+    rank(files, 1, "failed", error=OWN | {"message": "first"}, after=1)
+    assert verdict(files).message == "rank 1: ValueError: first"
+
+
+def test_when_all_only_lost_a_neighbour_the_earliest_is_shown(files: RunFiles) -> None:
+    rank(files, 0, "failed", error=ECHO, after=1)
+    rank(files, 1, "failed", error=ECHO)
+    assert verdict(files).rank == 1
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_a_mistake_of_the_user_keeps_its_exit_code_and_has_no_traceback(files: RunFiles, code: int) -> None:
+    rank(files, 0, "failed", error=OWN | {"type": "ConfigError", "message": "data.path: truncated"}, code=code)
+    rank(files, 1, "failed", error=ECHO)
+    outcome = verdict(files)
+    assert (outcome.exit_code, outcome.message, outcome.traceback) == (code, "data.path: truncated", ())
+
+
+def test_a_rank_that_ended_by_a_signal_comes_before_the_ones_it_took_along(files: RunFiles) -> None:
+    rank(files, 0, "failed", error=ECHO)
+    rank(files, 1, "running")
+    rank(files, 2, "running")
+    report(files, {0: 1, 1: -15, 2: -11})
+    outcome = verdict(files, ranks=3)
+    assert (outcome.rank, outcome.message) == (2, "rank 2 was killed by signal 11 (SIGSEGV)")
+
+
+def test_a_rank_that_never_wrote_a_word_is_named(files: RunFiles) -> None:
+    rank(files, 0, "running")
+    report(files, {1: 1})
+    silent = verdict(files)
+    assert silent.exit_code == 70
+    assert silent.message == "rank 0 ended without a word"
+    files.rank(0).unlink()
+    report(files, {0: 1})
+    assert verdict(files).message == "rank 0 ended before it could start, with exit code 1"
+
+
+def test_stopping_is_an_interruption_unless_something_else_broke(files: RunFiles) -> None:
+    rank(files, 0, "interrupted", code=130)
+    rank(files, 1, "failed", error=ECHO)
+    assert (verdict(files, stopping=True).status, verdict(files, stopping=True).exit_code) == ("interrupted", 130)
+    rank(files, 1, "failed", error=OWN)
+    assert verdict(files, stopping=True).exit_code == 70
+    assert verdict(files, stopping=True, forced=True).exit_code == 130
+
+
+def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_end(files: RunFiles) -> None:
+    rank(files, 0, "done", code=0)
+    rank(files, 1, "done", code=0)
+    assert verdict(files, agent=1).exit_code == 0
+    # and a wish to stop that came after the last step changes nothing
+    assert verdict(files, agent=0, stopping=True).status == "done"

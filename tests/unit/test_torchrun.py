@@ -1,0 +1,90 @@
+"""The torchrun command and environment: what is asked for, nothing of the user's overwritten, safe to paste."""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch import torchrun
+from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
+from tests.faults.support import LAYOUT, run_config
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def option(command: LaunchCommand, name: str) -> str:
+    return command.argv[command.argv.index(name) + 1]
+
+
+def test_one_machine(tmp_path: Path) -> None:
+    command = build(run_config(), LAYOUT, tmp_path)
+    assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert command.argv[-3:] == ("-m", "canzona_cli.training.worker", str(tmp_path))
+    assert option(command, "--nproc-per-node") == "2"
+    assert option(command, "--max-restarts") == "0"
+    assert option(command, "--redirects") == "3"
+    assert Path(option(command, "--log-dir")).is_relative_to(tmp_path / "logs")
+    assert option(command, "--rdzv-endpoint").startswith("127.0.0.1:")
+    assert command.environment["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
+    config = run_config(gpus=16, nodes=2)
+    cluster = replace(config.cluster, node_rank=1, rdzv_endpoint="head:29500", rdzv_id="job7")
+    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=16), tmp_path)
+    names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
+    assert [option(command, name) for name in names] == ["2", "8", "1", "head:29500", "job7"]
+    assert "GLOO_SOCKET_IFNAME" not in command.environment, "machines must not look for each other on loopback"
+
+
+def test_unset_addresses_of_several_machines_are_marked_placeholders(tmp_path: Path) -> None:
+    command = build(run_config(gpus=16, nodes=2), replace(LAYOUT, dp=16), tmp_path)
+    assert option(command, "--node-rank") == torchrun.NODE_RANK_PLACEHOLDER
+    assert option(command, "--rdzv-endpoint") == torchrun.ENDPOINT_PLACEHOLDER
+    assert option(command, "--log-dir").endswith(f"node-{torchrun.NODE_RANK_PLACEHOLDER}")
+
+
+@pytest.mark.parametrize("style", ["line", "block"])
+def test_the_printed_command_is_the_command_also_with_awkward_paths(tmp_path: Path, style: str) -> None:
+    run_dir = tmp_path / "a run's $(dir)"
+    command = build(run_config(), LAYOUT, run_dir)
+    shown = command.shell(style="block" if style == "block" else "line")
+    assert shlex.split(shown.replace("\\\n", ""))[-len(command.argv) :] == list(command.argv)
+    # and a shell agrees: let it run a program that prints what it was given
+    echo = LaunchCommand(
+        argv=(sys.executable, "-c", "import os, sys; print(sys.argv[1:], os.environ['A'])", *command.argv[3:]),
+        environment={"A": "b c"},
+    )
+    text = echo.shell(style="block" if style == "block" else "line")
+    said = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True).stdout
+    assert said == f"{list(command.argv[3:])} b c\n"
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "_cores", lambda: 12)
+    threads = {ranks: worker_environment(run_config(gpus=ranks), LAYOUT)["OMP_NUM_THREADS"] for ranks in (1, 2, 5, 24)}
+    assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
+
+
+def test_a_gpu_run_with_tensor_parallelism_orders_its_launches() -> None:
+    config = run_config()
+    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    assert worker_environment(cuda, replace(LAYOUT, tp=2, dp=1))["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(cuda, LAYOUT)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(config, replace(LAYOUT, tp=2, dp=1))
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert worker_environment(run_config(), LAYOUT)["OMP_NUM_THREADS"] == "3"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
