@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,12 +56,9 @@ _OPTIONAL = {
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without local part and pre-release: `2.10.0+cu130` is (2, 10)."""
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
+    """The numbers of a version, without local part and pre-release: `2.10.0a0+cu130` is (2, 10)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -168,7 +166,7 @@ class TorchProbe:
 _TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
 
 
-def torch(found: Mapping[str, object] | str) -> Iterator[Finding]:
+def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
     """Torch's build and its backends, from what the probe found."""
     if isinstance(found, str):
         yield Finding(

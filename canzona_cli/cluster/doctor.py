@@ -29,7 +29,7 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
         probe.close()
     findings: list[Finding] = [
         *software,
-        *check_software.torch(found),
+        *check_software.torch_backends(found),
         *check_software.gpus(found, visible, installed),
         *machine,
         *storage,

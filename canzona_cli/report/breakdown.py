@@ -202,19 +202,20 @@ class _BreakdownView:
             table.add_column("slowest", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
         # What the other columns take at most: a label of 28, three times and a share of 7, a rank of 9, with padding.
-        width = max(1, min(40, options.max_width - 68 - (11 if slowest else 0)))
-        table.add_column("", no_wrap=True, width=width)
+        width = min(40, options.max_width - 68 - (11 if slowest else 0))
+        if width >= 4:
+            table.add_column("", no_wrap=True, width=width)
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
             drawn = "" if phase is None else bar(phase.share, width, ascii_only=options.ascii_only)
             within = phase.in_step if phase is not None else not name.endswith("_total")
             cells = [label, *_times(phase), *([slowest.get(name, MISSING)] if slowest else [])]
             cells += [share if within else f"({share})", drawn if within else ""]
-            table.add_row(*(Text(cell) for cell in cells), style="" if within and phase is not None else "dim")
+            table.add_row(*map(Text, cells[: len(table.columns)]), style="" if within and phase is not None else "dim")
         table.add_section()
         total = f"{number(100 * self.breakdown.in_step_share, '.1f')}%"
         last = ["step", *_times(self.breakdown.step), *([""] if slowest else []), total, ""]
-        table.add_row(*(Text(cell) for cell in last), style="bold")
+        table.add_row(*map(Text, last[: len(table.columns)]), style="bold")
         return table
 
     def _foot(self, times: str) -> list[tuple[str, str]]:

@@ -1,0 +1,114 @@
+"""`canzona doctor` examines this very machine: real torch, real gloo ranks, real broken installations."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.check_software import PINS, Pin
+
+REPOSITORY = Path(__file__).parents[2]
+STATUSES = {"ok", "info", "warn", "fail"}
+
+
+def doctor(
+    *arguments: str, columns: int = 80, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1", **(variables or {})}
+    command = [sys.executable, "-m", "canzona_cli.app", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {f"{f['group']}/{f['name']}": f for f in json.loads(done.stdout)["findings"]}
+
+
+def test_json_of_this_machine_has_the_stable_schema_and_says_that_cpu_runs_are_possible() -> None:
+    started = time.monotonic()
+    done = doctor("--json", variables={"RANK": "3", "NCCL_DEBUG": "INFO"})
+    took = time.monotonic() - started
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert set(report) == {"version", "ok", "exit_code", "can", "gpus", "findings"}
+    assert report["version"] == 1
+    assert report["can"]["cpu"] is True
+    found = findings(done)
+    assert len(found) == len(report["findings"]), "each has a name of its own"
+    for finding in found.values():
+        assert set(finding) == {"group", "name", "status", "value", "meaning", "fix"}
+        assert finding["status"] in STATUSES
+        assert finding["value"]
+        assert finding["meaning"]
+        assert finding["fix"] or finding["status"] in {"ok", "info"}, f"no fix for {finding}"
+    for name in (
+        *("python/Python", "python/torch", "python/megatron-core", "torch/build", "torch/gloo", "torch/NCCL"),
+        *("gpu/GPUs", "machine/memory", "machine/CPU cores", "storage/runs", "storage/cache", "network/loopback"),
+        *("network/host name", "slurm/Slurm", "environment/NCCL_DEBUG"),
+    ):
+        assert name in found
+    assert found["torch/gloo"]["status"] == "ok"
+    assert found["environment/left over"]["fix"] == "unset RANK"
+    assert took < 60
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_text_fits_the_terminal_and_ends_with_a_verdict(columns: int) -> None:
+    done = doctor(columns=columns)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= columns
+    assert "runs are possible here" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_exit_code_3_with_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libfancy.so.9: no such file')\n")
+    done = doctor("--json", variables={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 3, done.stdout + done.stderr
+    finding = findings(done)["torch/import"]
+    assert finding["status"] == "fail"
+    assert "libfancy.so.9: no such file" in finding["value"]
+    assert finding["fix"]
+
+
+def test_ranks_that_cannot_meet_are_exit_code_3() -> None:
+    done = doctor(variables={"GLOO_SOCKET_IFNAME": "nosuchinterface0"})
+    assert done.returncode == 3, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "must be fixed before anything can run here" in text
+    assert "nosuchinterface0" in text
+    assert "→ " in done.stdout
+
+
+def test_unwritable_places_are_named_with_their_fix(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    done = doctor("--json", variables={"CANZONA_CACHE": str(in_the_way / "cache")})
+    assert done.returncode == 0
+    finding = findings(done)["storage/cache"]
+    assert finding["status"] == "warn"
+    assert "CANZONA_CACHE=" in finding["fix"]
+
+
+def test_the_pins_are_those_of_pyproject() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = set(project["dependencies"])
+    for name, pin in PINS.items():
+        assert f"{name}{pin.specifier}" in declared
+
+
+@pytest.mark.parametrize(
+    ("version", "admitted"),
+    [
+        *(("0.19.2", True), ("0.19.10", True), ("0.19.2+local", True), ("0.19.3rc1", True)),
+        *(("0.19.1", False), ("0.20.0", False), ("0.20", False), ("1.0", False)),
+    ],
+)
+def test_a_pin_admits_its_range(version: str, admitted: bool) -> None:
+    assert Pin(minimum="0.19.2", below="0.20", purpose="").admits(version) is admitted

@@ -1,0 +1,164 @@
+"""The breakdown adds up, shows absent phases as absent, fits the terminal, and refuses what is not a breakdown."""
+
+import copy
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.config.schema import Device
+from canzona_cli.errors import ConfigError
+from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
+
+DATA = Path(__file__).parent / "data"
+
+
+def shown(breakdown: Breakdown, width: int = 80, device: Device | None = "cpu") -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(breakdown, device=device))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def row(lines: list[str], label: str) -> str:
+    found = [line for line in lines if line.strip().startswith(label)]
+    assert found, f"no row {label!r}"
+    return found[0]
+
+
+def fixture() -> dict[str, object]:
+    content: dict[str, object] = json.loads((DATA / "breakdown.json").read_text())
+    return content
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    (tmp_path / "breakdown.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", [66, 80, 100, 120, 200])
+def test_the_table_fits_the_width_without_cutting_a_number(width: int) -> None:
+    lines = shown(load_breakdown(DATA), width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+
+
+def test_in_step_shares_add_up_to_the_step_and_totals_are_set_apart() -> None:
+    lines = shown(load_breakdown(DATA))
+    plain = [float(share) for line in lines if (share := _share(line, r"(?<!\()\b(\d+\.\d)%(?!\))"))]
+    assert sum(plain[:-1]) == pytest.approx(100, abs=0.6), "rounded to a tenth each"
+    assert plain[-1] == 100.0, "the step itself"
+    assert [_share(line, r"\((\d+\.\d)%\)") for line in lines if "in all, with" in line] == ["16.3", "7.7"]
+    assert any("the phases add up to 100%" in line for line in lines)
+
+
+def _share(line: str, pattern: str) -> str | None:
+    found = re.search(pattern, line)
+    return found[1] if found else None
+
+
+def test_phases_come_in_the_order_of_the_step() -> None:
+    lines = shown(load_breakdown(DATA))
+    labels = ["data", "forward", "backward", "pipeline wait", "gradient reduction, exposed", "norm + clip", "exchange",
+              "matrix update", "AdamW update", "parameter gathering, exposed", "other", "step"]  # fmt: skip
+    places = [lines.index(row(lines, label)) for label in labels]
+    assert places == sorted(places)
+
+
+def test_a_phase_the_strategy_lacks_is_absent_not_zero(tmp_path: Path) -> None:
+    assert row(shown(load_breakdown(DATA)), "exchange").split() == ["exchange,", "exposed", "-", "-", "-", "-"]
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["matrix_update"] = None
+    lines = shown(load_breakdown(written(tmp_path, content)))
+    assert row(lines, "matrix update").split() == ["matrix", "update", "-", "-", "-", "-"]
+
+
+def test_wide_terminals_name_the_slowest_rank() -> None:
+    breakdown = load_breakdown(DATA)
+    slowest = max(breakdown.ranks, key=lambda rank: rank.phases["matrix_update"]).rank
+    assert f"rank {slowest}" in row(shown(breakdown, 120), "matrix update")
+
+
+def test_the_foot_tells_what_was_measured() -> None:
+    text = "\n".join(shown(load_breakdown(DATA), 120))
+    for part in (
+        "muon (layerwise), 4 CPU ranks: TP 2 × DP 2",
+        "402 ms; 298 steps measured, 2 of warm-up left out",
+        "5,093 tokens/s per rank, 20,373 in all",
+        "0.224 TFLOP/s per rank, MFU n/a on CPU",
+        "matrix update 1.09",
+        "812 MiB on the fullest rank",
+        "4 × 4, recomputation none",
+    ):
+        assert part in text
+
+
+def test_mfu_is_per_cent_of_the_peak(tmp_path: Path) -> None:
+    content = {**fixture(), "mfu": 0.4213}
+    assert "MFU 42.1%" in "\n".join(shown(load_breakdown(written(tmp_path, content)), device="cuda"))
+
+
+def test_phases_of_later_versions_keep_their_name(tmp_path: Path) -> None:
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["checkpoint[x]"] = phases["data"]
+    assert row(shown(load_breakdown(written(tmp_path, content))), "checkpoint[x]")
+
+
+def _without(key: str) -> dict[str, object]:
+    content = fixture()
+    del content[key]
+    return content
+
+
+def _with_phase(value: object) -> dict[str, object]:
+    content = copy.deepcopy(fixture())
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["forward"] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "cannot be read"),
+        ('{"version": 1, "strat', "cannot be read"),
+        ("[1, 2]", "not a breakdown"),
+        ({"lr": 3}, "not a breakdown"),
+        ({**fixture(), "version": 99}, "version 99"),
+        (_without("step"), "step: field required"),
+        (_with_phase({"min_s": "x"}), r"phases\.forward\.min_s"),
+        (_with_phase(7), r"phases\.forward"),
+    ],
+)
+def test_what_is_not_a_breakdown_is_refused_with_its_reason(tmp_path: Path, content: object, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_breakdown(written(tmp_path, content))
+    (problem,) = caught.value.problems
+    assert problem.key == "RUN_DIR"
+    assert problem.value == tmp_path
+    assert re.search(reason, problem.reason)
+    assert problem.fix
+
+
+def test_a_missing_breakdown_says_when_there_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no breakdown\.json"):
+        load_breakdown(tmp_path)
+
+
+def test_what_was_loaded_is_what_was_written(tmp_path: Path) -> None:
+    shutil.copy(DATA / "breakdown.json", tmp_path)
+    breakdown, content = load_breakdown(tmp_path), fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    assert set(breakdown.phases) == set(phases)
+    assert breakdown.in_step_share == pytest.approx(1.0, abs=1e-4)
+    assert breakdown.layout.world_size == len(breakdown.ranks) == 4
