@@ -1,0 +1,200 @@
+"""Megatron-core on a machine without CUDA.
+
+Megatron-core asks `torch.cuda` for its device, its streams and its random state, and names `'cuda'` where it
+creates tensors. On a machine without CUDA each of those calls raises. `install` gives every such name a CPU
+meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each replaced name
+is one entry of `REPLACEMENTS` and has a contract test (`tests/unit/test_cpu_backend.py`) that runs the Megatron
+code which needs it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class CpuStream:
+    """A stream on a device that has none: work is done when the call returns, so there is nothing to wait for."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        del device, priority
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """One name that Megatron-core uses and that has no meaning without CUDA."""
+
+    owner: ModuleType | type
+    name: str
+    make: Callable[[Callable[..., object]], Callable[..., object]]
+    """Given the original, the CPU version."""
+    used_by: str
+    """The Megatron-core code that needs it."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+def _always(value: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
+    """`device='cuda'` becomes the CPU; every other call passes through untouched."""
+
+    @functools.wraps(original)
+    def create(*args: object, **kwargs: object) -> object:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return original(*args, **kwargs)
+
+    return create
+
+
+def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object]:
+    """`Tensor.type()` as Megatron expects it.
+
+    Its optimizers sort parameters by type *name* (`'torch.cuda.FloatTensor'`). Only callers inside Megatron are
+    told so; everybody else hears the truth.
+    """
+
+    @functools.wraps(original)
+    def type_name(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        name = original(tensor, *args, **kwargs)
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(name, str) and caller.startswith("megatron.") and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    return type_name
+
+
+def _no_stream_context(original: Callable[..., object]) -> Callable[..., AbstractContextManager[None]]:
+    return lambda *args, **kwargs: nullcontext()
+
+
+def _set_rng_state(original: Callable[..., object]) -> Callable[..., None]:
+    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+        del device, graph_safe
+        torch.set_rng_state(new_state)
+
+    return set_state
+
+
+def _get_rng_state(original: Callable[..., object]) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: torch.get_rng_state()
+
+
+def _manual_seed(original: Callable[..., object]) -> Callable[..., object]:
+    return lambda seed: torch.manual_seed(seed)
+
+
+def _tensor_cuda(original: Callable[..., object]) -> Callable[..., torch.Tensor]:
+    def cuda(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return tensor
+
+    return cuda
+
+
+def _replacements() -> tuple[Replacement, ...]:
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    cuda = torch.cuda
+    stream = CpuStream()
+    factories = {
+        "tensor": "optimizer.optimizer (found_inf, loss scale), optimizer.clip_grads",
+        "zeros": "pipeline_parallel.schedules (token count), optimizer.clip_grads",
+        "ones": "transformer.utils (attention masks)",
+        "empty": "tensor_parallel.mappings, distributed.param_and_grad_buffer",
+    }
+    return (
+        Replacement(
+            owner=cuda, name="current_device", make=_always(CPU), used_by="every `device=torch.cuda.current_device()`"
+        ),
+        Replacement(
+            owner=cuda, name="synchronize", make=_always(None), used_by="pipeline_parallel.p2p_communication"
+        ),
+        Replacement(
+            owner=cuda, name="current_stream", make=_always(stream), used_by="distributed.param_and_grad_buffer"
+        ),
+        Replacement(
+            owner=cuda, name="default_stream", make=_always(stream), used_by="distributed.distributed_data_parallel"
+        ),
+        Replacement(
+            owner=cuda, name="stream", make=_no_stream_context, used_by="distributed.distributed_data_parallel"
+        ),
+        Replacement(owner=cuda, name="manual_seed", make=_manual_seed, used_by="tensor_parallel.random"),
+        Replacement(owner=cuda, name="get_rng_state", make=_get_rng_state, used_by="tensor_parallel.random"),
+        Replacement(
+            owner=mcore_random, name="_get_cuda_rng_state", make=_get_rng_state, used_by="tensor_parallel.random fork"
+        ),
+        Replacement(
+            owner=mcore_random, name="_set_cuda_rng_state", make=_set_rng_state, used_by="tensor_parallel.random fork"
+        ),
+        Replacement(
+            owner=torch.Tensor,
+            name="type",
+            make=_megatron_type_name,
+            used_by="optimizer.optimizer, optimizer.distrib_optimizer, optimizer.clip_grads",
+        ),
+        Replacement(
+            owner=torch.Tensor, name="cuda", make=_tensor_cuda, used_by="models.common.language_module (tied weights)"
+        ),
+        *(
+            Replacement(owner=torch, name=name, make=_factory_on_cpu, used_by=used_by)
+            for name, used_by in factories.items()
+        ),
+    )
+
+
+_originals: dict[str, Callable[..., object]] = {}
+
+
+def install() -> Mapping[str, str]:
+    """Give each name its CPU meaning, once.
+
+    Returns:
+        The replaced names, each with the Megatron-core code that needs it.
+
+    Raises:
+        RuntimeError: CUDA is available; replacing its names there would send GPU work to the CPU.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU backend must not be installed where CUDA is available")
+    replacements = _replacements()
+    for item in replacements:
+        if item.label not in _originals:
+            original = getattr(item.owner, item.name)
+            _originals[item.label] = original
+            setattr(item.owner, item.name, item.make(original))
+    return {item.label: item.used_by for item in replacements}
+
+
+def uninstall() -> None:
+    """Put the original names back (for tests)."""
+    for item in _replacements():
+        original = _originals.pop(item.label, None)
+        if original is not None:
+            setattr(item.owner, item.name, original)

@@ -1,0 +1,155 @@
+"""Where Megatron-core's step is cut into the phases of the breakdown.
+
+Megatron's own timers synchronise the device at every start and stop and do not know the update's parts. canzona
+hands Megatron a timer object of its own for the schedule, and wraps the few methods in which communication starts
+and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.py`.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.utils import get_model_config
+
+from canzona_cli.megatron.in_flight import CudaWatcher, HostWatcher, Watcher
+from canzona_cli.megatron.timers import Phase, PhaseTimer, Span, TotalPhase
+
+_PHASE_OF_TIMER: dict[str, Phase] = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "forward-recv": "pipeline",
+    "forward-send": "pipeline",
+    "backward-recv": "pipeline",
+    "backward-send": "pipeline",
+    "forward-send-backward-recv": "pipeline",
+    "backward-send-forward-recv": "pipeline",
+    "all-grads-sync": "grad_reduce",
+    "non-tensor-parallel-grads-all-reduce": "grad_reduce",
+    "embedding-grads-all-reduce": "grad_reduce",
+}
+
+
+def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer, timer: PhaseTimer) -> None:
+    """Time everything: schedule, gradient reduction, parameter gathering, updates and their TP traffic."""
+    get_model_config(model).timers = MegatronTimers(timer)
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    watcher: Watcher = CudaWatcher() if on_gpu else HostWatcher()
+    for group in model.bucket_groups:
+        _Communication(
+            group, timer, watcher, start="start_grad_sync", finish="finish_grad_sync", handle="grad_reduce_handle",
+            phase="grad_reduce", total="grad_reduce_total",
+        )  # fmt: skip
+        _Communication(
+            group, timer, watcher, start="start_param_sync", finish="finish_param_sync", handle="param_gather_handle",
+            phase="param_gather", total="param_gather_total",
+        )  # fmt: skip
+    for leaf in _leaves(optimizer):
+        phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
+        leaf.step_with_ready_grads = _in_phase(timer, phase, leaf.step_with_ready_grads)
+    _time_tp_exchange(timer)
+
+
+class MegatronTimers:
+    """What Megatron expects in `config.timers`: `timers(name, log_level).start(barrier)` and `.stop()`."""
+
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timers = {name: _Timer(timer, phase) for name, phase in _PHASE_OF_TIMER.items()}
+        self._ignored = _Timer(timer, None)
+
+    def __call__(self, name: str, log_level: int = 0) -> "_Timer":
+        return self._timers.get(name, self._ignored)
+
+
+class _Timer:
+    def __init__(self, timer: PhaseTimer, phase: Phase | None) -> None:
+        self._timer, self._phase = timer, phase
+
+    def start(self, barrier: bool = False) -> None:
+        if self._phase is not None:
+            self._timer.push(self._phase)
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._phase is not None:
+            self._timer.pop()
+
+
+class _Communication:
+    """One kind of collective of one bucket group: what the step waits for it, and how long it is in flight."""
+
+    def __init__(
+        self,
+        group: object,
+        timer: PhaseTimer,
+        watcher: Watcher,
+        *,
+        start: str,
+        finish: str,
+        handle: str,
+        phase: Phase,
+        total: TotalPhase,
+    ) -> None:
+        self._group, self._timer, self._watcher = group, timer, watcher
+        self._start, self._finish = getattr(group, start), getattr(group, finish)
+        self._handle, self._phase, self._total = handle, phase, total
+        self._span: Span | None = None
+        setattr(group, start, self.start)
+        setattr(group, finish, self.finish)
+
+    def start(self, *args: object, **kwargs: object) -> object:
+        before, begin = getattr(self._group, self._handle), self._timer.now()
+        with self._timer.phase(self._phase):
+            result = self._start(*args, **kwargs)
+        launched = getattr(self._group, self._handle)
+        if launched is None:
+            # Megatron ran it to its end.
+            self._timer.span(self._total, begin, self._timer.now())
+        elif launched is not before:
+            self._span = self._timer.span(self._total, begin)
+            self._watcher.watch(self._span, launched)
+        return result
+
+    def finish(self, *args: object, **kwargs: object) -> object:
+        with self._timer.phase(self._phase):
+            result = self._finish(*args, **kwargs)
+        if self._span is not None:
+            self._watcher.waited(self._span)
+            self._span = None
+        return result
+
+
+def _leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    if isinstance(optimizer, ChainedOptimizer):
+        for child in optimizer.chained_optimizers:
+            yield from _leaves(child)
+    else:
+        yield optimizer
+
+
+def _in_phase(timer: PhaseTimer, phase: Phase, original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def timed(*args: object, **kwargs: object) -> object:
+        with timer.phase(phase):
+            return original(*args, **kwargs)
+
+    return timed
+
+
+def _time_tp_exchange(timer: PhaseTimer) -> None:
+    """Megatron's `duplicated` mode gathers TP fragments by `torch.distributed.all_gather` inside the update."""
+    original = torch.distributed.all_gather
+
+    @functools.wraps(original)
+    def all_gather(*args: object, **kwargs: object) -> object:
+        if timer.current != "matrix_update":
+            return original(*args, **kwargs)
+        begin = timer.now()
+        with timer.phase("exchange"):
+            work = original(*args, **kwargs)
+        # Synchronous: the step waits for all of it.
+        timer.span("exchange_total", begin, timer.now())
+        return work
+
+    torch.distributed.all_gather = all_gather

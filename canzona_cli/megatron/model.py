@@ -1,0 +1,167 @@
+"""Qwen3 as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from canzona_cli.config.schema import ModelConfig, RunConfig
+from canzona_cli.megatron.parallel import World
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
+    """Megatron's description of the model and of how it is computed."""
+    model, layout, train = config.model, world.layout, config.train
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    on_gpu = world.device.type == "cuda"
+    recompute: dict[str, object] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[layout.recompute]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # The fused SwiGLU and RoPE kernels are written for CUDA.
+        bias_activation_fusion=on_gpu,
+        apply_rope_fusion=on_gpu and config.cluster.transformer_engine,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        # initialize_weights() below gives every layout the same weights; Megatron's own draw depends on tp and pp.
+        perform_initialization=False,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=train.precision == "bf16",
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=on_gpu,
+        **recompute,
+    )
+
+
+def build_model(config: RunConfig, world: World) -> torch.nn.Module:
+    """This rank's part of the model on its device, initialised, in the run's precision."""
+    mcore = transformer_config(config, world)
+    if config.cluster.transformer_engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_norm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
+    model: torch.nn.Module = GPTModel(
+        config=mcore,
+        transformer_layer_spec=spec,
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.train.seq_length,
+        pre_process=world.is_first_stage,
+        post_process=world.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=config.model.rope_base,
+        pg_collection=world.groups,
+    )
+    model = model.to(world.device)
+    initialize_weights(model, config.model, world, seed=config.train.seed)
+    return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Rows of a parameter that are one matrix of the whole model, cut along `shard_dim` over tp ranks."""
+
+    name: str
+    shape: tuple[int, int]
+    """Of the whole, canonical matrix."""
+    std: float
+
+
+def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
+    """Fill every parameter with its part of one seeded, layout-independent model.
+
+    Each canonical matrix (numbered by its layer in the whole model; gate and up apart) is drawn from a generator
+    seeded by (seed, name) at its full size and then cut, so tp, pp and dp never change a weight. Norms start at 1.
+    Draws are in fp32 on the parameter's device; normal(0, init_std), residual projections scaled by
+    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019).
+    """
+    tp, rank = world.layout.tp, world.tp_rank
+    with torch.no_grad():
+        for name, param in _global_names(model):
+            if param.dim() == 1:
+                param.fill_(1.0)
+                continue
+            blocks = _blocks(name, shape)
+            shard_dim = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+            fragments = [_draw(block, seed, param.device).chunk(tp, dim=shard_dim)[rank] for block in blocks]
+            param.copy_(torch.cat(fragments, dim=0))
+
+
+def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the layer numbers of the whole model, whatever the pipeline stage."""
+    first = 0
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) > 0:
+            # Megatron numbers layers from 1 over all stages.
+            first = int(layers[0].layer_number) - 1
+            break
+    for name, param in model.named_parameters():
+        match = _LAYER.fullmatch(name)
+        yield (f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else name), param
+
+
+def _blocks(name: str, shape: ModelConfig) -> tuple[_Block, ...]:
+    hidden, ffn, std = shape.hidden_size, shape.ffn_hidden_size, shape.init_std
+    residual_std = std / math.sqrt(2 * shape.num_layers)
+    heads, groups, head = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    if name.endswith("linear_fc1.weight"):
+        # A tp rank holds [gate_r; up_r], so gate and up are cut apart.
+        return tuple(_Block(name=f"{name}:{part}", shape=(ffn, hidden), std=std) for part in ("gate", "up"))
+    whole = {
+        # Rows are grouped by query group, so a cut along rows keeps whole groups.
+        "linear_qkv.weight": ((heads + 2 * groups) * head, hidden, std),
+        "linear_proj.weight": (hidden, heads * head, residual_std),
+        "linear_fc2.weight": (hidden, ffn, residual_std),
+        "word_embeddings.weight": (shape.vocab_size, hidden, std),
+        "output_layer.weight": (shape.vocab_size, hidden, std),
+    }
+    for suffix, (rows, cols, block_std) in whole.items():
+        if name.endswith(suffix):
+            # Tied weights live on the first and the last stage under two names and must be one draw.
+            key = "embedding.word_embeddings.weight" if suffix == "output_layer.weight" and shape.tied_embeddings else name
+            return (_Block(name=key, shape=(rows, cols), std=block_std),)
+    raise RuntimeError(f"no initialisation is known for parameter {name}")
+
+
+def _draw(block: _Block, seed: int, device: torch.device) -> torch.Tensor:
+    """The whole matrix of `block`, fp32, the same on every rank."""
+    digest = hashlib.sha256(f"{seed}/{block.name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(block.shape, generator=generator, device=device).mul_(block.std)

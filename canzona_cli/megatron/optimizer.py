@@ -1,0 +1,125 @@
+"""Megatron's own optimizers, unmodified: AdamW by `DistributedOptimizer`, Muon by its two ways."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from canzona_cli.config.schema import MuonConfig, RunConfig
+from canzona_cli.megatron.parallel import World
+
+
+def wrap_data_parallel(model: torch.nn.Module, config: RunConfig, world: World) -> DistributedDataParallel:
+    """Gradient buffers, bucketed reduction and parameter gathering as the strategy needs them."""
+    mcore = get_model_config(model)
+    sharded = not _is_sc(config)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=overlaps_param_gather(config),
+        use_distributed_optimizer=sharded,
+        bucket_size=config.parallel.bucket_elements,
+        average_in_collective=False,
+    )
+    layout = None
+    if sharded:
+        params = [p for p in model.parameters() if p.requires_grad]
+        layer_wise = _is_layer_wise(config)
+        if layer_wise:
+            tag_params_for_buffer_routing([model])
+        compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
+        dp_size = torch.distributed.get_world_size(world.groups.dp_cp)
+        layout = compute.compute_full_param_layout(params, _bucket_size(config, world, dp_size), dp_size, ddp_config)
+    wrapped = DistributedDataParallel(
+        config=mcore, ddp_config=ddp_config, module=model, pg_collection=world.groups, full_param_layout=layout
+    )
+    mcore.no_sync_func = wrapped.no_sync
+    mcore.finalize_model_grads_func = finalize_model_grads
+    if overlaps_param_gather(config):
+        mcore.param_sync_func = wrapped.start_param_sync
+    return wrapped
+
+
+def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: World) -> MegatronOptimizer:
+    """The optimizer of the run's strategy over `model`'s buffers."""
+    optimizer = config.optimizer
+    bf16 = config.train.precision == "bf16"
+    settings: dict[str, object] = {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.clip_grad,
+        "bf16": bf16,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": overlaps_param_gather(config),
+    }
+    if isinstance(optimizer, MuonConfig):
+        settings |= {
+            "optimizer": "muon",
+            "muon_momentum": optimizer.momentum,
+            "muon_nesterov": optimizer.nesterov,
+            "muon_num_ns_steps": optimizer.ns_steps,
+            "muon_coefficient_type": optimizer.coefficients,
+            "muon_scale_mode": optimizer.scale_mode,
+            "muon_extra_scale_factor": optimizer.scale_factor,
+            "muon_split_qkv": optimizer.split_qkv,
+            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for every tp.
+            "muon_tp_mode": "duplicated",
+            "muon_fp32_matmul_prec": "medium" if bf16 else "highest",
+            "use_distributed_optimizer": False,
+            "use_layer_wise_distributed_optimizer": _is_layer_wise(config),
+        }
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
+    )
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
+    """Linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer step."""
+    schedule, base = config.schedule, config.optimizer
+    decay_steps = schedule.decay_steps or config.train.steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=base.lr,
+        min_lr=base.min_lr,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style="WSD" if schedule.decay == "wsd" else schedule.decay,
+        start_wd=base.weight_decay,
+        end_wd=base.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=(schedule.wsd_decay_steps or max(1, decay_steps // 10)) if schedule.decay == "wsd" else None,
+        lr_wsd_decay_style="linear" if schedule.decay == "wsd" else None,
+    )
+
+
+def overlaps_param_gather(config: RunConfig) -> bool:
+    """`sc` keeps every parameter on every rank, so it has nothing to gather."""
+    return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and not _is_sc(config)
+
+
+def _is_sc(config: RunConfig) -> bool:
+    return config.optimizer.name != "adamw" and config.engine.strategy == "sc"
+
+
+def _is_layer_wise(config: RunConfig) -> bool:
+    return config.optimizer.name != "adamw" and config.engine.strategy == "layerwise"
+
+
+def _bucket_size(config: RunConfig, world: World, dp_size: int) -> int | None:
+    """What `DistributedDataParallel` will settle on; its layout must be computed with the same number."""
+    if not config.parallel.overlap_grad_reduce or world.pp_rank > 0:
+        return None
+    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * dp_size)

@@ -1,0 +1,96 @@
+"""Process groups and device of one worker."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from canzona_cli.config.schema import Device, Layout
+from canzona_cli.megatron import cpu_backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this worker stands in the job."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    layout: Layout
+    groups: ProcessGroupCollection
+
+    @property
+    def dp_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def tp_rank(self) -> int:
+        return int(parallel_state.get_tensor_model_parallel_rank())
+
+    @property
+    def pp_rank(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def is_first_stage(self) -> bool:
+        return bool(parallel_state.is_pipeline_first_stage())
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(parallel_state.is_pipeline_last_stage())
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this worker's pipeline."""
+        return int(parallel_state.get_pipeline_model_parallel_last_rank())
+
+    def describe(self) -> str:
+        return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank}, pp {self.pp_rank})"
+
+
+def initialize(layout: Layout, device: Device, *, seed: int, timeout_minutes: float = 10.0) -> World:
+    """Join the job: pick the device, start the process group, build Megatron's groups and random states.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them.
+
+    Raises:
+        RuntimeError: the world has another size than the layout.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != layout.world_size:
+        raise RuntimeError(f"torchrun started {world_size} ranks, the layout is for {layout.world_size}")
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    if device == "cuda":
+        local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local)
+        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=local)
+    else:
+        cpu_backend.install()
+        local = torch.device("cpu")
+        torch.distributed.init_process_group("gloo", timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not write.
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return World(
+        rank=rank,
+        world_size=world_size,
+        device=local,
+        layout=layout,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def shutdown() -> None:
+    """Leave the job."""
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,191 @@
+"""Phase timing that does not disturb what it times.
+
+The timer keeps a stack of phases and one timestamp per change of phase; nothing waits for the device. On CUDA a
+timestamp is an event on the current stream, read a step later when it has long passed; on the CPU it is the clock.
+Every moment of a step belongs to exactly one phase, so the in-step phases add up to the step. Beside them stand
+totals: how long communication of one kind was in flight, hidden or not.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Phase = Literal[
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "grad_reduce",
+    "norm_clip",
+    "exchange",
+    "matrix_update",
+    "adamw_update",
+    "param_gather",
+    "other",
+]
+TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
+
+IN_STEP: tuple[Phase, ...] = (
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "grad_reduce",
+    "norm_clip",
+    "exchange",
+    "matrix_update",
+    "adamw_update",
+    "param_gather",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Seconds one step spent in each phase on this rank, and the totals that overlap them."""
+
+    step_s: float
+    phases: dict[str, float]
+
+
+@dataclass
+class Span:
+    """One transfer in flight."""
+
+    name: TotalPhase
+    start: object
+    end: object | None = None
+    """None while it is in flight."""
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """The timestamps of one step; on CUDA they may still lie in the device's future."""
+
+    marks: list[tuple[object, str]]
+    """Each change of phase: when, and to what."""
+    spans: list[Span] = field(default_factory=list)
+    end: object | None = None
+
+
+class HostClock:
+    """Timestamps of a device without queues."""
+
+    def now(self) -> object:
+        return time.perf_counter()
+
+    def elapsed(self, start: object, end: object) -> float:
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+
+
+class CudaClock:
+    """Timestamps as events on the current stream; their distance is known once both have passed."""
+
+    def now(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed(self, start: object, end: object) -> float:
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class PhaseTimer:
+    """Splits each step into exclusive phases. Outside a step every call is accepted and measures nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: HostClock | CudaClock = CudaClock() if device.type == "cuda" else HostClock()
+        self._device = device
+        self._stack: list[Phase] = []
+        self._step: _Step | None = None
+        self._closed: _Step | None = None
+        self._timings: list[StepTiming] = []
+
+    @property
+    def current(self) -> Phase:
+        """The innermost phase."""
+        return self._stack[-1] if self._stack else "other"
+
+    def begin_step(self) -> None:
+        """Start a step; until `end_step`, time belongs to the innermost phase, or to `other`."""
+        self._step = _Step(marks=[(self._clock.now(), self.current)])
+
+    def end_step(self) -> None:
+        """Close the step. The one before it is read now: its events have passed, its transfers have landed."""
+        assert self._step is not None
+        self._step.end = self._clock.now()
+        self._read()
+        self._closed, self._step = self._step, None
+
+    def timings(self) -> list[StepTiming]:
+        """All steps so far. Waits for the device, so call it after training."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._read()
+        return self._timings
+
+    def push(self, phase: Phase) -> None:
+        self._stack.append(phase)
+        self._mark()
+
+    def pop(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        self.push(name)
+        try:
+            yield
+        finally:
+            self.pop()
+
+    def now(self) -> object:
+        """A timestamp of this device."""
+        return self._clock.now()
+
+    def span(self, name: TotalPhase, start: object, end: object | None = None) -> Span:
+        """A transfer that began at `start`; set `.end` when it has landed if that is not known yet."""
+        span = Span(name, start, end)
+        if self._step is not None:
+            self._step.spans.append(span)
+        return span
+
+    def _mark(self) -> None:
+        if self._step is not None:
+            self._step.marks.append((self._clock.now(), self.current))
+
+    def _read(self) -> None:
+        step, self._closed = self._closed, None
+        if step is None:
+            return
+        phases: dict[str, float] = defaultdict(float)
+        for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
+            phases[phase] += self._clock.elapsed(start, stop)
+        origin = step.marks[0][0]
+        intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for span in step.spans:
+            if span.end is not None:
+                intervals[span.name].append(
+                    (self._clock.elapsed(origin, span.start), self._clock.elapsed(origin, span.end))
+                )
+        phases |= {name: _covered(found) for name, found in intervals.items()}
+        self._timings.append(StepTiming(step_s=self._clock.elapsed(origin, step.end), phases=phases))
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union: transfers that share the link at the same time count once."""
+    length, reach = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return length

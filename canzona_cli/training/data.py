@@ -1,0 +1,114 @@
+"""Batches of Megatron's `GPTDataset`, in an order that depends on the seed alone, not on the layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron.parallel import World
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFacts:
+    """What `GPTDataset` wants to know of a tokenizer: it reads ids and never text."""
+
+    vocab_size: int
+    eod: int
+    name: str
+
+    @property
+    def pad(self) -> int:
+        return -1
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        return {"class": "canzona", "name": self.name, "vocab_size": str(self.vocab_size)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Samples of `seq_length` tokens with their successors as labels."""
+
+    train: torch.utils.data.Dataset[Batch]
+    validation: torch.utils.data.Dataset[Batch] | None
+
+
+def build_datasets(config: RunConfig, prefix: Path, facts: CorpusFacts, *, cache: Path) -> Datasets:
+    """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
+    train = config.train
+    batch = train.global_batch_size
+    assert batch is not None
+    wants_validation = train.eval_interval > 0 and train.eval_batches > 0
+    share = config.data.validation_fraction if wants_validation else 0.0
+    settings = GPTDatasetConfig(
+        random_seed=train.seed,
+        sequence_length=train.seq_length,
+        blend=([str(prefix)], None),
+        split=f"{1 - share:.6f},{share:.6f},0",
+        path_to_cache=str(cache),
+        tokenizer=facts,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of traffic.
+        create_attention_mask=False,
+    )
+    sizes = (train.steps * batch, train.eval_batches * batch if wants_validation else 0, 0)
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    return Datasets(train=built[0], validation=built[1] if wants_validation else None)
+
+
+class BatchStream(Iterator[Batch]):
+    """This data-parallel rank's micro-batches of consecutive global batches.
+
+    Global batch `b` is samples `[b * global_batch_size, (b + 1) * global_batch_size)` for every layout; micro-batch
+    `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes a sample.
+    """
+
+    def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_batch: int = 0) -> None:
+        layout = world.layout
+        self._world = world
+        indices = _indices(
+            first_batch=first_batch,
+            total=len(dataset),  # type: ignore[arg-type]
+            global_batch_size=layout.global_batch_size,
+            micro_batch_size=layout.micro_batch_size,
+            dp=layout.dp,
+            dp_rank=world.dp_rank,
+        )
+        on_gpu = world.device.type == "cuda"
+        self._batches = iter(
+            torch.utils.data.DataLoader(
+                dataset, batch_sampler=indices, num_workers=2 if on_gpu else 0, pin_memory=on_gpu
+            )
+        )
+
+    def __next__(self) -> Batch:
+        raw = next(self._batches)
+        batch = {
+            key: raw[key].to(self._world.device, non_blocking=True)
+            for key in ("tokens", "labels", "loss_mask", "position_ids")
+        }
+        if self._world.layout.cp > 1:
+            batch = dict(get_batch_on_this_cp_rank(batch))
+        return batch
+
+
+def _indices(
+    *, first_batch: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
+) -> list[list[int]]:
+    """Sample numbers of each micro-batch of one data-parallel rank, in order."""
+    per_step = global_batch_size // (micro_batch_size * dp)
+    return [
+        list(range(start, start + micro_batch_size))
+        for batch in range(first_batch, total // global_batch_size)
+        for micro in range(per_step)
+        for start in [batch * global_batch_size + (micro * dp + dp_rank) * micro_batch_size]
+    ]

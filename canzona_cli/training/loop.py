@@ -1,0 +1,80 @@
+"""The training loop: steps, validations, records, a clean stop between two steps."""
+
+import math
+import time
+
+from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.training.data import BatchStream, Datasets
+from canzona_cli.training.records import Journal, RankRecord, StepMetrics
+from canzona_cli.training.step import StepResult, Trainee, train_step, validate
+
+
+class NonFiniteLoss(WorkerCrashed):
+    """The loss is NaN or infinite; going on would only destroy the weights."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(
+            Problem(
+                key=f"step {step}",
+                value=loss,
+                reason="the loss is no longer a finite number",
+                fix="lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step",
+            )
+        )
+
+
+def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journal, record: RankRecord) -> bool:
+    """Run every step of the recipe.
+
+    Returns:
+        Whether all steps were done; False when somebody asked the run to stop.
+
+    Raises:
+        NonFiniteLoss: on every rank together.
+    """
+    settings, world = trainee.config.train, trainee.world
+    journal.stage("train", f"{settings.steps} steps")
+    _validate(trainee, datasets, journal, step=0)
+    batches = BatchStream(datasets.train, world)
+    tokens_per_step = world.layout.global_batch_size * settings.seq_length
+    for step in range(1, settings.steps + 1):
+        started = time.perf_counter()
+        result = train_step(trainee, batches, stop_requested=world.rank == 0 and files.stop_requested())
+        elapsed = time.perf_counter() - started
+        record.step, record.loss = step, result.loss
+        last = step == settings.steps or result.stop
+        if not math.isfinite(result.loss):
+            journal.step(_metrics(step, result, elapsed, tokens_per_step))
+            raise NonFiniteLoss(step, result.loss)
+        if step % trainee.config.run.log_interval == 0 or last:
+            journal.step(_metrics(step, result, elapsed, tokens_per_step))
+        if last or (settings.eval_interval and step % settings.eval_interval == 0):
+            _validate(trainee, datasets, journal, step=step)
+        if result.stop:
+            return False
+    return True
+
+
+def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: int) -> None:
+    settings = trainee.config.train
+    if datasets.validation is None:
+        return
+    journal.stage("validate", f"step {step}")
+    # Always the same batches, so that two validations differ by the model alone.
+    batches = BatchStream(datasets.validation, trainee.world)
+    loss = validate(trainee, batches, global_batches=settings.eval_batches)
+    journal.validation(step, loss)
+    journal.stage("train", f"step {step}")
+
+
+def _metrics(step: int, result: StepResult, elapsed: float, tokens_per_step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=result.loss,
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        tokens_per_s=tokens_per_step / elapsed,
+        step_s=elapsed,
+        tokens=step * tokens_per_step,
+    )

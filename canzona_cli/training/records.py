@@ -1,0 +1,118 @@
+"""What workers leave in the run directory: metrics, validation, events, per-rank results."""
+
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+
+Status = Literal["running", "done", "failed", "interrupted"]
+Stage = Literal["start workers", "build model", "build data", "train", "validate", "finish"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl."""
+
+    step: int
+    loss: float
+    """Mean over the global batch, nats per token."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens_per_s: float
+    """Of the whole job."""
+    step_s: float
+    tokens: int
+    """Trained on so far."""
+
+
+class RankRecord:
+    """ranks/rank-NNNNN.json: how far this rank got and how it ended. Written at the start and at the end."""
+
+    def __init__(self, files: RunFiles, rank: int) -> None:
+        self._path = files.rank(rank)
+        self._rank = rank
+        self.step = 0
+        self.loss: float | None = None
+
+    def running(self) -> None:
+        self._write("running", None, None)
+
+    def done(self) -> None:
+        self._write("done", ExitCode.OK, None)
+
+    def interrupted(self) -> None:
+        self._write("interrupted", ExitCode.INTERRUPTED, None)
+
+    def failed(self, error: BaseException) -> ExitCode:
+        code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
+        message = str(error)
+        self._write(
+            "failed",
+            code,
+            {
+                "type": type(error).__name__,
+                "message": message,
+                "traceback": "".join(traceback.format_exception(error)),
+            },
+        )
+        return code
+
+    def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, str] | None) -> None:
+        write_json_atomic(
+            self._path,
+            {
+                "rank": self._rank,
+                "pid": os.getpid(),
+                "status": status,
+                "exit_code": None if exit_code is None else int(exit_code),
+                "step": self.step,
+                "loss": self.loss,
+                "error": error,
+                "time": time.time(),
+            },
+        )
+
+
+class Journal:
+    """The job's own files, written by one rank; on every other rank each call does nothing."""
+
+    def __init__(self, files: RunFiles, *, writes: bool, tensorboard: bool = False) -> None:
+        self._files, self._writes = files, writes
+        self._board = None
+        if writes and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(files.root / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def stage(self, stage: Stage, detail: str = "") -> None:
+        if self._writes:
+            event = {"time": time.time(), "event": "stage", "stage": stage, "detail": detail}
+            append_json_line(self._files.events, event)
+
+    def step(self, metrics: StepMetrics) -> None:
+        if not self._writes:
+            return
+        append_json_line(self._files.metrics, {**vars(metrics), "time": time.time()})
+        if self._board is not None:
+            for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
+                self._board.add_scalar(f"train/{key}", getattr(metrics, key), metrics.step)  # type: ignore[no-untyped-call]
+
+    def validation(self, step: int, loss: float) -> None:
+        if not self._writes:
+            return
+        append_json_line(self._files.validation, {"step": step, "loss": loss, "time": time.time()})
+        if self._board is not None:
+            self._board.add_scalar("validation/loss", loss, step)  # type: ignore[no-untyped-call]
+
+    def breakdown(self, breakdown: dict[str, object]) -> None:
+        if self._writes:
+            write_json_atomic(self._files.breakdown, breakdown)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()  # type: ignore[no-untyped-call]

@@ -1,0 +1,119 @@
+"""One optimizer step, and one validation, of a Megatron-core model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.training.data import Batch
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """Everything a step needs."""
+
+    config: RunConfig
+    world: World
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    timer: PhaseTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step found, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    """The rate the step used."""
+    stop: bool
+    """Somebody asked the run to stop after this step."""
+
+
+def train_step(trainee: Trainee, batches: Iterator[Batch], *, stop_requested: bool) -> StepResult:
+    """Forward and backward over all micro-batches, update, schedule.
+
+    Args:
+        stop_requested: this rank knows of a stop request; all ranks learn of it with the loss, in one reduction.
+    """
+    timer, optimizer = trainee.timer, trainee.optimizer
+    timer.begin_step()
+    trainee.model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = _forward_backward(trainee, batches, forward_only=False)
+    lr = optimizer.param_groups[0]["lr"]
+    with timer.phase("norm_clip"):
+        # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
+        _, grad_norm, _ = optimizer.step()
+    trainee.schedule.step(increment=1)
+    loss, stop = _agree(trainee.world, losses, stop_requested=stop_requested)
+    timer.end_step()
+    return StepResult(loss=loss, grad_norm=float(grad_norm), lr=float(lr), stop=stop)
+
+
+@torch.no_grad()
+def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int) -> float:
+    """Mean loss over `global_batches` batches, nats per token, the same on every rank."""
+    trainee.model.eval()
+    losses = [
+        loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)
+    ]
+    trainee.model.train()
+    loss, _ = _agree(trainee.world, losses, stop_requested=False)
+    return loss
+
+
+def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    layout = trainee.world.layout
+    run = get_forward_backward_func()
+    stored: list[torch.Tensor] = run(
+        forward_step_func=partial(_forward_step, trainee.timer),
+        data_iterator=batches,
+        model=[trainee.model],
+        num_microbatches=layout.num_microbatches,
+        seq_length=trainee.config.train.seq_length,
+        micro_batch_size=layout.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return stored
+
+
+def _forward_step(
+    timer: PhaseTimer, batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, LossFunction]:
+    """One micro-batch: `[micro_batch, seq_length]` tokens to the loss of each, on the last stage."""
+    with timer.phase("data"):
+        batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_mean_loss, batch["loss_mask"])
+
+
+def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean over the micro-batch's tokens (of this context-parallel rank): for backward, and for the record."""
+    mean = (losses.float() * mask).sum() / mask.sum()
+    # A copy for the record: the schedule scales the loss in place.
+    return mean, mean.detach().clone()
+
+
+def _agree(world: World, losses: list[torch.Tensor], *, stop_requested: bool) -> tuple[float, bool]:
+    """Average the losses of all last stages, and spread a stop request, in one small reduction."""
+    facts = torch.zeros(3, device=world.device)
+    if world.is_last_stage:
+        facts[0] = torch.stack(losses).mean()
+        facts[1] = 1.0
+    facts[2] = float(stop_requested)
+    torch.distributed.all_reduce(facts)
+    total, count, stops = facts.tolist()
+    return total / count, stops > 0

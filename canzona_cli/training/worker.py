@@ -1,0 +1,91 @@
+"""One rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.launch.orphan import die_with_parent
+from canzona_cli.training.records import Journal, RankRecord
+
+
+def main(arguments: list[str]) -> int:
+    """Train one rank to the end of the run; the exit code also stands in the rank's result file."""
+    die_with_parent()
+    files = RunFiles(Path(arguments[0]))
+    rank = int(os.environ["RANK"])
+    record = RankRecord(files, rank)
+    record.running()
+    journal = Journal(files, writes=rank == 0)
+    journal.stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
+    try:
+        finished = _run(files, record, rank)
+    except BaseException as error:
+        code = record.failed(error)
+        logging.getLogger(__name__).exception("rank %d failed", rank)
+        # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
+        sys.stderr.flush()
+        os._exit(int(code))
+    if finished:
+        record.done()
+    else:
+        record.interrupted()
+    return 0
+
+
+def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
+    # The slow imports come after the first sign of life.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|deprecat).*")
+    import torch
+
+    from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.schema import Layout
+    from canzona_cli.data.prepare import cache_root
+    from canzona_cli.megatron import instrument, model, optimizer, parallel
+    from canzona_cli.megatron.timers import PhaseTimer
+    from canzona_cli.training.data import CorpusFacts, build_datasets
+    from canzona_cli.training.loop import train
+    from canzona_cli.training.measure import gather_breakdown
+    from canzona_cli.training.step import Trainee
+
+    config = load_resolved(files.config)
+    layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
+    corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
+    torch.manual_seed(config.train.seed)
+    world = parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+    journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard)
+
+    journal.stage("build model", config.model.name)
+    timer = PhaseTimer(world.device)
+    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
+    updater = optimizer.build_optimizer(wrapped, config, world)
+    instrument.attach(wrapped, updater, timer)
+    trainee = Trainee(
+        config=config,
+        world=world,
+        model=wrapped,
+        optimizer=updater,
+        schedule=optimizer.build_schedule(updater, config),
+        timer=timer,
+    )
+
+    journal.stage("build data", str(corpus["prefix"]))
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
+    datasets = build_datasets(config, Path(corpus["prefix"]), facts, cache=cache_root(config) / "indices")
+
+    finished = train(trainee, datasets, files, journal, record)
+    journal.stage("finish")
+    breakdown = gather_breakdown(config, world, timer.timings())
+    if breakdown is not None:
+        journal.breakdown(breakdown)
+    journal.close()
+    parallel.shutdown()
+    return finished
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(main(sys.argv[1:]))
