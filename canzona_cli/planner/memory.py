@@ -138,24 +138,42 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     """Bytes one layer keeps for the backward pass of one micro-batch.
 
     With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
-    - residual stream: two norm inputs and two linear inputs, 4 T h / x elements;
-    - attention: fused qkv (the inputs of the q and k norms, and v) T (a + 2g) d / t, rotated q and k
+    - residual stream: two norm inputs and the two linear inputs they become, 4 T h / x elements;
+    - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
       T (a + g) d / t, context T a d / t;
     - core attention without a flash kernel (no Transformer Engine): the softmax in fp32 and its copy in w bytes,
-      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t;
-    - SwiGLU: gate and up 2 T f / t, their product T f / t, and silu(gate) T f / t where it is not fused (on CPU).
-    selective recomputes core attention, full keeps only the layer's input.
+      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t, in place of the rotated k;
+    - SwiGLU: gate and up 2 T f / t, their product T f / t.
+    On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
+    copy of up. selective recomputes core attention, full keeps only the layer's input.
     """
-    model, t = config.model, layout.tp
-    tokens, width = _tokens(config, layout), _width(config)
-    stream = tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
+    model, t, width = config.model, layout.tp, _width(config)
+    tokens, stream = _tokens(config, layout), _stream(config, layout)
     if recompute == "full":
         return width * stream
-    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.head_dim
-    attention = tokens * (3 * heads + 3 * groups) * dim // t
-    mlp = (3 if config.cluster.device == "cuda" else 4) * tokens * model.ffn_hidden_size // t
-    kept = width * (4 * stream + attention + mlp)
-    return kept if recompute == "selective" else kept + _core_attention(config, layout)
+    on_cpu, bf16 = config.cluster.device == "cpu", width < _FP32
+    heads, groups = (
+        count * model.head_dim * tokens // t for count in (model.num_attention_heads, model.num_query_groups)
+    )
+    fused_qkv, rotated_q, rotated_k, context = heads + 2 * groups, heads, groups, heads
+    attention = width * (fused_qkv + heads + rotated_q + rotated_k + context)
+    if on_cpu:
+        # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
+        attention += _FP32 * (heads + groups) + (_FP32 * (heads + groups) - width * heads if bf16 else 0)
+    if not config.cluster.transformer_engine and recompute == "none":
+        attention += (_FP32 + width if bf16 else _FP32) * _scores(config, layout)
+        if heads > groups:
+            attention += width * (2 * heads - rotated_k)
+            # Repeating copied v, so nothing holds the fused qkv unless a norm kept its input there.
+            attention -= width * fused_qkv if on_cpu and bf16 else 0
+    mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
+    return 2 * _norm(config, stream) + attention + mlp
+
+
+def _norm(config: RunConfig, elements: int) -> int:
+    """Bytes an RMSNorm keeps, with its output, which the linear layer behind it keeps."""
+    width = _width(config)
+    return elements * (2 * _FP32 + width if config.cluster.device == "cpu" else 2 * width)
 
 
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
@@ -170,7 +188,7 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
     activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
     logits = 0
     if stage == layout.pp - 1:
-        activations += 2 * width * tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
+        activations += _norm(config, _stream(config, layout))
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
         logits = (2 * width + _FP32 if width < _FP32 else 2 * _FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
@@ -218,23 +236,15 @@ def _factors(config: RunConfig, rows: int, cols: int) -> int:
     return 0 if config.optimizer.name == "muon" else 2 * _FP32 * (rows**2 + cols**2)
 
 
-def _core_attention(config: RunConfig, layout: Layout) -> int:
-    """What unfused core attention keeps of one micro-batch; a flash kernel keeps nothing beyond its inputs."""
-    if config.cluster.transformer_engine:
-        return 0
-    model, width = config.model, _width(config)
-    probabilities = _FP32 + (width if width < _FP32 else 0)
-    repeated = 2 * model.num_attention_heads if model.num_attention_heads > model.num_query_groups else 0
-    return (
-        probabilities * _scores(config, layout)
-        + width * _tokens(config, layout) * repeated * model.head_dim // layout.tp
-    )
-
-
 def _scores(config: RunConfig, layout: Layout) -> int:
     """Elements of one micro-batch's attention scores in one layer."""
     heads = config.model.num_attention_heads // layout.tp
     return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
+
+
+def _stream(config: RunConfig, layout: Layout) -> int:
+    """Elements of the residual stream of one micro-batch."""
+    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
 
 
 def _tokens(config: RunConfig, layout: Layout) -> int:

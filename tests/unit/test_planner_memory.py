@@ -84,9 +84,9 @@ def test_pipeline_stages_hold_what_is_theirs() -> None:
 
 
 def test_activations_of_a_layer_counted_by_hand() -> None:
-    """0.6B, one sequence of 4096, flash attention: 4h + 3(a + g)d + 3f elements a token and layer, then 2h."""
+    """0.6B, one sequence of 4096, flash attention: 4h + (4a + 3g)d + 3f elements a token and layer, then 2h."""
     parts = estimate(run("0.6b", 1), layout()).parts
-    assert parts["activations"] == 2 * 4096 * (28 * (4 * 1024 + 3 * (16 + 8) * 128 + 3 * 3072) + 2 * 1024)
+    assert parts["activations"] == 2 * 4096 * (28 * (4 * 1024 + (4 * 16 + 3 * 8) * 128 + 3 * 3072) + 2 * 1024)
     assert parts["logits"] == 8 * 4096 * 151_936
 
 
@@ -100,8 +100,9 @@ def test_unfused_attention_keeps_the_scores_and_selective_recomputation_frees_th
     none, selective = (estimate(config, replace(layout(micro=4), recompute=r)) for r in ("none", "selective"))
     scores = 4 * 8 * 256 * 256
     repeated = 2 * 4 * 256 * 8 * 32
+    fused_qkv_and_rotated_k = 4 * 256 * ((8 + 2 * 4) + 4) * 32
     saved = none.parts["activations"] - selective.parts["activations"]
-    assert saved == 4 * (scores * (4 + 2) + 2 * repeated)
+    assert saved == 4 * (scores * (4 + 2) + 2 * (repeated - fused_qkv_and_rotated_k))
 
 
 def test_flash_attention_gains_nothing_from_selective_recomputation() -> None:
