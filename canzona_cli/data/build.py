@@ -31,7 +31,6 @@ _BATCH_BYTES = 2 << 20
 """Text tokenised in one call: enough for every core, little enough that Ctrl-C acts at once."""
 _BATCH_PIECES = 8192
 _INPUTS_KEPT = 1000
-_USUAL_HELD_OUT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,6 @@ class Built:
     """Whether a bpe learnt from a sample rather than from everything."""
     asked_vocab_size: int | None
     """For a bpe; a small corpus yields fewer."""
-    can_hold_out: bool
-    """Whether the usual share for validation comes to anything."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -129,7 +126,6 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
         skipped=tuple(reader.skipped),
         vocabulary_sampled=sampled,
         asked_vocab_size=settings.vocab_size if settings.tokenizer == "bpe" else None,
-        can_hold_out=round((1 - _USUAL_HELD_OUT) * writer.sequences) < writer.sequences,
     )
 
 
@@ -275,7 +271,7 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
-        fix = f"make room ({free / 1e9:.1f} GB free there) or choose another disk; nothing was left behind"
+        fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; nothing was left behind"
     return EnvironmentProblem(
         Problem(key="--output", value=str(prefix), reason=f"cannot be written: {error.strerror or error}", fix=fix)
     )

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.config.schema import DataConfig, RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
 from canzona_cli.data.stdlib import stdlib_digest, stdlib_sources
-from canzona_cli.data.tokenizers import ByteTokenizer, tokenizer_file
+from canzona_cli.data.tokenizers import tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
 
 ReportProgress = Callable[[str, float], None]
@@ -62,7 +62,8 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     if config.data.source == "stdlib":
         pair, sidecar = _cached_stdlib(config, report)
     else:
-        pair = inspect_pair(_prepared_prefix(config.data))
+        assert config.data.path is not None, "composition refuses prepared data without a path"
+        pair = inspect_pair(Path(config.data.path).expanduser().absolute())
         sidecar = load_sidecar(pair)
     largest = sidecar.max_token_id if sidecar else _scanned_max(pair, config, report)
     train_tokens, validation_tokens = pair.split_tokens(_held_out(config))
@@ -88,22 +89,8 @@ def cache_root(config: RunConfig) -> Path:
     return Path(chosen).expanduser().absolute()
 
 
-def _prepared_prefix(data: DataConfig) -> Path:
-    if data.path:
-        return Path(data.path).expanduser().absolute()
-    raise ConfigError(
-        Problem(
-            key="data.path",
-            reason="data.source=prepared needs the files to train on",
-            fix="data.path=PREFIX, made by canzona data prepare FILES --output PREFIX",
-        )
-    )
-
-
 def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:
     data = config.data
-    if problem := _known_too_small(config):
-        raise ConfigError(problem)
     try:
         sources = stdlib_sources()
         settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=data.tokenizer_vocab_size)
@@ -202,26 +189,23 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
     return largest
 
 
-def _known_too_small(config: RunConfig) -> Problem | None:
-    """Say before a minute of tokenising what the settings alone already tell."""
-    data, vocab_size = config.data, config.model.vocab_size
-    needed = {"byte": ByteTokenizer().vocab_size, "bpe": data.tokenizer_vocab_size}.get(data.tokenizer, 0)
-    return _vocabulary_problem(config, needed, f"the {data.tokenizer} tokenizer") if vocab_size < needed else None
-
-
 def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> list[Problem]:
-    if corpus.max_token_id < config.model.vocab_size:
+    least = corpus.max_token_id + 1
+    if least <= config.model.vocab_size:
         return []
-    return [_vocabulary_problem(config, corpus.max_token_id + 1, f"{corpus.prefix}.bin")]
+    return [
+        Problem(
+            key="model.vocab_size",
+            value=config.model.vocab_size,
+            reason=f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, which the embedding does not hold",
+            fix=f"model.vocab_size={padded_vocab_size(least)} ({least} is the least; multiples of 128 divide over ranks)",
+        )
+    ]
 
 
-def _vocabulary_problem(config: RunConfig, least: int, who: str) -> Problem:
-    return Problem(
-        key="model.vocab_size",
-        value=config.model.vocab_size,
-        reason=f"{who} has token ids up to {least - 1}, which the embedding does not hold",
-        fix=f"model.vocab_size={-(-least // 128) * 128} ({least} is the least; a multiple of 128 divides over ranks)",
-    )
+def padded_vocab_size(least: int) -> int:
+    """The next multiple of 128, Megatron's habit: an embedding that divides over any usual tensor-parallel size."""
+    return -(-least // 128) * 128
 
 
 def _held_out(config: RunConfig) -> float:
@@ -256,10 +240,14 @@ def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) 
     return []
 
 
+def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
+    """The least share for validation, in hundredths, with which both splits hold `needed` tokens; None: no such."""
+    shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
+    return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
+
+
 def _better_fraction(pair: PairInfo, needed: int) -> str:
-    for percent in range(1, 51):
-        if min(pair.split_tokens(percent / 100)) >= needed:
-            return f"data.validation_fraction={percent / 100:g}, or train.eval_interval=0 for no validation"
-    return (
-        "more or shorter documents (canzona data prepare --document line), or train.eval_interval=0 for no validation"
-    )
+    share = usable_fraction(pair, needed)
+    if share is None:
+        return "train.eval_interval=0 for no validation, or more documents (canzona data prepare --document line)"
+    return f"data.validation_fraction={share:g}, or train.eval_interval=0 for no validation"

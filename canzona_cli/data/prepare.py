@@ -10,7 +10,8 @@ from pathlib import Path
 
 from canzona_cli.data.bpe import MIN_VOCAB_SIZE
 from canzona_cli.data.build import BuildSettings, Built, OnProgress, build_pair, disk_problem, pair_files
-from canzona_cli.data.corpus import PreparedCorpus, cache_root, ensure_corpus
+from canzona_cli.data.corpus import PreparedCorpus, cache_root, ensure_corpus, padded_vocab_size, usable_fraction
+from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import Busy, exclusive, lock_path
 from canzona_cli.data.sources import DocumentUnit, InputFormat, Source, find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
@@ -20,8 +21,9 @@ __all__ = ["PrepareRequest", "PreparedCorpus", "cache_root", "ensure_corpus", "p
 
 DEFAULT_VOCAB_SIZE = 16384
 _MAX_VOCAB_SIZE = 1 << 20
-_VOCAB_MULTIPLE = 128
-"""Megatron's habit: an embedding that divides over any usual tensor-parallel size."""
+_TRIED_WITH = ("qwen3-tiny", 256)
+"""The recipe to try new data with first, and its sequence length."""
+_USUAL_FRACTION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,15 @@ def train_command(built: Built) -> str:
     # Hydra takes = , and blanks in a bare value for syntax of its own.
     plain = all(char.isalnum() or char in "/._-+" for char in path)
     data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
-    vocab_size = -(-built.sidecar.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    words = ("canzona", "train", "recipe=qwen3-tiny", "data=prepared", data, f"model.vocab_size={vocab_size}")
+    recipe, seq_length = _TRIED_WITH
+    words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
+    words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
+    # Few documents: the usual share would round to nothing held out, and the run would be refused.
+    share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_USUAL_FRACTION)
+    if share is None:
+        words.append("train.eval_interval=0")
+    elif share != _USUAL_FRACTION:
+        words.append(f"data.validation_fraction={share:g}")
     return shlex.join(words)
 
 
@@ -157,8 +166,9 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
         return [Problem(key="--output", value=str(prefix), reason=reason, fix="choose a folder you may write to")]
     # Every byte becomes a two-byte id; for the other tokenizers nobody knows beforehand.
     needed = 2 * sum(source.size or 0 for source in sources) if request.tokenizer == "byte" else 0
-    if needed > (free := shutil.disk_usage(folder).free):
-        reason = f"the disk is too full: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+    disk = shutil.disk_usage(folder)
+    if disk.total > 0 and needed > disk.free:  # file systems that are no disks say 0
+        reason = f"the disk is too full: {needed / 2**20:,.0f} MiB needed, {disk.free / 2**20:,.0f} MiB free"
         return [Problem(key="--output", value=str(prefix), reason=reason, fix="make room, or choose another disk")]
     return []
 

@@ -42,7 +42,7 @@ _SNIFF = 8192
 _MAX_BAD_LINES = 5
 _LINES_TO_SEARCH = 10_000
 
-MIN_PIECE, MAX_PIECE, STREAM_PIECE = 16 << 10, 1 << 20, 64 << 10
+MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)

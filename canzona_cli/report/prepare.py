@@ -111,8 +111,12 @@ def print_prepared(built: Built) -> None:
         console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
     for note in _notes(built):
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
+    command = train_command(built)
+    if "train.eval_interval=0" in command:
+        note = "too little text to hold some out for validation; --document line makes more and shorter documents"
+        console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     console.print(Text("\nTrain on it (any recipe whose vocabulary holds the ids):"))
-    console.print(Text(f"  {train_command(built)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
 def _notes(built: Built) -> Iterator[str]:
@@ -129,8 +133,3 @@ def _notes(built: Built) -> Iterator[str]:
         yield "the vocabulary was learnt from a sample of 64 MiB, the same every time"
     if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
         yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
-    if not built.can_hold_out:
-        yield (
-            "too few documents to hold out 2% for validation; --document line makes more, or train with a larger "
-            "data.validation_fraction"
-        )

@@ -1,0 +1,225 @@
+"""`canzona data prepare` as a person runs it: a process, real files and pipes, real signals."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.data.indexed import bin_path, inspect_pair
+from canzona_cli.data.prepare import ensure_corpus
+
+CANZONA = [sys.executable, "-c", "from canzona_cli.app import main; main()"]
+TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(3000))
+
+
+def canzona(*arguments: str | Path, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*CANZONA, "data", "prepare", *map(str, arguments)]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=120, cwd=cwd)
+    out, err = done.stdout.decode(), done.stderr.decode()
+    assert "Traceback" not in out + err, err
+    return subprocess.CompletedProcess(command, done.returncode, out, err)
+
+
+def ids(prefix: Path) -> list[int]:
+    stored: list[int] = np.fromfile(bin_path(prefix), dtype=inspect_pair(prefix).dtype).tolist()
+    return stored
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("text", [TEXT, TEXT[:6000], TEXT[:2000]])
+def test_the_line_it_prints_at_the_end_is_a_configuration_that_accepts_the_data(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "it's a = folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text(text)
+    done = canzona(folder / "a.txt", "-o", folder / "corpus v1", "--tokenizer", "bpe", "--vocab-size", "300")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words[:2] == ["canzona", "train"]
+    corpus = ensure_corpus(compose_run(words[2:]).config)
+    assert corpus.prefix == folder / "corpus v1"
+    assert corpus.vocab_size <= 300
+    assert f"{corpus.tokens:,}" in done.stdout
+    assert "tokenise" in done.stderr
+
+
+def test_bytes_from_a_pipe_are_stored_one_by_one_and_documents_end(tmp_path: Path) -> None:
+    done = canzona("-", "--output", "p", "--document", "line", stdin=b"ab\nc\xff\n", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ids(tmp_path / "p") == [97, 98, 256, 99, 255, 256]
+
+
+def test_jsonl_from_a_pipe_is_recognised_and_gives_the_same_bpe_as_the_file(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"body": line}) + "\n" for line in TEXT.splitlines()).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    common = ("--tokenizer", "bpe", "--vocab-size", "320", "--text-key", "body")
+    assert canzona(tmp_path / "a.jsonl", "-o", tmp_path / "file", *common).returncode == 0
+    assert canzona("-", "-o", tmp_path / "pipe", *common, stdin=lines).returncode == 0
+    assert ids(tmp_path / "file") == ids(tmp_path / "pipe")
+    assert inspect_pair(tmp_path / "pipe").documents == 3000
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_saved_tokenizer_prepares_more_data_with_the_same_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_bytes(TEXT.encode() + b"\xff\xfe")
+    assert (
+        canzona(tmp_path / "a.txt", "-o", tmp_path / "a", "--tokenizer", "bpe", "--vocab-size", "300").returncode == 0
+    )
+    done = canzona(tmp_path / "b.txt", "-o", tmp_path / "b", "--tokenizer", tmp_path / "a.tokenizer.json")
+    assert done.returncode == 0, done.stderr
+    assert "2 invalid characters" in done.stdout
+    a, b = ids(tmp_path / "a"), ids(tmp_path / "b")
+    assert b[: len(a) - 20] == a[:-20]
+
+
+def test_the_standard_library_prepares_with_its_name_alone(tmp_path: Path) -> None:
+    done = canzona("stdlib", "-o", tmp_path / "p")
+    assert done.returncode == 0, done.stderr
+    assert inspect_pair(tmp_path / "p").tokens > 5_000_000
+
+
+def test_every_mistake_is_told_at_once_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "p.idx").write_text("x")
+    arguments = ("none.txt", "*.zz", "-o", "p", "--tokenizer", "none.json", "--vocab-size", "9", "--workers", "0")
+    done = canzona(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    shown = " ".join((done.stdout + done.stderr).split())
+    for word in ("none.txt", "*.zz", "--tokenizer", "--vocab-size", "--workers", "--output", "--overwrite"):
+        assert word in shown, word
+    assert names(tmp_path) == ["p.idx"]
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(b"", "no text"), (b'{"text": "ok"}\n{"tex": 1}\n', "a.jsonl:2"), (b"\0\0", "binary")]
+)
+def test_bad_input_leaves_nothing_behind_not_even_the_folder(tmp_path: Path, content: bytes, word: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    done = canzona("a.jsonl", "-o", "new/folder/p", cwd=tmp_path)
+    assert done.returncode == 2
+    assert word in done.stdout + done.stderr
+    assert names(tmp_path) == ["a.jsonl"]
+
+
+def test_an_existing_pair_stays_until_overwrite_and_an_input_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "p.json").write_text('{"text": "two"}\n')
+    assert canzona("p.json", "-o", "p", "--format", "jsonl", "--overwrite", cwd=tmp_path).returncode == 2
+    assert (tmp_path / "p.json").read_text() == '{"text": "two"}\n'
+    assert canzona("p.json", "-o", "q", "--format", "jsonl", cwd=tmp_path).returncode == 0
+    assert canzona("a.txt", "-o", "q", cwd=tmp_path).returncode == 2
+    assert ids(tmp_path / "q") == [*b"two", 256]
+    assert canzona("a.txt", "-o", "q", "--overwrite", cwd=tmp_path).returncode == 0
+    assert ids(tmp_path / "q") == [*b"one", 256]
+
+
+@pytest.mark.parametrize("output", ["folder", "folder/", "p.bin", ""])
+def test_an_output_that_is_no_prefix_is_answered_with_one_that_is(tmp_path: Path, output: str) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "folder").mkdir()
+    done = canzona("a.txt", "-o", output, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--output " in done.stdout + done.stderr
+    assert names(tmp_path) == ["a.txt", "folder"]
+
+
+def test_a_place_that_is_no_folder_is_exit_3(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    done = canzona("a.txt", "-o", "a.txt/p", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "not a folder" in done.stdout + done.stderr
+
+
+def test_a_folder_that_takes_no_files_is_exit_3(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    done = canzona(tmp_path / "a.txt", "-o", "/proc/p")  # not even root may
+    assert done.returncode == 3
+    assert "cannot be written" in done.stdout + done.stderr
+
+
+def test_a_disk_that_fills_up_is_exit_3_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXT.encode() * 40)
+    limited = (
+        "import resource, signal, runpy; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "from canzona_cli.app import main; main()"
+    )
+    command = [sys.executable, "-c", limited, "data", "prepare", "a.txt", "-o", "out/p"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_an_interrupt_is_exit_130_at_once_and_leaves_the_older_pair_alone(
+    tmp_path: Path, number: signal.Signals, tokenizer: str
+) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    assert canzona("a.txt", "-o", "p", cwd=tmp_path).returncode == 0
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    command = [*CANZONA, "data", "prepare", "-", "-o", "p", "--overwrite", "--tokenizer", tokenizer]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    process.stdin.write(TEXT * 20)  # and no end of input: it is in the middle of its work
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while len(names(tmp_path)) <= len(before) + 1:  # the lock and a growing file
+        assert time.monotonic() < deadline, "it never started writing"
+        time.sleep(0.02)
+    began = time.monotonic()
+    process.send_signal(number)
+    process.wait(timeout=20)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in err
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+
+
+def test_an_interrupt_while_the_vocabulary_is_learnt_acts_at_once(tmp_path: Path) -> None:
+    command = [*CANZONA, "data", "prepare", "stdlib", "-o", "p", "--tokenizer", "bpe", "--vocab-size", "60000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "learn vocabulary" in process.stderr.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert process.wait(timeout=20) == 130
+    assert time.monotonic() - began < 3
+    assert "Traceback" not in process.stderr.read()
+    assert names(tmp_path) == []
+
+
+def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:
+    first = subprocess.Popen([*CANZONA, "data", "prepare", "-", "-o", "p"], cwd=tmp_path, stdin=subprocess.PIPE)
+    assert first.stdin is not None
+    while not (tmp_path / ".p.lock").exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    (tmp_path / "a.txt").write_text("one")
+    done = canzona("a.txt", "-o", "p", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another canzona" in " ".join((done.stdout + done.stderr).split())
+    first.communicate(b"text", timeout=30)
+    assert first.returncode == 0
+    assert ids(tmp_path / "p") == [*b"text", 256]
+
+
+def test_help_shows_every_option() -> None:
+    done = canzona("--help")
+    assert done.returncode == 0
+    for option in ("INPUT", "--output", "--tokenizer", "--vocab-size", "--eod", "--format", "--text-key", "--document"):
+        assert option in done.stdout
