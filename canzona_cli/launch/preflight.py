@@ -38,7 +38,8 @@ def check_nodes(config: RunConfig) -> None:
             Problem(
                 key="cluster.rdzv_endpoint",
                 reason=f"the run spans {nodes} machines, and they do not know where to meet",
-                fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach; the same on each",
+                fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
+                f"or gpus={cluster.gpus_per_node} for this machine alone",
             )
         )
     if cluster.node_rank is None:

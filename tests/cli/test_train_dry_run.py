@@ -1,0 +1,103 @@
+"""`canzona train --dry-run` shows everything and touches nothing; what cannot run here is refused with ways out."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "CANZONA_CACHE": str(cwd / "cache"),
+        "COLUMNS": "80",
+    }
+    command = [sys.executable, "-m", "canzona_cli.app", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    here = tmp_path_factory.mktemp("large")
+    result = canzona("train", "recipe=qwen3-32b", "gpus=256", "--dry-run", cwd=here)
+    assert list(here.iterdir()) == [], "a dry run writes nothing"
+    return result
+
+
+def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str]) -> None:
+    assert large.returncode == 0, large.stderr
+    assert "gpus: 256" in large.stdout
+    assert "256 GPUs: TP 8" in large.stdout
+    assert "on each of 32 machines (8 GPUs each)" in large.stdout
+    assert "no GPU is visible here" in " ".join(large.stderr.split())
+
+
+def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -> None:
+    text = " ".join(large.stdout.split())
+    batch = text[text.index("batch dp ") :].split(" memory ")[0]
+    words = batch.replace(",", "").replace(";", "").split()
+    dp, micro, steps = int(words[2]), int(words[5]), int(words[7])
+    sequences, length, tokens = int(words[10]), int(words[13]), int(words[16])
+    assert dp * micro * steps == sequences
+    assert sequences * length == tokens
+    assert length == 4096
+
+
+def test_what_several_machines_need_is_marked_for_filling_in(large: subprocess.CompletedProcess[str]) -> None:
+    text = " ".join(large.stdout.split())
+    assert "--node-rank NODE_RANK" in text
+    assert "NODE_RANK is 0 to 31" in text
+    assert "--rdzv-endpoint HOST:PORT" in text
+    assert "HOST:PORT is an address of machine 0" in text
+
+
+def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a very long name for a directory so that eighty columns do not suffice" / "run"
+    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", f"run.dir={run_dir}", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    command = result.stdout[result.stdout.index("\ncommand\n") + len("\ncommand\n") :]
+    words = shlex.split(command.split("\nNothing was started")[0].replace("\\\n", ""))
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[-3:] == ["-m", "canzona_cli.training.worker", str(run_dir)]
+    assert "export OMP_NUM_THREADS=" in result.stdout
+    assert not run_dir.parent.exists()
+
+
+def test_gpus_that_are_not_here_are_exit_3_with_what_can_be_done(tmp_path: Path) -> None:
+    result = canzona("train", "recipe=qwen3-32b", cwd=tmp_path)
+    assert result.returncode == 3
+    said = " ".join(result.stderr.split())
+    assert "no GPU is visible here" in said
+    for way in ("--dry-run", "Slurm", "recipe=qwen3-tiny"):
+        assert way in said
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_ranks_than_the_machine_has_memory_for_are_exit_3(tmp_path: Path) -> None:
+    many = ("gpus=4096", "cluster.gpus_per_node=4096", "train.global_batch_size=4096")
+    result = canzona("train", "recipe=qwen3-tiny", *many, cwd=tmp_path)
+    assert result.returncode == 3, result.stderr
+    assert "4096 CPU ranks need about" in " ".join(result.stderr.split())
+
+
+def test_several_machines_must_know_where_they_meet(tmp_path: Path) -> None:
+    result = canzona("train", "recipe=qwen3-tiny", "gpus=4", "cluster.nodes=2", cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    for key in ("cluster.rdzv_endpoint", "cluster.node_rank", "run.dir"):
+        assert key in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_exit_3_before_any_preparation(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", "run.root=file/runs", cwd=tmp_path)
+    assert result.returncode == 3
+    assert "is a file" in " ".join(result.stderr.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

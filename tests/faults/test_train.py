@@ -1,0 +1,69 @@
+"""`canzona train` with its real workers: a wish to stop keeps every step, and nothing outlives a killed launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from canzona_cli.launch.files import RunFiles, read_json
+from tests.faults.support import REPOSITORY, alive
+
+SMALL = ("recipe=qwen3-tiny", "gpus=2", "train.steps=100000", "train.seq_length=32", "train.global_batch_size=2")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "canzona_cli.app", "train", *SMALL, "train.eval_interval=0", f"run.dir={tmp_path}/run"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.05)
+
+
+def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    wait_for(training, lambda: files.metrics.exists() and files.metrics.read_text().count("\n") >= 5)
+    family = psutil.Process(training.pid).children(recursive=True)
+    assert len(family) == 3
+    training.send_signal(signal.SIGINT)
+    output, _ = training.communicate(timeout=120)
+    assert training.returncode == 130, output
+    assert "Traceback" not in output
+    assert "Step-time breakdown" in output
+    assert f"run directory: {files.root}" in output
+    assert not alive(family)
+    result = read_json(files.result)
+    assert result is not None
+    assert (result["status"], result["exit_code"]) == ("interrupted", 130)
+    assert result["step"] == files.metrics.read_text().count("\n")
+    ranks = [read_json(files.rank(rank)) for rank in range(2)]
+    assert [rank and rank["status"] for rank in ranks] == ["interrupted", "interrupted"]
+
+
+def test_workers_that_are_still_starting_die_with_the_launcher(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    wait_for(training, lambda: files.rank(0).exists() and files.rank(1).exists())
+    family = psutil.Process(training.pid).children(recursive=True)
+    assert len(family) == 3
+    training.kill()
+    assert not alive(family)
