@@ -68,6 +68,7 @@ class Breakdown:
     version: int
     strategy: str
     optimizer: str
+    device: Device | None = None
     layout: Layout
     steps_measured: int
     steps_skipped: int
@@ -156,9 +157,9 @@ def _unreadable(run_dir: Path, reason: str, fix: str) -> ConfigError:
 def render(breakdown: Breakdown, *, device: Device | None = None) -> RenderableType:
     """The breakdown as a table and a foot, for any console width from 66 columns on.
 
-    `device` names ranks properly (GPU or CPU rank) and explains a missing MFU.
+    `device` names ranks properly (GPU or CPU rank) and explains a missing MFU; the file's own unless given.
     """
-    return _BreakdownView(breakdown=breakdown, device=device)
+    return _BreakdownView(breakdown=breakdown, device=device or breakdown.device)
 
 
 @dataclass(frozen=True, kw_only=True)

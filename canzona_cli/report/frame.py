@@ -61,7 +61,7 @@ class Frame:
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         state = self.state
-        name = clean(state.stages[-1].name) if state.stages else "train"
+        name = clean(state.stages[-1].name) if state.stages and not self.closed else "train"
         place = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
         left = duration(state.elapsed) if self.closed else duration(state.eta)
         tail = f"  {place}  {100 * state.fraction:3.0f}%  {'took' if self.closed else 'ETA'} {left:<12}"

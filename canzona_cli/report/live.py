@@ -13,7 +13,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.plain import PlainView, closing
-from canzona_cli.report.state import Clock, TrainState
+from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
 from canzona_cli.report.text import bar, clean, duration, real, wrapped
 from canzona_cli.report.view import RunStatus, TrainView
 
@@ -70,9 +70,8 @@ class LiveView:
     def stage(self, event: Mapping[str, object]) -> None:
         with self._lock:
             self._preparing = None
-            started = self.state.updated is not None or bool(self.state.validations)
             ended = self.state.add_stage(event)
-        if ended is not None and not started:
+        if ended is not None and ended.name not in REPEATED_STAGES:
             self._finished(ended.name, duration(self.state.clock() - ended.started))
         self._begin()
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.report.header import header_rows
-from canzona_cli.report.state import Clock, TrainState, relative_change
+from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.report.text import MISSING, clean, duration, number, real, step_time
 from canzona_cli.report.view import RunStatus
 
@@ -45,9 +45,10 @@ class PlainView:
             self._print(f"{self._time()} {clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%")
 
     def stage(self, event: Mapping[str, object]) -> None:
-        self.state.add_stage(event)
+        ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        if self.state.updated is None or stage.name == "finish":
+        # Of the stages that alternate, only the first: steps and validations speak for themselves.
+        if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")
 

@@ -13,6 +13,9 @@ from canzona_cli.report.text import MISSING, number, real
 
 Clock = Callable[[], float]
 
+REPEATED_STAGES = frozenset({"train", "validate"})
+"""Stages that alternate all through a run; the others happen once."""
+
 _SMOOTHING = 0.1
 _WINDOW = 16
 _ETA_WINDOW = 100

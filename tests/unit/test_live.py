@@ -126,6 +126,18 @@ def test_the_stage_under_way_counts_its_seconds() -> None:
     assert "start workers 4 s  4 ranks" in shown[0]
 
 
+def test_training_and_validation_alternate_without_a_line_each() -> None:
+    clock, out, terminal = Clock(), console(80), console(80, terminal=True)
+    views: list[TrainView] = [PlainView(CONFIG, LAYOUT, out, clock=clock)]
+    views.append(LiveView(CONFIG, LAYOUT, terminal, clock=clock))
+    for view in views:
+        for stage in ("build data", "train", "validate", "train", "validate", "train", "finish"):
+            view.stage({"stage": stage, "detail": ""})
+        view.close()
+    assert [line.split()[1] for line in text_of(out).splitlines()] == ["build", "train", "finish", "done,"]
+    assert [line for line in screen(text_of(terminal), 80) if "✓" in line] == ["  ✓ build data 0 s"]
+
+
 @pytest.mark.parametrize(
     "record",
     [
