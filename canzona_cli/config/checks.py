@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from canzona_cli.cluster.layout_rules import layout_problems
 from canzona_cli.config.keys import settings
+from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem
 
@@ -133,18 +134,21 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
-    schedule, steps = config.schedule, config.train.steps
-    if steps < 1 or schedule.warmup_steps < 0:
+    steps = config.train.steps
+    given = (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.wsd_decay_steps)
+    if steps < 1 or any(length is not None and length < 0 for length in given):
         return
-    end = schedule.decay_steps if schedule.decay_steps is not None else steps
-    if schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
+    schedule = complete(config.schedule, steps)
+    assert schedule.warmup_steps is not None
+    assert schedule.decay_steps is not None
+    if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
         yield Problem(
             key="schedule.decay_steps",
             value=schedule.decay_steps,
             reason=f"the decay would end before the warm-up of {schedule.warmup_steps} steps does",
             fix=f"use schedule.decay_steps={steps} or leave it null",
         )
-    elif schedule.warmup_steps >= steps and schedule.warmup_steps > 0:
+    elif schedule.warmup_steps >= steps:
         yield Problem(
             key="schedule.warmup_steps",
             value=schedule.warmup_steps,
@@ -152,7 +156,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             fix=f"use schedule.warmup_steps={steps // 10}",
         )
     elif schedule.decay == "wsd" and schedule.wsd_decay_steps is not None:
-        room = end - schedule.warmup_steps
+        room = schedule.decay_steps - schedule.warmup_steps
         if schedule.wsd_decay_steps > room:
             yield Problem(
                 key="schedule.wsd_decay_steps",

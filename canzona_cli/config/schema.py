@@ -87,11 +87,12 @@ class ScheduleConfig:
     """Learning rate over steps: linear warm-up, then a decay."""
 
     decay: DecayStyle = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
+    """null: a twentieth of `decay_steps`, 2000 at most."""
     decay_steps: int | None = None
     """Step at which the rate has reached its minimum; null: `train.steps`."""
     wsd_decay_steps: int | None = None
-    """For wsd, the length of the final decay; null: a tenth of `decay_steps`."""
+    """For wsd, the length of the final decay; null: a tenth of what follows the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,13 @@
 Megatron-core asks `torch.cuda` for its device, its streams and its random state, and names `'cuda'` where it
 creates tensors. On a machine without CUDA each of those calls raises. `install` gives every such name a CPU
 meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each replaced name
-is one entry of `REPLACEMENTS` and has a contract test (`tests/unit/test_cpu_backend.py`) that runs the Megatron
+is one `Replacement` and has a contract test (`tests/unit/test_cpu_backend.py`) that runs the Megatron
 code which needs it.
 """
 
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -20,19 +19,11 @@ CPU = torch.device("cpu")
 
 
 class CpuStream:
-    """A stream on a device that has none: work is done when the call returns, so there is nothing to wait for."""
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        del device, priority
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
+    """The one stream of a device that has none: work is done when a call returns, so there is nothing to wait for."""
 
     def wait_event(self, event: object) -> None: ...
 
-    def query(self) -> bool:
-        return True
+    def wait_stream(self, stream: object) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +82,6 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
     return type_name
 
 
-def _no_stream_context(original: Callable[..., object]) -> Callable[..., AbstractContextManager[None]]:
-    return lambda *args, **kwargs: nullcontext()
-
-
 def _set_rng_state(original: Callable[..., object]) -> Callable[..., None]:
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
         del device, graph_safe
@@ -122,28 +109,17 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.tensor_parallel.random as mcore_random
 
     cuda = torch.cuda
-    stream = CpuStream()
     factories = {
         "tensor": "optimizer.optimizer (found_inf, loss scale), optimizer.clip_grads",
         "zeros": "pipeline_parallel.schedules (token count), optimizer.clip_grads",
         "ones": "transformer.utils (attention masks)",
-        "empty": "tensor_parallel.mappings, distributed.param_and_grad_buffer",
     }
     return (
         Replacement(
             owner=cuda, name="current_device", make=_always(CPU), used_by="every `device=torch.cuda.current_device()`"
         ),
         Replacement(
-            owner=cuda, name="synchronize", make=_always(None), used_by="pipeline_parallel.p2p_communication"
-        ),
-        Replacement(
-            owner=cuda, name="current_stream", make=_always(stream), used_by="distributed.param_and_grad_buffer"
-        ),
-        Replacement(
-            owner=cuda, name="default_stream", make=_always(stream), used_by="distributed.distributed_data_parallel"
-        ),
-        Replacement(
-            owner=cuda, name="stream", make=_no_stream_context, used_by="distributed.distributed_data_parallel"
+            owner=cuda, name="current_stream", make=_always(CpuStream()), used_by="distributed.param_and_grad_buffer"
         ),
         Replacement(owner=cuda, name="manual_seed", make=_manual_seed, used_by="tensor_parallel.random"),
         Replacement(owner=cuda, name="get_rng_state", make=_get_rng_state, used_by="tensor_parallel.random"),
@@ -167,6 +143,11 @@ def _replacements() -> tuple[Replacement, ...]:
             for name, used_by in factories.items()
         ),
     )
+
+
+def replaced_names() -> tuple[str, ...]:
+    """Every name `install` replaces."""
+    return tuple(item.label for item in _replacements())
 
 
 _originals: dict[str, Callable[..., object]] = {}

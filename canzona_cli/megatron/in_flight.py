@@ -24,14 +24,14 @@ class Watcher(Protocol):
     def watch(self, span: Span, handle: Waitable) -> None: ...
 
     def waited(self, span: Span) -> None:
-        """The training thread has waited for the collective, so it is complete if it was not before."""
+        """The training thread had to wait for the collective and has just gone on."""
 
 
 class HostWatcher:
     """For gloo: one thread looks every millisecond while something is in flight.
 
     That millisecond is the resolution of the totals. gloo's reduce-scatter never reports completion before it is
-    waited for; its span ends there, an upper bound.
+    waited for; its span ends with that wait, an upper bound.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,7 @@ class HostWatcher:
         self._queue.put((span, list(getattr(handle, "works", [handle]))))
 
     def waited(self, span: Span) -> None:
-        if span.end is None:
-            span.end = time.perf_counter()
+        span.end = time.perf_counter()
 
     def _run(self) -> None:
         flying: list[tuple[Span, list[torch.distributed.Work]]] = []
@@ -52,7 +51,7 @@ class HostWatcher:
                 flying.append(self._queue.get())
             time.sleep(_POLL_S)
             for span, works in flying:
-                if span.end is None and all(work.is_completed() for work in works):
+                if all(work.is_completed() for work in works) and span.end is None:
                     span.end = time.perf_counter()
             flying = [(span, works) for span, works in flying if span.end is None]
 

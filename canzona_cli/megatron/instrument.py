@@ -112,11 +112,12 @@ class _Communication:
         return result
 
     def finish(self, *args: object, **kwargs: object) -> object:
+        landed_before = self._span is not None and self._span.end is not None
         with self._timer.phase(self._phase):
             result = self._finish(*args, **kwargs)
-        if self._span is not None:
+        if self._span is not None and not landed_before:
             self._watcher.waited(self._span)
-            self._span = None
+        self._span = None
         return result
 
 

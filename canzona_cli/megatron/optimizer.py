@@ -86,22 +86,22 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
     """Linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer step."""
-    schedule, base = config.schedule, config.optimizer
-    decay_steps = schedule.decay_steps or config.train.steps
+    base, schedule = config.optimizer, config.schedule
+    wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=base.lr,
         min_lr=base.min_lr,
         lr_warmup_steps=schedule.warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style="WSD" if schedule.decay == "wsd" else schedule.decay,
+        lr_decay_steps=schedule.decay_steps,
+        lr_decay_style="WSD" if wsd else schedule.decay,
         start_wd=base.weight_decay,
         end_wd=base.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=(schedule.wsd_decay_steps or max(1, decay_steps // 10)) if schedule.decay == "wsd" else None,
-        lr_wsd_decay_style="linear" if schedule.decay == "wsd" else None,
+        wsd_decay_steps=schedule.wsd_decay_steps if wsd else None,
+        lr_wsd_decay_style="linear" if wsd else None,
     )
 
 

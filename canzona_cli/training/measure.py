@@ -55,6 +55,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_gpu": per_gpu,
         "model_tflops_per_gpu": tflops,
+        "peak_tflops_per_gpu": config.cluster.bf16_tflops,
         "mfu": tflops / config.cluster.bf16_tflops,
         "load_balance": _load_balance(by_rank),
         "peak_memory_bytes": {"min": min(memory), "mean": sum(memory) / len(memory), "max": max(memory)},

@@ -1,0 +1,37 @@
+# Each target does the set-up it needs. `make demo` and `make test` work on a fresh clone.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: setup demo test test-sweep lint typecheck clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/constraints.txt
+	@python=$$(scripts/find-python) || exit $$?; \
+	if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint scripts/constraints.txt --editable '.[dev]'
+	@touch $@
+
+# qwen3-tiny on four CPU ranks, two-way tensor and two-way data parallel, on the standard library's own sources.
+demo: setup
+	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
+
+test: setup
+	$(BIN)/python -m pytest -m "not sweep"
+
+# The slow sweeps, which CI runs too.
+test-sweep: setup
+	$(BIN)/python -m pytest -m sweep
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

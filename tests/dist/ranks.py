@@ -1,0 +1,85 @@
+"""Real gloo ranks for tests: forked from one process that has already imported torch and Megatron.
+
+Importing Megatron takes seconds of a core; forking takes milliseconds. Each rank is a process of its own with its own
+process group over loopback, exactly as under torchrun.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+# Forking is only safe while this process has no thread pool of its own.
+torch.set_num_threads(1)
+
+
+def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float = 120.0) -> list[T]:
+    """Call `function` on `world_size` ranks; what it returned on each, in rank order.
+
+    Raises:
+        AssertionError: with the tracebacks of the ranks that failed, or the numbers of those that hung.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        context.Process(target=_rank, args=(function, rank, world_size, port, pipes[rank][1]))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        return _collect(pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect[T](pipes: list[tuple[Connection, Connection]], timeout_s: float) -> list[T]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, T] = {}
+    failures: list[str] = []
+    for rank, (receiver, _) in enumerate(pipes):
+        # Once one rank has failed, the others may wait for it for ever.
+        patience = max(0.0, deadline - time.monotonic()) if not failures else 1.0
+        if not receiver.poll(patience):
+            failures.append(f"rank {rank} hangs")
+            continue
+        try:
+            ok, value = receiver.recv()
+        except EOFError:
+            ok, value = False, f"rank {rank} died without a word"
+        if ok:
+            results[rank] = value
+        else:
+            failures.append(value)
+    assert not failures, "\n".join(failures)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, sender: Connection) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    try:
+        sender.send((True, function()))
+    except BaseException:
+        sender.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+    sender.close()
+    # Skip destructors: a process group that is still open would wait for its peers.
+    os._exit(0)
