@@ -135,8 +135,10 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
     steps = config.train.steps
-    given = (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.wsd_decay_steps)
-    if steps < 1 or any(length is not None and length < 0 for length in given):
+    if steps < 1:
+        return
+    lengths = (config.schedule.decay_steps, config.schedule.wsd_decay_steps)
+    if any(length is not None and length < 1 for length in lengths) or (config.schedule.warmup_steps or 0) < 0:
         return
     schedule = complete(config.schedule, steps)
     assert schedule.warmup_steps is not None

@@ -100,7 +100,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
         raise ConfigError(*problems, *error.problems) from error
     config = build(tree, texts=asked.texts, where=shown(source.path))
     if isinstance(config, list):
-        problems += config
+        told = {problem.key for problem in problems}
+        problems += [problem for problem in config if problem.key not in told]
         bad = {problem.key for problem in config}
         fallback = _with_values(base, {k: v for k, v in asked.values.items() if k not in bad}, [])
         substitute = build(fallback, texts=asked.texts, where=shown(source.path))

@@ -71,14 +71,9 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
             reason=f"is a section{where}; one of its settings is changed at a time",
             fix=f"write for example {some}=VALUE",
         )
-    meant = closest_key(key)
-    alike = closest(key, GROUPS) if meant is None else None
-    if meant is not None:
-        fix = f"did you mean {meant}?"
-    elif alike is not None:
-        fix = f"did you mean {alike}?"
-    else:
-        fix = "`canzona recipes show NAME` lists every setting of a recipe"
+    group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
+    meant = group or closest_key(key) or closest(key, GROUPS)
+    fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
 
 

@@ -80,7 +80,7 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ConfigError(Problem(key=shown(path), reason=f"is not valid YAML: {_one_line(error)}")) from error
     except OSError as error:
         raise ConfigError(Problem(key=shown(path), reason=f"cannot be read: {error.strerror}")) from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(key=shown(path), reason="holds no settings", fix="write `key: value` lines"))
     return {str(key): value for key, value in content.items()}
 

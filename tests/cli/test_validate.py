@@ -1,0 +1,44 @@
+"""`canzona validate`: everything wrong at once with exit code 2, or what the run comes to."""
+
+from pathlib import Path
+
+from tests.cli.support import canzona
+
+
+def test_five_mistakes_are_told_at_once_from_any_directory(tmp_path: Path) -> None:
+    result = canzona(
+        "validate", "recipe=qwen3-tinny", "gpus=0", "optimizer.lrr=1", "train.steps=1e3", "parallel.tp=3", cwd=tmp_path
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "5 problems" in result.stderr
+    for expected in ("did you mean qwen3-tiny?", "optimizer.lr?", "train.steps=1000", "1, 2, 4", "at least 1"):
+        assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_sound_run_prints_its_essentials() -> None:
+    result = canzona("validate", "recipe=tiny", "gpus=4", "parallel.tp=2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("OK")
+    for expected in ("qwen3-tiny", "TP 2", "DP 2", "32 sequences", "8,192 tokens"):
+        assert expected in result.stdout
+
+
+def test_what_does_not_fit_is_exit_code_4() -> None:
+    result = canzona("validate", "recipe=32b", "gpus=1")
+    assert result.returncode == 4
+    assert "does not fit" in result.stderr.lower()
+
+
+def test_warnings_do_not_mix_with_the_answer() -> None:
+    result = canzona("validate", "recipe=tiny", "optimizer=adamw", "engine.strategy=sc")
+    assert result.returncode == 0
+    assert "engine.strategy is ignored" in result.stderr
+    assert "ignored" not in result.stdout
+
+
+def test_markup_in_values_is_shown_as_it_is() -> None:
+    result = canzona("validate", "recipe=tiny", "gpus=[red]x[/red]")
+    assert result.returncode == 2
+    assert "[red]x[/red]" in result.stderr

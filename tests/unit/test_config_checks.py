@@ -1,0 +1,86 @@
+"""Values that cannot work alone or together are named by their key; values that do nothing are warned of."""
+
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.errors import ConfigError
+
+IMPOSSIBLE = [
+    ("optimizer=shampoo", "optimizer"),
+    ("optimizer=soap", "optimizer"),
+    ("engine.strategy=canzona", "engine.strategy"),
+    ("engine=asc", "engine.strategy"),
+    ("train.precision=fp32", "train.precision"),
+    ("optimizer.lr=0", "optimizer.lr"),
+    ("optimizer.lr=-1e-3", "optimizer.lr"),
+    ("optimizer.lr=nan", "optimizer.lr"),
+    ("optimizer.lr=inf", "optimizer.lr"),
+    ("optimizer.min_lr=1", "optimizer.min_lr"),
+    ("optimizer.beta2=1", "optimizer.beta2"),
+    ("optimizer.momentum=-0.1", "optimizer.momentum"),
+    ("optimizer.ns_steps=0", "optimizer.ns_steps"),
+    ("optimizer.weight_decay=-1", "optimizer.weight_decay"),
+    ("train.steps=0", "train.steps"),
+    ("train.seed=-1", "train.seed"),
+    ("train.seed=4294967296", "train.seed"),
+    ("train.eval_interval=-1", "train.eval_interval"),
+    ("schedule.warmup_steps=150", "schedule.warmup_steps"),
+    ("schedule.decay_steps=0", "schedule.decay_steps"),
+    ("data.validation_fraction=1", "data.validation_fraction"),
+    ("data.validation_fraction=0", "data.validation_fraction"),
+    ("data=prepared", "data.path"),
+    ("data=stdlib-bpe", "data.tokenizer_vocab_size"),
+    ("model.vocab_size=128", "model.vocab_size"),
+    ("model.head_dim=31", "model.head_dim"),
+    ("cluster.reserved_gib=99", "cluster.reserved_gib"),
+    ("cluster.transformer_engine=true", "cluster.transformer_engine"),
+    ("cluster.rdzv_endpoint=here", "cluster.rdzv_endpoint"),
+    ("name=../../etc", "name"),
+    ("gpus=-4", "gpus"),
+    ("parallel.tp=8", "parallel.tp"),
+    ("parallel.pp=3", "parallel.pp"),
+    ("parallel.cp=2", "parallel.cp"),
+    ("parallel.sequence_parallel=true", "parallel.sequence_parallel"),
+]
+
+
+@pytest.mark.parametrize(("override", "key"), IMPOSSIBLE)
+def test_what_cannot_work_is_named_with_its_reason_and_a_fix(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=tiny", override])
+    (problem,) = (problem for problem in caught.value.problems if problem.key == key)
+    assert problem.reason
+    assert problem.fix
+
+
+def test_a_wsd_decay_longer_than_the_run() -> None:
+    with pytest.raises(ConfigError, match="after the warm-up"):
+        compose_run(["recipe=tiny", "schedule.decay=wsd", "schedule.wsd_decay_steps=145"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.precision=fp32 engine=sc", "optimizer=adamw train.precision=fp32", "optimizer.min_lr=0", "train.steps=11"],
+)
+def test_what_works_passes(override: str) -> None:
+    compose_run(["recipe=tiny", *override.split()])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
+    assert compose_run(["recipe=32b", f"train.steps={steps}"]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        ("optimizer=adamw engine.strategy=sc", "engine.strategy"),
+        ("schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps"),
+        ("data.path=x", "data.path"),
+        ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
+        ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
+    ],
+)
+def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
+    (warning,) = compose_run(["recipe=tiny", *overrides.split()]).warnings
+    assert warning.startswith(f"{ignored} is ignored")

@@ -1,0 +1,50 @@
+"""Completion offers what can be typed, and joins what bash has split."""
+
+import pytest
+
+from canzona_cli.config.completion import complete_override, joined_words
+from canzona_cli.config.keys import meanings, settings
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("recipe=qwen3-1", ["recipe=qwen3-1.7b", "recipe=qwen3-14b"]),
+        ("optimizer=s", ["optimizer=shampoo", "optimizer=soap"]),
+        ("cluster=h", ["cluster=h100-80g", "cluster=h200"]),
+        ("engine.strategy=l", ["engine.strategy=layerwise"]),
+        ("run.tensorboard=", ["run.tensorboard=true", "run.tensorboard=false"]),
+        ("train.recompute=n", ["train.recompute=none", "train.recompute=null"]),
+        ("train.pre", ["train.precision="]),
+        ("parallel.t", ["parallel.tp="]),
+        ("gp", ["gpus="]),
+        ("train.steps=", []),
+        ("data.path=./", []),
+        ("nonsense=", []),
+    ],
+)
+def test_offers(typed: str, offered: list[str]) -> None:
+    assert complete_override(typed) == offered
+
+
+@pytest.mark.parametrize(
+    ("words", "current", "expected"),
+    [
+        (["canzona", "train", "recipe", "="], 3, (["canzona", "train", "recipe="], 2, "recipe=")),
+        (["canzona", "train", "recipe", "=", "qw"], 4, (["canzona", "train", "recipe=qw"], 2, "recipe=")),
+        (["canzona", "train", "gpus", "=", "2", "re"], 5, (["canzona", "train", "gpus=2", "re"], 3, "")),
+        (["canzona", "train", "recipe=qw"], 2, (["canzona", "train", "recipe=qw"], 2, "")),
+        (["canzona", "train", "gpus", "=", "2", ""], 5, (["canzona", "train", "gpus=2", ""], 3, "")),
+        (["canzona"], 1, (["canzona"], 1, "")),
+    ],
+)
+def test_words_are_joined_as_they_were_typed(
+    words: list[str], current: int, expected: tuple[list[str], int, str]
+) -> None:
+    assert joined_words(words, current) == expected
+
+
+def test_every_meaning_belongs_to_a_setting() -> None:
+    assert meanings().keys() <= settings().keys()
+    assert "Newton-Schulz" in meanings()["optimizer.ns_steps"]
+    assert "Decoupled" in meanings()["optimizer.weight_decay"], "inherited fields are found too"

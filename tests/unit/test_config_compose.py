@@ -1,0 +1,298 @@
+"""Composition: what a recipe and overrides come to, and that nothing wrong with them goes unsaid or hides the rest."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
+from canzona_cli.config.paths import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
+from canzona_cli.config.schema import AdamWConfig, MuonConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.models.qwen3 import parameter_count
+
+BUILTIN = [*group_options("recipe", [builtin_recipes_dir()])]
+PUBLISHED_SIZES = {"0.6b": 0.596e9, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "14b": 14.77e9, "32b": 32.76e9}
+
+
+def problems(*overrides: str, recipes_dirs: tuple[Path, ...] = ()) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(overrides, recipes_dirs=recipes_dirs)
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert len(found) == len(caught.value.problems), "a key is reported once"
+    return found
+
+
+def recipe(folder: Path, name: str, text: str) -> Path:
+    path = folder / "recipe" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_built_in_recipe_composes_without_a_warning(name: str) -> None:
+    composed = compose_run([f"recipe={name}"])
+    assert composed.config.name == name
+    assert composed.config.description
+    assert composed.warnings == ()
+    assert composed.recipe_file == builtin_recipes_dir() / "recipe" / f"{name}.yaml"
+
+
+@pytest.mark.parametrize(("size", "published"), PUBLISHED_SIZES.items())
+def test_the_shapes_have_the_published_parameter_counts(size: str, published: float) -> None:
+    config = compose_run([f"recipe={size}"]).config
+    assert config.name == f"qwen3-{size}"
+    assert parameter_count(config.model).total == pytest.approx(published, rel=0.005)
+
+
+def test_mini_is_about_a_hundred_million_parameters() -> None:
+    assert parameter_count(compose_run(["recipe=mini"]).config.model).total == pytest.approx(100e6, rel=0.05)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
+    config = compose_run([f"recipe={name}", "gpus=4", "run.dir=a b/ü", "optimizer.eps=1e-12"]).config
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_resolved(path) == config
+    assert compose_run([f"recipe={path}"]).config == config
+
+
+def test_explicit_holds_what_the_command_line_sets() -> None:
+    composed = compose_run(["recipe=tiny", "gpus=4", "optimizer=adamw", "train.steps=7"])
+    assert composed.explicit == {"recipe", "gpus", "optimizer", "train.steps"}
+    assert isinstance(composed.config.optimizer, AdamWConfig)
+    assert (composed.config.gpus, composed.config.train.steps) == (4, 7)
+
+
+def test_the_last_of_two_values_wins() -> None:
+    assert compose_run(["recipe=tiny", "gpus=4", "gpus=8"]).config.gpus == 8
+
+
+def test_a_value_may_refer_to_another_setting() -> None:
+    assert compose_run(["recipe=tiny", "train.steps=40", "train.eval_interval=${train.steps}"]).config.train == replace(
+        compose_run(["recipe=tiny"]).config.train, steps=40, eval_interval=40
+    )
+
+
+@pytest.mark.parametrize("text", ["0042", "true", "a(b)=c", "/data/x y", "null-ish"])
+def test_a_text_setting_takes_what_was_typed(text: str) -> None:
+    assert compose_run(["recipe=tiny", f"run.dir={text}"]).config.run.dir == text
+
+
+def test_null_hands_a_setting_back_to_the_fit() -> None:
+    assert compose_run(["recipe=tiny", "parallel.tp=2", "parallel.tp=null"]).config.parallel.tp is None
+
+
+class TestEverythingAtOnce:
+    def test_grammar_types_keys_options_and_parallelism_together(self) -> None:
+        found = problems(
+            "recipe=qwen3-tinny",
+            "gpus=0",
+            "optimizer.lrr=1",
+            "train.steps=1e3",
+            "parallel.tp=3",
+            "optimizer=muonn",
+            "train.precision=bf61",
+            "train.seq_length=(2",
+            "+train.extra=1",
+            "train.seed=1,2",
+            "optimizer.momentum=1.5",
+        )
+        assert found["recipe"].fix.startswith("did you mean qwen3-tiny?")
+        assert "optimizer.lr?" in found["optimizer.lrr"].fix
+        assert found["train.steps"].fix == "write train.steps=1000"
+        assert found["train.steps"].value == "1e3"
+        assert "1, 2, 4" in found["parallel.tp"].fix
+        assert found["optimizer"].fix.startswith("did you mean muon?")
+        assert found["train.precision"].fix.startswith("did you mean bf16?")
+        assert {"gpus", "train.seq_length", "+train.extra", "train.seed", "optimizer.momentum"} < found.keys()
+        assert len(found) == 11
+
+    def test_in_the_order_they_were_typed(self) -> None:
+        keys = ["train.stepz", "gpus", "parallel.tp", "train.seed"]
+        typed = ["recipe=tiny", "train.stepz=1", "gpus=x", "parallel.tp=3", "train.seed=-1"]
+        assert list(problems(*typed)) == keys
+
+    def test_without_a_recipe_each_override_is_still_checked(self) -> None:
+        found = problems("gpus=many", "train.stepz=3", "optimizer.ns_steps=x")
+        assert found.keys() == {"recipe", "gpus", "train.stepz", "optimizer.ns_steps"}
+        assert "qwen3-tiny" in found["recipe"].fix
+
+    def test_a_recipe_name_like_no_other_is_not_guessed(self) -> None:
+        assert problems("recipe=zzz", "parallel.tp=3", "gpus=x").keys() == {"recipe", "gpus"}
+
+
+class TestHints:
+    @pytest.mark.parametrize(
+        ("typed", "meant"),
+        [
+            ("tp", "parallel.tp"),
+            ("train.lr", "optimizer.lr"),
+            ("lr", "optimizer.lr"),
+            ("parallel.tensor", None),
+            ("optimiser", "optimizer"),
+            ("train.step", "train.steps"),
+            ("train.seq-length", "train.seq_length"),
+            ("gpu", "gpus"),
+            ("engine.stategy", "engine.strategy"),
+        ],
+    )
+    def test_an_unknown_key_names_the_one_that_was_meant(self, typed: str, meant: str | None) -> None:
+        fix = problems("recipe=tiny", f"{typed}=1")[typed].fix
+        assert f"did you mean {meant}?" in fix if meant else fix
+
+    @pytest.mark.parametrize("bad", ["+foo=1", "++gpus=2", "~train.steps", "~gpus=1", "foo=1"])
+    def test_no_hint_says_to_add_a_key(self, bad: str) -> None:
+        found = problems("recipe=tiny", bad)
+        assert all("+" not in problem.fix and "append" not in problem.fix.lower() for problem in found.values())
+
+    def test_a_bare_recipe_name_is_understood(self) -> None:
+        assert problems("qwen3-mini")["qwen3-mini"].fix == "write recipe=qwen3-mini"
+
+    def test_a_setting_of_another_optimizer_names_its_owner(self) -> None:
+        problem = problems("recipe=tiny", "optimizer=adamw", "optimizer.ns_steps=3")["optimizer.ns_steps"]
+        assert "belongs to muon" in problem.reason
+
+    def test_a_section_is_not_a_setting(self) -> None:
+        assert "section" in problems("recipe=tiny", "train=5")["train"].reason
+
+    def test_a_folder_of_a_run_points_to_its_configuration(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text("gpus: 1\n")
+        assert f"recipe={tmp_path}/config.yaml" in problems(f"recipe={tmp_path}")["recipe"].fix
+
+
+class TestNothingIsRunOrLeaked:
+    @pytest.mark.parametrize("key", ["_target_", "model._target_", "train._target_.x"])
+    def test_target_in_an_override(self, key: str) -> None:
+        assert "code" in problems("recipe=tiny", f"{key}=os.system")[key].reason
+
+    @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${oc.env:X,${gpus}}", "a-${ oc.env : HOME }", "${now:%Y}"])
+    def test_a_resolver_in_an_override(self, value: str) -> None:
+        assert "secrets" in problems("recipe=tiny", f"run.root={value}")["run.root"].reason
+
+    def test_both_in_a_recipe_file_at_any_depth(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        text = "defaults: [qwen3-tiny]\ntrain: {steps: {_target_: os.system}}\nrun: {root: '${oc.env:HOME}'}\n"
+        path.write_text(text)
+        assert problems(f"recipe={path}").keys() == {"train.steps._target_", "run.root"}
+
+    def test_both_in_a_users_group_file(self, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "mine.yaml").write_text("source: stdlib\ntokenizer: {_target_: os.system}\n")
+        found = problems("recipe=tiny", "data=mine", recipes_dirs=(tmp_path,))
+        assert found.keys() == {"data.tokenizer._target_"}
+
+    def test_a_reference_to_nothing(self) -> None:
+        assert "optimizer.lx" in problems("recipe=tiny", "optimizer.min_lr=${optimizer.lx}")["optimizer.min_lr"].reason
+
+    def test_a_reference_in_a_circle(self) -> None:
+        found = problems("recipe=tiny", "train.steps=${train.seed}", "train.seed=${train.steps}")
+        assert "train.steps" in found
+
+
+class TestOwnRecipes:
+    def test_a_file_builds_on_a_built_in_recipe(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text("defaults:\n  - qwen3-8b\n  - override /cluster: h200\ntrain:\n  steps: 7\n")
+        before = sorted(tmp_path.rglob("*"))
+        composed = compose_run([f"recipe={path}"])
+        assert composed.config.name == "mine"
+        assert composed.config.model.name == "qwen3-8b"
+        assert composed.config.cluster.name == "h200"
+        assert composed.config.train.steps == 7
+        assert composed.recipe_file == path
+        assert path in composed.files
+        assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the user's file"
+
+    def test_a_file_named_like_a_built_in_may_build_on_it_and_is_reported(self, tmp_path: Path) -> None:
+        path = tmp_path / "qwen3-tiny.yaml"
+        path.write_text("defaults: [qwen3-tiny]\ngpus: 8\n")
+        composed = compose_run([f"recipe={path}"])
+        assert composed.config.gpus == 8
+        assert "not the built-in" in composed.warnings[0]
+
+    def test_a_whole_section_gives_way_to_the_command_lines_group(self, tmp_path: Path) -> None:
+        path = tmp_path / "config.yaml"
+        path.write_text(dump_resolved(compose_run(["recipe=tiny", "optimizer.ns_steps=9"]).config))
+        kept = compose_run([f"recipe={path}"]).config.optimizer
+        assert isinstance(kept, MuonConfig)
+        assert kept.ns_steps == 9
+        assert isinstance(compose_run([f"recipe={path}", "optimizer=adamw"]).config.optimizer, AdamWConfig)
+
+    def test_a_folder_comes_first_and_shadowing_is_a_warning(self, tmp_path: Path) -> None:
+        path = recipe(tmp_path, "qwen3-tiny", "# @package _global_\ndefaults:\n  - qwen3-mini\nname: mine\n")
+        composed = compose_run(["recipe=tiny"], recipes_dirs=(tmp_path,))
+        assert composed.config.name == "mine"
+        assert composed.recipe_file == path
+        assert composed.warnings == (f"recipe qwen3-tiny from {path} shadows the built-in",)
+
+    def test_a_folder_may_hold_any_group(self, tmp_path: Path) -> None:
+        (tmp_path / "cluster").mkdir()
+        text = (builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: desk")
+        (tmp_path / "cluster" / "desk.yaml").write_text(text)
+        assert compose_run(["recipe=tiny", "cluster=desk"], recipes_dirs=(tmp_path,)).config.cluster.name == "desk"
+
+    def test_the_environment_names_folders_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        recipe(tmp_path, "ours", "# @package _global_\ndefaults:\n  - qwen3-tiny\nname: ours\n")
+        monkeypatch.setenv(RECIPES_DIR_VARIABLE, str(tmp_path))
+        assert compose_run(["recipe=ours"]).config.name == "ours"
+
+    @pytest.mark.parametrize("odd", ["it's, a [folder]", "naïve=1", "a:b $HOME"])
+    def test_folders_and_files_may_have_odd_names(self, tmp_path: Path, odd: str) -> None:
+        folder = tmp_path / odd
+        recipe(folder, "ours", "# @package _global_\ndefaults:\n  - qwen3-tiny\nname: ours\n")
+        (folder / "file.yaml").write_text("defaults: [qwen3-tiny]\n")
+        assert compose_run(["recipe=ours"], recipes_dirs=(folder,)).config.name == "ours"
+        assert compose_run([f"recipe={folder}/file.yaml"]).config.name == "file"
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("train: [1,\n", "not valid YAML"),
+            ("- a\n- b\n", "holds no settings"),
+            ("", "holds no settings"),
+            ("defaults: [qwen3-9b]\n", "cannot be composed"),
+            ("defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n", "not valid YAML"),
+        ],
+    )
+    def test_a_broken_file_says_what_is_broken(self, tmp_path: Path, text: str, reason: str) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        (problem,) = problems(f"recipe={path}").values()
+        assert reason in problem.reason
+        assert "mine.yaml" in problem.key
+        assert "canzona-" not in problem.reason, "our temporary folder is nobody's business"
+
+    def test_a_file_that_chooses_no_groups_says_which(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text("gpus: 2\n")
+        assert problems(f"recipe={path}").keys() == {"model", "cluster", "train"}
+
+    def test_a_mistake_in_a_file_names_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text("defaults: [qwen3-tiny]\ntrain: {steps: many, stepz: 1}\n")
+        found = problems(f"recipe={path}")
+        assert "mine.yaml" in found["train.steps"].reason
+        assert "mine.yaml" in found["train.stepz"].reason
+
+    def test_a_missing_file_and_folder(self, tmp_path: Path) -> None:
+        assert "no such file" in problems(f"recipe={tmp_path}/no.yaml")["recipe"].reason
+        assert "no such folder" in problems("recipe=tiny", recipes_dirs=(tmp_path / "no",))["--recipes-dir"].reason
+
+
+def test_load_resolved_tells_all_problems(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = dump_resolved(compose_run(["recipe=tiny"]).config)
+    path.write_text(text.replace("gpus: 2", "gpus: two").replace("steps: 150", "steps: 1.5").replace("beta1", "beta3"))
+    with pytest.raises(ConfigError) as caught:
+        load_resolved(path)
+    assert {problem.key for problem in caught.value.problems} == {"gpus", "train.steps", "optimizer.beta3"}
+
+
+def test_composed_is_immutable() -> None:
+    composed = compose_run(["recipe=tiny"])
+    assert isinstance(composed, Composed)
+    with pytest.raises(AttributeError):
+        composed.config.gpus = 3  # type: ignore[misc]
