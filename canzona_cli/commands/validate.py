@@ -23,11 +23,13 @@ def validate(
         typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
     ] = None,
 ) -> None:
-    """Check a recipe and its overrides, and how they fit the cluster; all mistakes are told at once.
+    """Check a recipe and its overrides, how they fit the cluster, and prepared data; all mistakes are told at once.
 
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
     does not fit in the cluster's memory.
     """
+    from dataclasses import asdict
+
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -43,6 +45,11 @@ def validate(
     for warning in composed.warnings:
         Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"))
     config, layout = resolve(composed.config)
+    corpus = None
+    if config.data.source == "prepared":  # the built-in corpus is prepared, and checked, when a run first needs it
+        from canzona_cli.data.prepare import ensure_corpus
+
+        corpus = asdict(ensure_corpus(config))
 
     tokens = layout.global_batch_size * config.train.seq_length
     table = Table.grid(padding=(0, 2))
@@ -54,7 +61,7 @@ def validate(
         ("layout", f"{describe_layout(layout, unit)} on {config.cluster.name}, recompute {layout.recompute}"),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("steps", f"{config.train.steps:,}, {count(config.train.steps * tokens)} tokens"),
-        ("data", describe_data(config, None)),
+        ("data", describe_data(config, corpus)),
     ]
     for label, value in rows:
         table.add_row(Text(label, style="dim"), Text(value))

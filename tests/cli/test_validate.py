@@ -42,3 +42,16 @@ def test_markup_in_values_is_shown_as_it_is() -> None:
     result = canzona("validate", "recipe=tiny", "gpus=[red]x[/red]")
     assert result.returncode == 2
     assert "[red]x[/red]" in result.stderr
+
+
+def test_prepared_data_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 2000)
+    missing = canzona("validate", "recipe=tiny", "data=prepared", "data.path=own", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "data.path" in missing.stderr
+    made = canzona("data", "prepare", "text.txt", "-o", "own", "--overwrite", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    arguments = ["data=prepared", "data.path=own", "data.validation_fraction=0", "train.eval_interval=0"]
+    found = canzona("validate", "recipe=tiny", *arguments, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "tokens, 1 document" in found.stdout
