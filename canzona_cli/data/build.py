@@ -114,11 +114,11 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             saved = tokenizer.to_json()
             sidecar = _describe(tokenizer, saved, reader, writer, settings)
             companions = [(sidecar_path(prefix), dump_sidecar(sidecar))]
-            if saved is None:
-                saved_tokenizer_path(prefix).unlink(missing_ok=True)
-            else:
+            if saved is not None:
                 companions.insert(0, (saved_tokenizer_path(prefix), saved))
             writer.publish(*companions)
+            if saved is None:
+                saved_tokenizer_path(prefix).unlink(missing_ok=True)  # of the pair this one replaces
     return Built(
         prefix=prefix,
         sidecar=sidecar,
@@ -148,13 +148,14 @@ def _make_tokenizer(
         for data, _ in _all_pieces(sources, reader):
             if taken + len(data) > SAMPLE_BYTES:
                 left_out = True
-                return
+                break
             if choose.random() < chance:
                 taken += len(data)
                 yield data
             else:
                 left_out = True
             on_progress(Progress(stage="learn vocabulary", done=reader.bytes_read, total=total))
+        on_progress(Progress(stage="learn vocabulary", done=total, total=total))
 
     tokenizer = train_bpe(sample(), settings.vocab_size, workers=settings.workers)
     return tokenizer, left_out
@@ -169,8 +170,7 @@ def _tokenise(
 
     def flush() -> None:
         nonlocal size
-        for piece, ids in zip(batch, tokenizer.encode_batch([piece.data for piece in batch]), strict=True):
-            writer.add(ids, end_of_document=piece.last)
+        writer.add(tokenizer.encode_batch([piece.data for piece in batch]), [piece.last for piece in batch])
         batch.clear()
         size = 0
         done = reader.bytes_read

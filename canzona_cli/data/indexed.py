@@ -9,7 +9,7 @@ the number of sequences up to its end.
 import os
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.data.tokenizers import TokenArray, token_dtype
+from canzona_cli.data.tokenizers import TokenArray, narrow, token_dtype
 from canzona_cli.errors import ConfigError, Problem
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -63,7 +63,7 @@ class PairWriter:
         self.dtype = token_dtype(vocab_size)
         self.tokens = 0
         self.max_token_id = 0
-        self._eod = np.asarray([eod], dtype=self.dtype)
+        self._eod = narrow([eod], vocab_size)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._document_tokens = 0
@@ -92,28 +92,34 @@ class PairWriter:
         for path in self._temporaries.values():
             path.unlink(missing_ok=True)
 
-    def add(self, tokens: TokenArray, *, end_of_document: bool) -> None:
-        """Append one sequence of the current document, shape [tokens].
+    def add(self, sequences: Sequence[TokenArray], ends: Sequence[bool]) -> None:
+        """Append sequences, each of shape [tokens], in one write.
 
-        A document without tokens leaves no trace; any other gets the eod at its end.
+        Args:
+            sequences: token ids without eod.
+            ends: whether the document ends with that sequence. A document without tokens leaves no trace; any other
+                gets the eod at its end.
         """
         assert self._bin is not None, "used outside its with block"
-        assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
-        self._document_tokens += tokens.size
-        ends = end_of_document and self._document_tokens > 0
-        length = tokens.size + ends
-        if length:
-            self._bin.write(tokens.data)
-            if tokens.size:
-                self.max_token_id = max(self.max_token_id, int(tokens.max()))
-            self._lengths.append(length)
-            self.tokens += length
-        if ends:
-            self._bin.write(self._eod.data)
-            self.max_token_id = max(self.max_token_id, int(self._eod[0]))
-            self._document_indices.append(len(self._lengths))
-        if end_of_document:
-            self._document_tokens = 0
+        parts: list[TokenArray] = []
+        for tokens, last in zip(sequences, ends, strict=True):
+            self._document_tokens += tokens.size
+            ends_here = last and self._document_tokens > 0
+            if tokens.size or ends_here:
+                parts.append(tokens)
+                self._lengths.append(tokens.size + ends_here)
+            if ends_here:
+                parts.append(self._eod)
+                self._document_indices.append(len(self._lengths))
+            if last:
+                self._document_tokens = 0
+        if not parts:
+            return
+        block = np.concatenate(parts)
+        assert block.dtype == self.dtype, (block.dtype, self.dtype)
+        self._bin.write(block.data)
+        self.tokens += block.size
+        self.max_token_id = max(self.max_token_id, int(block.max()))
 
     def finish(self) -> None:
         """Write the index and bring both files to the disk, still under their temporary names."""

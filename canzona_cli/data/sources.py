@@ -228,7 +228,11 @@ class Reader:
             yield from self._counted(cut_stream(stream, self.piece))
             return
         for text in documents:
-            yield from self._counted(cut_stream(io.BytesIO(text), self.piece))
+            if 0 < len(text) <= self.piece:
+                self.text_bytes += len(text)
+                yield Piece(text, last=True)
+            else:
+                yield from self._counted(cut_stream(io.BytesIO(text), self.piece))
 
     def _counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         any_piece = False

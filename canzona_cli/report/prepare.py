@@ -37,29 +37,31 @@ def preparation_progress() -> Iterator[OnProgress]:
 
         def show(progress: BuildProgress) -> None:
             if clock.is_new(progress):
-                bar.reset(task, description=progress.stage, total=progress.total)
-            bar.update(
-                task, completed=progress.done, total=progress.total, facts=_facts(progress, clock.bytes_per_s(progress))
-            )
+                bar.reset(task, description=progress.stage)
+            # Set directly: `update` takes a total of None for "as before", not for "unknown".
+            bar.tasks[task].total = None if _is_learning(progress) else progress.total
+            bar.update(task, completed=progress.done, facts=_facts(progress, clock.bytes_per_s(progress)))
 
         yield show
 
 
 class _Clock:
-    """When the present stage began."""
+    """When the present stage began, and from where."""
 
     def __init__(self) -> None:
         self.stage = ""
         self.began = time.monotonic()
+        self.done = 0
 
     def is_new(self, progress: BuildProgress) -> bool:
         if progress.stage == self.stage:
             return False
-        self.stage, self.began = progress.stage, time.monotonic()
+        self.stage, self.began, self.done = progress.stage, time.monotonic(), progress.done
         return True
 
     def bytes_per_s(self, progress: BuildProgress) -> float:
-        return progress.done / max(time.monotonic() - self.began, 1e-3)
+        """Since the stage's first sign of life; 0 at that very moment."""
+        return (progress.done - self.done) / max(time.monotonic() - self.began, 1e-3)
 
 
 def _lines(console: Console) -> Callable[[BuildProgress], None]:
@@ -83,12 +85,19 @@ def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
     if progress.stage == "write":
         return f"{count(progress.tokens)} tokens"
     total = f" of {size(progress.total)}" if progress.total else ""
-    parts = [f"{size(progress.done)}{total}", f"{size(bytes_per_s)}/s"]
+    parts = [f"{size(progress.done)}{total}"]
     if progress.tokens:
-        parts.insert(1, f"{count(progress.tokens)} tokens")
-    if progress.stage == "learn vocabulary" and progress.total and progress.done >= progress.total:
+        parts.append(f"{count(progress.tokens)} tokens")
+    if bytes_per_s > 0:
+        parts.append(f"{size(bytes_per_s)}/s")
+    if _is_learning(progress):
         parts = [f"{size(progress.done)} read, learning"]
     return ", ".join(parts)
+
+
+def _is_learning(progress: BuildProgress) -> bool:
+    """Whether the sample is read, and what follows shows no progress of its own."""
+    return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 
 def print_prepared(built: Built) -> None:

@@ -26,8 +26,8 @@ def write(prefix: Path, documents: Sequence[Document], *, vocab_size: int = 257)
     dtype: Literal["uint16", "int32"] = "uint16" if vocab_size < 65_500 else "int32"
     with PairWriter(prefix, vocab_size=vocab_size, eod=EOD) as writer:
         for document in documents:
-            for number, sequence in enumerate(document, 1):
-                writer.add(ids(sequence, dtype), end_of_document=number == len(document))
+            last = [False] * (len(document) - 1) + [True]
+            writer.add([ids(sequence, dtype) for sequence in document], last)
         writer.finish()
         writer.publish()
     return prefix
@@ -115,7 +115,7 @@ def test_an_aborted_writer_leaves_nothing_and_keeps_the_older_pair(tmp_path: Pat
 
     def interrupted() -> None:
         with PairWriter(prefix, vocab_size=257, eod=EOD) as writer:
-            writer.add(ids([9] * 100_000), end_of_document=True)
+            writer.add([ids([9] * 100_000)], [True])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -128,7 +128,7 @@ def test_a_failed_publication_leaves_no_half_pair(tmp_path: Path) -> None:
 
     def publish() -> None:
         with PairWriter(tmp_path / "p", vocab_size=257, eod=EOD) as writer:
-            writer.add(ids([1]), end_of_document=True)
+            writer.add([ids([1])], [True])
             writer.finish()
             writer.publish((tmp_path / "p.json", "{}"))
 
