@@ -1,0 +1,181 @@
+"""PhaseTimer on a clock that only moves when told: every second of a step belongs to exactly one phase."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.megatron.timers import IN_STEP, HostClock, Phase, PhaseTimer, StepTiming, TotalPhase
+
+
+class HandClock(HostClock):
+    """Shows the time it was set to."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> object:
+        return self.time
+
+    def wait(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class HandTimer(PhaseTimer):
+    """A timer that reads a `HandClock`."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.clock = self._clock = HandClock()
+
+    def spend(self, seconds: float, *phases: Phase) -> None:
+        """Let time pass inside nested `phases`."""
+        if not phases:
+            self.clock.wait(seconds)
+            return
+        with self.phase(phases[0]):
+            self.spend(seconds, *phases[1:])
+
+    def only(self) -> StepTiming:
+        (timing,) = self.timings()
+        return timing
+
+
+def test_time_outside_every_phase_is_other() -> None:
+    timer = HandTimer()
+    timer.begin_step()
+    timer.spend(1.0)
+    timer.spend(2.0, "forward")
+    timer.spend(4.0)
+    timer.end_step()
+    assert timer.only() == StepTiming(step_s=7.0, phases={"other": 5.0, "forward": 2.0})
+
+
+def test_a_nested_phase_takes_its_time_from_the_one_around_it() -> None:
+    timer = HandTimer()
+    timer.begin_step()
+    with timer.phase("norm_clip"):
+        timer.spend(1.0)
+        with timer.phase("matrix_update"):
+            timer.spend(2.0)
+            timer.spend(4.0, "exchange")
+            timer.spend(8.0)
+        timer.spend(16.0)
+    timer.end_step()
+    phases = {name: seconds for name, seconds in timer.only().phases.items() if seconds}
+    assert phases == {"norm_clip": 17.0, "matrix_update": 10.0, "exchange": 4.0}
+
+
+def test_a_phase_ends_when_its_body_raises() -> None:
+    timer = HandTimer()
+    with pytest.raises(ZeroDivisionError), timer.phase("backward"):
+        raise ZeroDivisionError
+    assert timer.current == "other"
+
+
+def test_a_phase_that_is_open_at_the_start_of_a_step_owns_its_first_moments() -> None:
+    timer = HandTimer()
+    timer.push("data")
+    timer.spend(1.0)
+    timer.begin_step()
+    timer.spend(2.0)
+    timer.pop()
+    timer.end_step()
+    assert timer.only().phases["data"] == 2.0
+
+
+def test_transfers_that_overlap_count_once() -> None:
+    """A total is the length of the union: two buckets in flight together share one link."""
+    timer = HandTimer()
+    timer.begin_step()
+    for start, end in ((1.0, 4.0), (2.0, 3.0), (3.0, 6.0), (8.0, 9.0)):
+        timer.span("grad_reduce_total", 100.0 + start, 100.0 + end)
+    timer.spend(10.0, "backward")
+    timer.end_step()
+    assert timer.only().phases["grad_reduce_total"] == pytest.approx(6.0)
+
+
+def test_totals_lie_beside_the_step_not_in_it() -> None:
+    timer = HandTimer()
+    timer.begin_step()
+    begin = timer.now()
+    timer.spend(5.0, "backward")
+    timer.span("grad_reduce_total", begin, timer.now())
+    timer.end_step()
+    timing = timer.only()
+    assert timing.phases["backward"] == timing.phases["grad_reduce_total"] == timing.step_s == 5.0
+    assert sum(timing.phases[name] for name in IN_STEP if name in timing.phases) == timing.step_s
+
+
+def test_a_transfer_that_lands_after_its_step_counts_for_the_step_it_began_in() -> None:
+    """Parameter gathering overlaps the next forward; a step is only read once the next one has ended."""
+    timer = HandTimer()
+    timer.begin_step()
+    timer.spend(1.0)
+    gather = timer.span("param_gather_total", timer.now())
+    timer.spend(1.0)
+    timer.end_step()
+    timer.begin_step()
+    timer.spend(3.0, "forward")
+    gather.end = timer.now()
+    timer.end_step()
+    first, second = timer.timings()
+    assert first.phases["param_gather_total"] == 4.0
+    assert "param_gather_total" not in second.phases
+
+
+def test_a_transfer_that_never_lands_is_left_out() -> None:
+    timer = HandTimer()
+    timer.begin_step()
+    timer.span("exchange_total", timer.now())
+    timer.end_step()
+    assert "exchange_total" not in timer.only().phases
+
+
+def test_calls_outside_a_step_measure_nothing() -> None:
+    """A validation runs the very same instrumented code between two steps."""
+    timer = HandTimer()
+    timer.spend(1.0, "forward")
+    timer.span("grad_reduce_total", 100.0, 101.0)
+    assert timer.timings() == []
+    timer.begin_step()
+    timer.spend(2.0, "forward")
+    timer.end_step()
+    timer.spend(4.0, "forward")
+    timer.span("grad_reduce_total", 102.0, 106.0)
+    assert timer.timings() == [StepTiming(step_s=2.0, phases={"other": 0.0, "forward": 2.0})]
+
+
+def test_reading_twice_changes_nothing() -> None:
+    timer = HandTimer()
+    for seconds in (1.0, 2.0, 3.0):
+        timer.begin_step()
+        timer.spend(seconds, "forward")
+        timer.end_step()
+    assert [timing.step_s for timing in timer.timings()] == [1.0, 2.0, 3.0]
+    assert timer.timings() == timer.timings()
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.lists(st.sampled_from(IN_STEP), max_size=3), st.integers(0, 1000).map(float)), max_size=12
+    ),
+    transfers=st.lists(st.tuples(st.integers(0, 100).map(float), st.integers(0, 100).map(float)), max_size=6),
+)
+def test_phases_add_up_to_the_step(
+    parts: list[tuple[list[Phase], float]], transfers: list[tuple[float, float]]
+) -> None:
+    """Whatever is nested in whatever: in-step phases add up, and a total is what a second-by-second count gives."""
+    total: TotalPhase = "exchange_total"
+    timer = HandTimer()
+    timer.begin_step()
+    for phases, seconds in parts:
+        timer.spend(seconds, *phases)
+    for start, length in transfers:
+        timer.span(total, start, start + length)
+    timer.end_step()
+    timing = timer.only()
+    assert timing.step_s == sum(seconds for _, seconds in parts)
+    assert sum(timing.phases.get(name, 0.0) for name in IN_STEP) == timing.step_s
+    covered = {second for start, length in transfers for second in range(int(start), int(start + length))}
+    assert timing.phases.get(total, 0.0) == len(covered)
