@@ -1,0 +1,45 @@
+"""Hugging Face's Qwen3 as the independent reference: same shapes, our weights, its own code."""
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from canzona_cli.config.schema import ModelConfig
+from tests.dist.whole import Weights
+
+
+def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int) -> Qwen3ForCausalLM:
+    """`Qwen3ForCausalLM` in fp32 with `weights`; built from its configuration, nothing is downloaded.
+
+    Raises:
+        RuntimeError: `weights` lacks one of its parameters or has one too many.
+    """
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_query_groups,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max_length,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+        tie_word_embeddings=shape.tied_embeddings,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied_embeddings else {}
+    model.load_state_dict({**weights, **tied}, strict=True)
+    return model
+
+
+def weights_of(model: Qwen3ForCausalLM) -> Weights:
+    """Its weights under the same names; the output layer of tied embeddings only once."""
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def token_losses(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each token: `[batch, seq_length]` tokens and labels to `[batch, seq_length]`, nats."""
+    logits = model(input_ids=tokens).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)

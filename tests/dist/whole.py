@@ -1,0 +1,131 @@
+"""The whole model, put together from the fragments on all ranks.
+
+Written from what Megatron-core and Hugging Face document about their weights, not from our own code: which dimension a
+fragment is cut along is asked of Megatron, and every matrix comes out under Hugging Face's name in its row order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.megatron.parallel import World
+
+Weights = dict[str, torch.Tensor]
+"""Whole matrices and vectors, fp32, by Hugging Face name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """One parameter of one rank."""
+
+    values: np.ndarray
+    """fp32; an array, because a tensor could not outlive the process that made it."""
+    cut: int | None
+    """The dimension cut over tp ranks; None where every tp rank has all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Every parameter of one rank, by Megatron's name with the layer's number in the whole model."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    fragments: Mapping[str, Fragment]
+
+
+def part_of(model: torch.nn.Module, world: World) -> Part:
+    """This rank's fragments, copied."""
+    return Part(
+        tp_rank=world.tp_rank,
+        pp_rank=world.pp_rank,
+        dp_rank=world.dp_rank,
+        fragments={
+            name: Fragment(
+                values=param.detach().float().numpy().copy(),
+                cut=getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None,
+            )
+            for name, param in named_parameters(model)
+        },
+    )
+
+
+def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters by Megatron's name, without wrappers, under the layer number of the whole model."""
+    named = []
+    for name, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            path = f"{name}.{key}".split(".")
+            if "layers" in path:
+                at = path.index("layers") + 2
+                layer: object = model.get_submodule(".".join(path[:at]))
+                assert isinstance(layer, TransformerLayer)
+                # Megatron numbers layers from 1, over all pipeline stages.
+                path[at - 1] = str(layer.layer_number - 1)
+            named.append((".".join(part for part in path if part != "module"), param))
+    return named
+
+
+def assemble(parts: Sequence[Part], shape: ModelConfig) -> Weights:
+    """The whole model.
+
+    Raises:
+        AssertionError: ranks that should hold the same values do not, or a fragment is missing.
+    """
+    whole: Weights = {}
+    for name in dict.fromkeys(name for part in parts for name in part.fragments):
+        for dp_rank in sorted({part.dp_rank for part in parts}):
+            holders = [part for part in parts if name in part.fragments and part.dp_rank == dp_rank]
+            for pp_rank in sorted({part.pp_rank for part in holders}):
+                pieces = sorted((p for p in holders if p.pp_rank == pp_rank), key=lambda p: p.tp_rank)
+                for key, value in _canonical(name, [p.fragments[name] for p in pieces], shape).items():
+                    known = whole.setdefault(key, value)
+                    assert torch.equal(known, value), f"{key} differs between ranks (dp {dp_rank}, pp {pp_rank})"
+    return whole
+
+
+def _canonical(name: str, fragments: Sequence[Fragment], shape: ModelConfig) -> Weights:
+    """One Megatron parameter, whole, as the one to three Hugging Face weights it stands for."""
+    pieces = [torch.from_numpy(fragment.values) for fragment in fragments]
+    cut = fragments[0].cut
+    key = _hugging_face_name(name, shape)
+    if cut is None:
+        assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name} differs between tp ranks"
+        return {key: pieces[0]}
+    if name.endswith("linear_fc1.weight"):
+        # Each rank holds [gate_r; up_r].
+        gates, ups = zip(*(piece.chunk(2) for piece in pieces), strict=True)
+        return {key: torch.cat(gates), key.replace("gate", "up"): torch.cat(ups)}
+    whole = torch.cat(pieces, dim=cut)
+    if name.endswith("linear_qkv.weight"):
+        # Rows go group by group: the queries of a group, its key, its value.
+        groups, head = shape.num_query_groups, shape.head_dim
+        queries = shape.num_attention_heads // groups
+        by_group = whole.view(groups, (queries + 2) * head, shape.hidden_size)
+        q, k, v = torch.split(by_group, [queries * head, head, head], dim=1)
+        return {key.replace("q_proj", f"{x}_proj"): w.flatten(0, 1) for x, w in (("q", q), ("k", k), ("v", v))}
+    return {key: whole}
+
+
+def _hugging_face_name(name: str, shape: ModelConfig) -> str:
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.linear_qkv.weight": "self_attn.q_proj.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "mlp.linear_fc1.weight": "mlp.gate_proj.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    }
+    if not name.startswith("decoder.layers."):
+        return names[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"model.layers.{layer}.{names[rest]}"
