@@ -60,12 +60,12 @@ class CudaWatcher:
     """For NCCL: a stream of its own waits for the collective and records an event; the host goes on."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def watch(self, span: Span, handle: Waitable) -> None:
         with torch.cuda.stream(self._stream):
             handle.wait()
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
         span.end = event
 

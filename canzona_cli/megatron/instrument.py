@@ -140,7 +140,7 @@ def _in_phase(timer: PhaseTimer, phase: Phase, original: Callable[..., object]) 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
     """Megatron's `duplicated` mode gathers TP fragments by `torch.distributed.all_gather` inside the update."""
-    original = torch.distributed.all_gather
+    original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)
     def all_gather(*args: object, **kwargs: object) -> object:
@@ -153,4 +153,4 @@ def _time_tp_exchange(timer: PhaseTimer) -> None:
         timer.span("exchange_total", begin, timer.now())
         return work
 
-    torch.distributed.all_gather = all_gather
+    torch.distributed.all_gather = all_gather  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.config.schema import ModelConfig, RunConfig
+from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron.parallel import World
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -26,11 +26,11 @@ def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
-    recompute: dict[str, object] = {
+    recompute_settings: dict[Recompute, dict[str, object]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[layout.recompute]
+    }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -64,7 +64,7 @@ def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
-        **recompute,
+        **recompute_settings[layout.recompute],
     )
 
 
@@ -130,7 +130,9 @@ def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
         layers = getattr(module, "layers", None)
         if isinstance(layers, torch.nn.ModuleList) and len(layers) > 0:
             # Megatron numbers layers from 1 over all stages.
-            first = int(layers[0].layer_number) - 1
+            number = layers[0].layer_number
+            assert isinstance(number, int)
+            first = number - 1
             break
     for name, param in model.named_parameters():
         match = _LAYER.fullmatch(name)
@@ -155,7 +157,11 @@ def _blocks(name: str, shape: ModelConfig) -> tuple[_Block, ...]:
     for suffix, (rows, cols, block_std) in whole.items():
         if name.endswith(suffix):
             # Tied weights live on the first and the last stage under two names and must be one draw.
-            key = "embedding.word_embeddings.weight" if suffix == "output_layer.weight" and shape.tied_embeddings else name
+            key = (
+                "embedding.word_embeddings.weight"
+                if suffix == "output_layer.weight" and shape.tied_embeddings
+                else name
+            )
             return (_Block(name=key, shape=(rows, cols), std=block_std),)
     raise RuntimeError(f"no initialisation is known for parameter {name}")
 

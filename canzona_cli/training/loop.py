@@ -37,7 +37,6 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
     journal.stage("train", f"{settings.steps} steps")
     _validate(trainee, datasets, journal, step=0)
     batches = BatchStream(datasets.train, world)
-    tokens_per_step = world.layout.global_batch_size * settings.seq_length
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
         result = train_step(trainee, batches, stop_requested=world.rank == 0 and files.stop_requested())
@@ -45,10 +44,10 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
         record.step, record.loss = step, result.loss
         last = step == settings.steps or result.stop
         if not math.isfinite(result.loss):
-            journal.step(_metrics(step, result, elapsed, tokens_per_step))
+            journal.step(step_metrics(trainee, step, result, elapsed))
             raise NonFiniteLoss(step, result.loss)
         if step % trainee.config.run.log_interval == 0 or last:
-            journal.step(_metrics(step, result, elapsed, tokens_per_step))
+            journal.step(step_metrics(trainee, step, result, elapsed))
         if last or (settings.eval_interval and step % settings.eval_interval == 0):
             _validate(trainee, datasets, journal, step=step)
         if result.stop:
@@ -68,13 +67,15 @@ def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: i
     journal.stage("train", f"step {step}")
 
 
-def _metrics(step: int, result: StepResult, elapsed: float, tokens_per_step: int) -> StepMetrics:
+def step_metrics(trainee: Trainee, step: int, result: StepResult, elapsed: float) -> StepMetrics:
+    """The metrics line of a step that took `elapsed` seconds."""
+    tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=step,
         loss=result.loss,
         lr=result.lr,
         grad_norm=result.grad_norm,
-        tokens_per_s=tokens_per_step / elapsed,
+        tokens_per_s=tokens / elapsed,
         step_s=elapsed,
-        tokens=step * tokens_per_step,
+        tokens=step * tokens,
     )

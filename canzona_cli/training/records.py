@@ -87,7 +87,7 @@ class Journal:
         if writes and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(files.root / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(files.root / "tensorboard"))
 
     def stage(self, stage: Stage, detail: str = "") -> None:
         if self._writes:
@@ -100,14 +100,14 @@ class Journal:
         append_json_line(self._files.metrics, {**vars(metrics), "time": time.time()})
         if self._board is not None:
             for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
-                self._board.add_scalar(f"train/{key}", getattr(metrics, key), metrics.step)  # type: ignore[no-untyped-call]
+                self._board.add_scalar(f"train/{key}", getattr(metrics, key), metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
         if not self._writes:
             return
         append_json_line(self._files.validation, {"step": step, "loss": loss, "time": time.time()})
         if self._board is not None:
-            self._board.add_scalar("validation/loss", loss, step)  # type: ignore[no-untyped-call]
+            self._board.add_scalar("validation/loss", loss, step)
 
     def breakdown(self, breakdown: dict[str, object]) -> None:
         if self._writes:
@@ -115,4 +115,4 @@ class Journal:
 
     def close(self) -> None:
         if self._board is not None:
-            self._board.close()  # type: ignore[no-untyped-call]
+            self._board.close()

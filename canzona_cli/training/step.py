@@ -67,9 +67,7 @@ def train_step(trainee: Trainee, batches: Iterator[Batch], *, stop_requested: bo
 def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int) -> float:
     """Mean loss over `global_batches` batches, nats per token, the same on every rank."""
     trainee.model.eval()
-    losses = [
-        loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)
-    ]
+    losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
     trainee.model.train()
     loss, _ = _agree(trainee.world, losses, stop_requested=False)
     return loss

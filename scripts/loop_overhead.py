@@ -1,0 +1,134 @@
+"""What canzona's loop costs beside a bare Megatron-core step of the same model, measured side by side.
+
+    python -m torch.distributed.run --nproc-per-node 2 scripts/loop_overhead.py --steps 40 --out overhead.json \
+        recipe=qwen3-tiny gpus=2
+
+Two copies of the model take turns in one process: one in a bare loop (schedule, optimizer step), one in canzona's
+(phase timing, loss reduction, learning-rate schedule, records on disk). Prints each loop's quartiles and the median
+of the ratios pair by pair; the raw seconds go to --out.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.corpus import cache_root, ensure_corpus
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.megatron import instrument, model, optimizer, parallel
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.loop import step_metrics
+from canzona_cli.training.records import Journal
+from canzona_cli.training.step import Trainee, train_step
+
+WARM_UP = 5
+
+
+def assemble(config: RunConfig, world: World, *, timed: bool) -> Trainee:
+    timer = PhaseTimer(world.device)
+    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
+    updater = optimizer.build_optimizer(wrapped, config, world)
+    if timed:
+        instrument.attach(wrapped, updater, timer)
+    schedule = optimizer.build_schedule(updater, config)
+    return Trainee(config=config, world=world, model=wrapped, optimizer=updater, schedule=schedule, timer=timer)
+
+
+def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
+    """What any Megatron-core training loop does at least."""
+
+    def mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (losses.float() * mask).sum() / mask.sum()
+        return loss, loss.detach()
+
+    def forward(data: Iterator[Batch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
+        batch = next(data)
+        output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, partial(mean, batch["loss_mask"])
+
+    trainee.model.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    layout = trainee.world.layout
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=batches,
+        model=[trainee.model],
+        num_microbatches=layout.num_microbatches,
+        seq_length=trainee.config.train.seq_length,
+        micro_batch_size=layout.micro_batch_size,
+        forward_only=False,
+    )
+    trainee.optimizer.step()
+    trainee.schedule.step(increment=1)
+
+
+def canzona_step(trainee: Trainee, batches: Iterator[Batch], files: RunFiles, journal: Journal, step: int) -> None:
+    """The body of `canzona_cli.training.loop.train`."""
+    started = time.perf_counter()
+    result = train_step(trainee, batches, stop_requested=trainee.world.rank == 0 and files.stop_requested())
+    journal.step(step_metrics(trainee, step, result, time.perf_counter() - started))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="+")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    steps = arguments.steps + WARM_UP
+    config, layout = fit.resolve(compose_run([*arguments.overrides, f"train.steps={steps}"]).config)
+    corpus = ensure_corpus(config)
+    world = parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
+    data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
+    bare, ours = (assemble(config, world, timed=timed) for timed in (False, True))
+    bare_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
+    seconds: dict[str, list[float]] = {"bare": [], "canzona": []}
+    with tempfile.TemporaryDirectory() as folder:
+        files = RunFiles(Path(folder))
+        journal = Journal(files, writes=world.rank == 0)
+        for step in range(steps):
+            turns = [
+                ("bare", partial(bare_step, bare, bare_batches)),
+                ("canzona", partial(canzona_step, ours, our_batches, files, journal, step)),
+            ]
+            # Who goes first alternates, so that neither always follows the other's cache state.
+            for name, turn in turns if step % 2 else reversed(turns):
+                torch.distributed.barrier()
+                started = time.perf_counter()
+                turn()
+                torch.distributed.barrier()
+                seconds[name].append(time.perf_counter() - started)
+    if world.rank == 0:
+        report(seconds, arguments.out, layout.world_size)
+    parallel.shutdown()
+
+
+def report(seconds: dict[str, list[float]], out: Path | None, ranks: int) -> None:
+    kept = {name: values[WARM_UP:] for name, values in seconds.items()}
+    ratios = [ours / bare for ours, bare in zip(kept["canzona"], kept["bare"], strict=True)]
+    for name, values in [*kept.items(), ("canzona / bare", ratios)]:
+        low, median, high = statistics.quantiles(values, n=4)
+        unit = "" if "/" in name else " s"
+        spread = f"quartiles {low:.4f} to {high:.4f}"
+        print(f"{name:15} median {median:.4f}{unit}, {spread}, {len(values)} steps, {ranks} ranks")
+    if out is not None:
+        out.write_text(json.dumps({"ranks": ranks, "seconds": kept, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

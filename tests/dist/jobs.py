@@ -1,0 +1,90 @@
+"""Small real training jobs for tests, from the recipes people use."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.megatron import instrument, model, optimizer, parallel
+from canzona_cli.megatron.timers import PhaseTimer, StepTiming
+from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.step import Trainee, train_step, validate
+from tests.dist.ranks import run_ranks
+
+# A small qwen3-tiny that every layout of four ranks divides. Few micro-batches: four ranks on two cores spend
+# milliseconds on each tensor-parallel all-reduce.
+SMALL = (
+    "recipe=qwen3-tiny",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=192",
+    "model.num_attention_heads=8",
+    "model.num_query_groups=4",
+    "model.head_dim=16",
+    "train.seq_length=64",
+    "train.batch_tokens=512",
+    "train.micro_batch_size=2",
+    # Several buckets, so that reduction and gathering really overlap.
+    "parallel.bucket_elements=25000",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one rank saw of a run."""
+
+    validation_before: float
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    validation_after: float
+    timings: list[StepTiming]
+
+
+def train(cache: Path, *overrides: str) -> list[Curve]:
+    """Train `SMALL` with `overrides` on as many ranks as `gpus` says; the curve every rank saw."""
+    composed = compose_run([*SMALL, f"data.cache_dir={cache}", *overrides])
+    return run_ranks(composed.config.gpus, partial(_train_rank, cache, overrides))
+
+
+def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
+    """What a worker has before its first step."""
+    logging.disable(logging.WARNING)
+    config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
+    corpus = ensure_corpus(config)
+    world = parallel.initialize(layout, "cpu", seed=config.train.seed)
+    timer = PhaseTimer(world.device)
+    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
+    updater = optimizer.build_optimizer(wrapped, config, world)
+    instrument.attach(wrapped, updater, timer)
+    trainee = Trainee(
+        config=config,
+        world=world,
+        model=wrapped,
+        optimizer=updater,
+        schedule=optimizer.build_schedule(updater, config),
+        timer=timer,
+    )
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
+    return trainee, facts, corpus.prefix
+
+
+def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:
+    trainee, facts, prefix = assemble(cache, *overrides)
+    datasets = build_datasets(trainee.config, prefix, facts, cache=cache / "indices")
+    assert datasets.validation is not None
+    before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
+    batches = BatchStream(datasets.train, trainee.world)
+    steps = [train_step(trainee, batches, stop_requested=False) for _ in range(trainee.config.train.steps)]
+    after = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
+    return Curve(
+        validation_before=before,
+        losses=[step.loss for step in steps],
+        grad_norms=[step.grad_norm for step in steps],
+        learning_rates=[step.lr for step in steps],
+        validation_after=after,
+        timings=trainee.timer.timings(),
+    )
