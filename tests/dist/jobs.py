@@ -7,6 +7,7 @@ from pathlib import Path
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron import instrument, model, optimizer, parallel
 from canzona_cli.megatron.timers import PhaseTimer, StepTiming
@@ -52,15 +53,21 @@ def train(cache: Path, *overrides: str) -> list[Curve]:
 
 def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
     """What a worker has before its first step."""
-    logging.disable(logging.WARNING)
     config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
     corpus = ensure_corpus(config)
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
+    return build(config, layout), facts, corpus.prefix
+
+
+def build(config: RunConfig, layout: Layout) -> Trainee:
+    """The model and all that updates it, as a worker builds them."""
+    logging.disable(logging.WARNING)
     world = parallel.initialize(layout, "cpu", seed=config.train.seed)
     timer = PhaseTimer(world.device)
     wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
     updater = optimizer.build_optimizer(wrapped, config, world)
     instrument.attach(wrapped, updater, timer)
-    trainee = Trainee(
+    return Trainee(
         config=config,
         world=world,
         model=wrapped,
@@ -68,8 +75,6 @@ def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
         schedule=optimizer.build_schedule(updater, config),
         timer=timer,
     )
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
-    return trainee, facts, corpus.prefix
 
 
 def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:
