@@ -191,7 +191,7 @@ def _orthogonalised(matrix: torch.Tensor, coefficients: Sequence[tuple[float, fl
     return x.float()
 
 
-def _check(config: RunConfig, layout: Layout, updates: Callable[[Parameters, RunConfig], Update], bound: float) -> None:
+def _check(config: RunConfig, layout: Layout, updates: Callable[[Parameters, RunConfig], Update]) -> None:
     ours = _ours(config, layout)
     assert min(ours.grad_norms) > 2 * config.optimizer.clip_grad, "clipping is not active, so it is not tested"
     reference = _reference(config, layout, ours.before, updates)
