@@ -44,6 +44,12 @@ IN_STEP: tuple[Phase, ...] = (
     "other",
 )
 
+_TOTAL_OF: dict[str, TotalPhase] = {
+    "grad_reduce": "grad_reduce_total",
+    "exchange": "exchange_total",
+    "param_gather": "param_gather_total",
+}
+
 
 @dataclass(frozen=True)
 class StepTiming:
@@ -169,15 +175,16 @@ class PhaseTimer:
         if step is None:
             return
         phases: dict[str, float] = defaultdict(float)
-        for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
-            phases[phase] += self._clock.elapsed(start, stop)
         origin = step.marks[0][0]
         intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for span in step.spans:
-            if span.end is not None:
-                intervals[span.name].append(
-                    (self._clock.elapsed(origin, span.start), self._clock.elapsed(origin, span.end))
-                )
+        spans = [(span.name, span.start, span.end) for span in step.spans if span.end is not None]
+        for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
+            phases[phase] += self._clock.elapsed(start, stop)
+            if phase in _TOTAL_OF:
+                # What the step waits for is part of the whole, launching and book-keeping included.
+                spans.append((_TOTAL_OF[phase], start, stop))
+        for name, start, end in spans:
+            intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
         phases |= {name: _covered(found) for name, found in intervals.items()}
         self._timings.append(StepTiming(step_s=self._clock.elapsed(origin, step.end), phases=phases))
 
