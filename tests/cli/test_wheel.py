@@ -1,0 +1,58 @@
+"""The wheel stands alone: it carries the recipes and works from any directory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the installed wheel; what it depends on comes from the running environment."""
+    built, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(built), str(ROOT)], check=True, timeout=240)
+    (wheel,) = built.glob("canzona-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=240)
+    return site
+
+
+def _canzona(site: Path, cwd: Path, *arguments: str) -> str:
+    # -P: the current directory must not stand in for the installed package.
+    code = "import canzona_cli, canzona_cli.app; print(canzona_cli.__file__); canzona_cli.app.main()"
+    environment = os.environ | {"PYTHONPATH": str(site), "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    location, output = done.stdout.split("\n", 1)
+    assert location.startswith(str(site)), "the test ran the checkout, not the wheel"
+    return output
+
+
+def test_recipes_come_with_the_wheel(site: Path, tmp_path: Path) -> None:
+    listed = _canzona(site, tmp_path, "recipes", "list")
+    for recipe in (ROOT / "recipes" / "recipe").glob("*.yaml"):
+        assert recipe.stem in listed
+
+
+def test_a_recipe_of_the_wheel_resolves_into_a_command(site: Path, tmp_path: Path) -> None:
+    printed = _canzona(site, tmp_path, "train", "recipe=qwen3-8b", "gpus=16", "--dry-run")
+    assert "-m canzona_cli.training.worker" in printed
+    assert not any(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_the_wheel_names_its_commands_and_its_rendezvous(site: Path) -> None:
+    (metadata,) = site.glob("canzona-*.dist-info")
+    entry_points = (metadata / "entry_points.txt").read_text(encoding="utf-8")
+    assert "canzona = canzona_cli.app:main" in entry_points
+    assert "canzona-loopback = canzona_cli.training.rendezvous:handler" in entry_points
