@@ -33,6 +33,7 @@ class LazyCommands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            typer.echo("Interrupted", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
@@ -79,10 +80,10 @@ def canzona(
 
 def main() -> None:
     """Runs the command line and exits with one of `canzona_cli.errors.ExitCode`."""
-    from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, use_own_bash_script
+    from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, prepare_completion_options
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
-        use_own_bash_script()
+        prepare_completion_options(sys.argv)
     try:
         with bash_words():
             app(prog_name="canzona", complete_var=COMPLETE_VARIABLE)

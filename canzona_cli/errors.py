@@ -41,7 +41,7 @@ class CanzonaError(Exception):
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
-        super().__init__("; ".join(f"{p.key}: {p.reason}" for p in problems))
+        super().__init__("; ".join(f"{p.key}: {p.reason}" + (f" ({p.fix})" if p.fix else "") for p in problems))
 
 
 class ConfigError(CanzonaError):

@@ -1,8 +1,13 @@
 """What several test folders share."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and so do all the processes they start:
+# what they check of it would never happen.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from canzona_cli.config.completion import complete_override
+from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,7 @@ def train(
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides or [], recipes_dirs=recipes_dir or [])
     for warning in composed.warnings:
-        errors.print(f"warning: {warning}", style="yellow", markup=False)
+        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     config, layout = resolve(composed.config)
     if dry_run:
         _show(config, layout, console, errors)
@@ -67,7 +68,8 @@ def _show(config: "RunConfig", layout: "Layout", console: "Console", errors: "Co
     )
     console.print(shown, soft_wrap=True)
     for problem in preflight.machine_problems(config, layout):
-        errors.print(f"note: this machine could not run it: {problem.reason}", style="yellow", markup=False)
+        note = f"note: this machine could not run it: {problem.reason}"
+        errors.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
 def _launch(
@@ -97,9 +99,14 @@ def _launch(
     try:
         corpus = ensure_corpus(config, progress)
         run = RunDirectory.create(config) if node_rank == 0 else RunDirectory.join(config)
-    except BaseException as error:
+    except KeyboardInterrupt:
+        if not preparing:
+            raise
+        view.close("interrupted", "before training began")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except Exception:
         if preparing:  # give the terminal back before the error is shown
-            view.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "before training began")
+            view.close("failed", "before training began")
         raise
     command = torchrun.build(config, layout, run.path)
     per_node = torchrun.ranks_per_node(config)
@@ -143,7 +150,7 @@ def _say_why(outcome: "Outcome", errors: "Console") -> None:
     kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), WorkerCrashed)
     place = "launcher" if outcome.rank is None else f"rank {outcome.rank}"
-    reason = outcome.message.removeprefix(f"{place}: ")
+    reason = outcome.message.removeprefix(place).removeprefix(":").strip()
     errors.print(render_error(kind(Problem(key=place, reason=reason))))
     if outcome.traceback:
         errors.print()

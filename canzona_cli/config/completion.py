@@ -90,11 +90,16 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
     return joined, place if current < len(words) else len(joined), already
 
 
-def use_own_bash_script() -> None:
-    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`."""
+def prepare_completion_options(arguments: list[str]) -> None:
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and take a shell's name.
+
+    Without a name Typer asks the process tree which shell it runs under; a script or a container may have none.
+    """
     from typer import _completion_shared
 
     _completion_shared._completion_scripts["bash"] = BASH_SCRIPT
+    if arguments[-1] in _completion_shared._completion_scripts:
+        os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
 
 
 def _keys(prefix: str) -> list[str]:

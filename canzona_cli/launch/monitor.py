@@ -46,6 +46,11 @@ class Monitor:
             (JsonLines(files.validation), self._validation),
         )
 
+    @property
+    def training(self) -> bool:
+        """Whether the workers have got as far as training, so that a stop has something to keep."""
+        return self._stage in ("train", "validate", "finish") or bool(self.last_step or self.last_validation)
+
     def poll(self) -> None:
         """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
 

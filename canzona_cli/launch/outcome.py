@@ -95,7 +95,8 @@ def judge(
     """
     results = read_ranks(files, ranks)
     if forced:
-        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="stopped at once, inside a step")
+        when = "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
+        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=when)
     if all(r.status == "done" for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message="")
     deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))

@@ -2,7 +2,8 @@
 
 - First Ctrl-C, SIGTERM or SIGHUP: the file `stop` appears in the run directory, and the workers end after the step
   they are in. Nothing is signalled: torchrun answers a signal by killing its workers, in the middle of a collective.
-- Second one, or no end within the grace period: the whole process tree is killed by process id.
+- Second one, no end within the grace period, or the first one before training has begun, when there is nothing to
+  lose: the whole process tree is killed by process id.
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.launch.orphan`).
 """
 
@@ -114,6 +115,11 @@ def _run(
                 if requests.count and not announced:
                     announced = True
                     files.request_stop()
+                    monitor.poll()  # what was written since the last look may be the first step
+                    if not monitor.training:
+                        forced = True
+                        tell("stop", "stopping: training has not begun")
+                        break
                     tell("stop", f"stopping after this step, {grace_s:.0f} s at most (Ctrl-C again: at once)")
                 late = announced and time.monotonic() - requests.first > grace_s
                 if requests.count > 1 or late:
@@ -125,9 +131,12 @@ def _run(
             _kill_tree(agent)
             _kill_ranks(files, ranks)
         monitor.poll()
-    return judge(
+    outcome = judge(
         files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=requests.count > 0, forced=forced
     )
+    if node_rank == 0:
+        append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})
+    return outcome
 
 
 @contextmanager

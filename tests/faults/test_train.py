@@ -60,6 +60,23 @@ def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subproc
     assert [rank and rank["status"] for rank in ranks] == ["interrupted", "interrupted"]
 
 
+def test_ctrl_c_before_training_has_begun_ends_everything_at_once(
+    training: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    files = RunFiles(tmp_path / "run")
+    wait_for(training, files.rank(0).exists)
+    family = psutil.Process(training.pid).children(recursive=True)
+    assert len(family) >= 2
+    training.send_signal(signal.SIGINT)
+    output, _ = training.communicate(timeout=5)  # the workers' imports alone take longer
+    assert training.returncode == 130, output
+    assert "training has not begun" in output
+    assert not alive(family)
+    result = read_json(files.result)
+    assert result is not None
+    assert (result["status"], result["step"]) == ("interrupted", 0)
+
+
 def test_workers_that_are_still_starting_die_with_the_launcher(training: subprocess.Popen[str], tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     wait_for(training, lambda: files.rank(0).exists() and files.rank(1).exists())

@@ -103,6 +103,9 @@ def test_stopping_is_an_interruption_unless_something_else_broke(files: RunFiles
     rank(files, 1, "failed", error=OWN)
     assert verdict(files, stopping=True).exit_code == 70
     assert verdict(files, stopping=True, forced=True).exit_code == 130
+    assert verdict(files, stopping=True, forced=True).message == "stopped before the first step was done"
+    files.metrics.touch()
+    assert verdict(files, stopping=True, forced=True).message == "stopped at once, inside a step"
 
 
 def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_end(files: RunFiles) -> None:
