@@ -91,14 +91,14 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         )
     spread = (tp or 1) * (pp or 1) * cp
     if config.gpus % spread:
-        used = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else None}
-        product = " * ".join(f"{name} {size}" for name, size in used.items() if size is not None)
+        used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
+        product = " * ".join(used) + (f" = {spread}" if len(used) > 1 else "")
         above = -(-config.gpus // spread) * spread
         below = above - spread
         yield Problem(
             key="gpus",
             value=config.gpus,
-            reason=f"is not a multiple of {product} = {spread}, the ranks one copy of the model takes",
+            reason=f"is not a multiple of {product}, the ranks one copy of the model takes",
             fix=f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size",
         )
     te = config.cluster.transformer_engine

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from canzona_cli.config.checks import config_problems, config_warnings
-from canzona_cli.config.keys import settings
+from canzona_cli.config.keys import sections, settings
 from canzona_cli.config.overrides import Overrides, parse_overrides
 from canzona_cli.config.paths import (
     GROUPS,
@@ -111,7 +111,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
     problems += _judged(config, asked, base, ignoring=set())
     if problems:
         raise ConfigError(*problems)
-    notes = [f"{group} {name} from {shown(file)} shadows the built-in" for group, name, file in shadowed(files)]
+    by_name = [file for file in files if not (source.is_file and file == source.path)]
+    notes = [f"{group} {name} from {shown(file)} shadows the built-in" for group, name, file in shadowed(by_name)]
     builtin_names = group_options("recipe", [builtin_recipes_dir()])
     if source.is_file and source.name in builtin_names and source.path != builtin_names[source.name]:
         notes.append(f"recipe {source.name} is read from {shown(source.path)}, not the built-in of that name")
@@ -119,7 +120,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
     return Composed(
         config=config,
         explicit=explicit,
-        warnings=(*notes, *config_warnings(config, explicit)),
+        warnings=(*asked.warnings, *notes, *config_warnings(config, explicit)),
         recipe_file=source.path,
         files=tuple(files),
     )
@@ -140,6 +141,8 @@ def _known_groups(asked: Overrides, dirs: Sequence[Path], problems: list[Problem
 def _recipe(asked: str | None, dirs: Sequence[Path], problems: list[Problem]) -> RecipeSource | None:
     """The recipe to compose; for a misspelt one, which is reported, the one that was probably meant."""
     if asked is None:
+        if any(problem.key == "recipe" for problem in problems):
+            return None
         names = ", ".join(group_options("recipe", dirs))
         problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
         return None
@@ -177,6 +180,10 @@ def _composed(
                 composed = OmegaConf.to_container(compose("config", overrides), resolve=False)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(_composition_problem(error, source, stage, option)) from error
+        except RecursionError as error:  # Hydra follows a defaults list that leads back to its own file for ever
+            reason = "builds on itself: its `defaults:` name a recipe, or group file, that leads back to it"
+            fix = "give the file another name than what it builds on, or run it by its path: recipe=./FILE.yaml"
+            raise ConfigError(Problem(key=shown(source.path), reason=reason, fix=fix)) from error
         files = [
             source.path if source.is_file and part.config_path == f"recipe/{option}" else file
             for part in used
@@ -222,7 +229,7 @@ def _with_values(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config = OmegaConf.create(dict(base))
+    config = OmegaConf.create(_with_defaults(base))
     for key, value in values.items():
         try:
             OmegaConf.update(config, key, value, force_add=True)
@@ -245,6 +252,27 @@ def _with_values(
             found = OmegaConf.to_container(found, resolve=True)
         _put(resolved, key, found)
     return resolved
+
+
+def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
+    """The tree with the schema's defaults below it, so that `${train.seed}` works where no file sets the seed.
+
+    A section that lacks what only a recipe can say is not begun here: it is reported as missing.
+    """
+    known = settings()
+    full: dict[str, object] = dict(tree)
+    for section, names in sections().items():
+        own = [known[f"{section}.{name}"] for name in sorted(names)]
+        given = full.get(section, None if any(setting.required for setting in own) else {})
+        if isinstance(given, Mapping):
+            optimizer = given.get("name")
+            defaults = {
+                setting.key.rpartition(".")[2]: setting.default
+                for setting in own
+                if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
+            }
+            full[section] = {**defaults, **given}
+    return full
 
 
 def _leaves(tree: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -16,7 +16,8 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 def closest_key(key: str) -> str | None:
     """The setting the user probably meant by `key`.
 
-    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole.
+    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole. Words left
+    out are forgiven: `num_heads` means `num_attention_heads`, though it looks more like `num_layers`.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
@@ -26,6 +27,9 @@ def closest_key(key: str) -> str | None:
         section, _, own = name.rpartition(".")
         whole = SequenceMatcher(None, flat, name).ratio()
         word = SequenceMatcher(None, last, own).ratio()
+        left_out = set(own.split("_")) - set(last.split("_"))
+        if set(last.split("_")) < set(own.split("_")):
+            word = max(word, 0.95 - 0.05 * len(left_out))
         score = max(whole, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
         if score > best_score:
             best, best_score = name, score

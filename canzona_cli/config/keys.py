@@ -35,6 +35,8 @@ class Setting:
     """Whether null (automatic) is a value of it."""
     required: bool
     """Whether composition must give it a value."""
+    default: object = None
+    """What it is where nobody gives one."""
     optimizers: frozenset[str] = frozenset()
     """For `optimizer.*`: the optimizers that have it."""
 
@@ -106,12 +108,14 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(owner)
     for field in fields(owner):
         kind, choices, optional = _kind(hints[field.name])
+        has_default = field.default is not MISSING
         yield Setting(
             key=prefix + field.name,
             kind=kind,
             choices=choices,
             optional=optional,
-            required=field.default is MISSING and field.default_factory is MISSING,
+            required=not has_default and field.default_factory is MISSING,
+            default=field.default if has_default else None,
         )
 
 

@@ -24,6 +24,8 @@ class Overrides:
     texts: Mapping[str, str]
     """The values as they were typed, by dotted key."""
     problems: tuple[Problem, ...]
+    warnings: tuple[str, ...] = ()
+    """Settings that were typed more than once: the last counts."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -32,6 +34,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     values: dict[str, object] = {}
     texts: dict[str, str] = {}
     problems: list[Problem] = []
+    warnings: list[str] = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         key, text = key.strip(), text.strip()
@@ -55,9 +58,11 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             if isinstance(parsed, Problem):
                 problems.append(parsed)
             else:
+                if texts.get(key, text) != text:
+                    warnings.append(f"{key}={texts[key]} is ignored: {key}={text} comes after it")
                 (values[key],) = parsed
                 texts[key] = text
-    return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems))
+    return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems), warnings=tuple(warnings))
 
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:

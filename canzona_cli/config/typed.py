@@ -20,6 +20,8 @@ _EXAMPLE_OPTIONS = {
     "engine": "layerwise",
     "data": "stdlib-bpe",
 }
+_EXAMPLES = {"optimizer.lr": "0.0003", "optimizer.min_lr": "0.00003", "optimizer.eps": "1e-8"}
+"""Where the usual example of the setting's kind would be a bad idea."""
 
 
 def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
@@ -150,7 +152,7 @@ def _missing_section(name: str) -> Problem:
 
 def _example(setting: Setting) -> str:
     example = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "choice": "", "other": "VALUE"}
-    value = setting.choices[0] if setting.kind == "choice" else example[setting.kind]
+    value = setting.choices[0] if setting.kind == "choice" else _EXAMPLES.get(setting.key, example[setting.kind])
     return f"write for example {setting.key}={value}"
 
 

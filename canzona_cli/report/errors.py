@@ -37,7 +37,7 @@ class _ErrorView:
 def _problem(problem: Problem, console: Console, options: ConsoleOptions) -> RenderResult:
     place = Text(clean(problem.key), style="bold")
     if problem.value is not None:
-        value = clean(problem.value)
+        value = clean(str(problem.value).lower() if isinstance(problem.value, bool) else problem.value)
         if len(value) > _LONGEST_VALUE:
             value = value[: _LONGEST_VALUE - 3] + "..."
         # An empty string would read as a forgotten value.

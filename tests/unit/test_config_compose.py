@@ -285,10 +285,10 @@ class TestOwnRecipes:
 def test_load_resolved_tells_all_problems(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = dump_resolved(compose_run(["recipe=tiny"]).config)
-    path.write_text(text.replace("gpus: 2", "gpus: two").replace("steps: 150", "steps: 1.5").replace("beta1", "beta3"))
+    path.write_text(text.replace("gpus: 2", "gpus: two").replace("seed: 1234", "seed: 1.5").replace("beta1", "beta3"))
     with pytest.raises(ConfigError) as caught:
         load_resolved(path)
-    assert {problem.key for problem in caught.value.problems} == {"gpus", "train.steps", "optimizer.beta3"}
+    assert {problem.key for problem in caught.value.problems} == {"gpus", "train.seed", "optimizer.beta3"}
 
 
 def test_composed_is_immutable() -> None:
@@ -296,3 +296,43 @@ def test_composed_is_immutable() -> None:
     assert isinstance(composed, Composed)
     with pytest.raises(AttributeError):
         composed.config.gpus = 3  # type: ignore[misc]
+
+
+def test_a_default_that_no_file_mentions_can_be_referred_to() -> None:
+    composed = compose_run(["recipe=tiny", "train.steps=${train.seed}", "run.dir=${run.root}/x"])
+    assert composed.config.train.steps == composed.config.train.seed
+    assert composed.config.run.dir == "runs/x"
+
+
+def test_a_setting_given_twice_says_which_value_is_left_out() -> None:
+    composed = compose_run(["recipe=tiny", "gpus=2", "train.steps=9", "train.steps=9", "gpus=4"])
+    assert composed.config.gpus == 4
+    assert composed.warnings == ("gpus=2 is ignored: gpus=4 comes after it",)
+
+
+def test_an_empty_recipe_name_is_one_problem() -> None:
+    assert problems("recipe=").keys() == {"recipe"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("model.num_heads", "model.num_attention_heads"),
+        ("model.layers", "model.num_layers"),
+        ("model.vocab", "model.vocab_size"),
+        ("train.lr", "optimizer.lr"),
+    ],
+)
+def test_words_left_out_of_a_key_are_forgiven(typed: str, meant: str) -> None:
+    assert problems("recipe=tiny", f"{typed}=3")[typed].fix == f"did you mean {meant}?"
+
+
+def test_a_recipe_that_builds_on_itself_is_refused_and_by_its_path_it_builds_on_the_built_in(tmp_path: Path) -> None:
+    text = "# @package _global_\ndefaults: [qwen3-tiny]\ntrain: {steps: 7}\n"
+    path = recipe(tmp_path, "qwen3-tiny", text)
+    (problem,) = problems("recipe=qwen3-tiny", recipes_dirs=(tmp_path,)).values()
+    assert problem.key == str(path)
+    assert "builds on itself" in problem.reason
+    composed = compose_run([f"recipe={path}"])
+    assert composed.config.train.steps == 7
+    assert len(composed.warnings) == 1

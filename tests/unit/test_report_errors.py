@@ -83,3 +83,8 @@ def test_ascii_terminals_get_an_ascii_arrow() -> None:
     Console(file=file, width=80).print(render_error(ConfigError(MISTAKES.problems[0])))
     file.seek(0)
     assert "    -> choose 1, 2, 4, 8 or 16" in file.read()
+
+
+def test_truth_values_are_written_as_one_types_them() -> None:
+    problem = Problem(key="cluster.transformer_engine", value=True, reason="is not installed")
+    assert "cluster.transformer_engine = true" in shown(ConfigError(problem), 80)
