@@ -43,13 +43,18 @@ def validate(
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     for warning in composed.warnings:
-        Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"))
+        Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     config, layout = resolve(composed.config)
     corpus = None
-    if config.data.source == "prepared":  # the built-in corpus is prepared, and checked, when a run first needs it
+    if config.data.source == "prepared":
         from canzona_cli.data.prepare import ensure_corpus
 
         corpus = asdict(ensure_corpus(config))
+    elif config.data.tokenizer not in ("byte", "bpe"):
+        # The built-in corpus is prepared when a run first needs it; what it is tokenised with must be here by then.
+        from canzona_cli.data.corpus import check_tokenizer
+
+        check_tokenizer(config)
 
     tokens = layout.global_batch_size * config.train.seq_length
     table = Table.grid(padding=(0, 2))

@@ -14,7 +14,7 @@ from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
 from canzona_cli.data.stdlib import stdlib_digest, stdlib_sources
-from canzona_cli.data.tokenizers import tokenizer_file
+from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
 
 ReportProgress = Callable[[str, float], None]
@@ -81,6 +81,18 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     if problems := [*_vocabulary_problems(config, corpus), *_length_problems(config, pair, corpus)]:
         raise ConfigError(*problems)
     return corpus
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Open the tokenizer.json that `data.tokenizer` names, without preparing anything.
+
+    Raises:
+        ConfigError: there is no such file, or it is no tokenizer.
+    """
+    try:
+        load_json_tokenizer(config.data.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(*map(_in_config_words, error.problems)) from error
 
 
 def cache_root(config: RunConfig) -> Path:

@@ -233,6 +233,10 @@ def inspect_pair(prefix: Path) -> PairInfo:
     Raises:
         ConfigError: key `data.path`; everything found wrong.
     """
+    bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
+    if bare != prefix and bin_path(bare).is_file() and not bin_path(prefix).is_file():
+        reason = "one file of the pair; both are meant, by the beginning of their names"
+        raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if missing:
         raise ConfigError(*(_missing(prefix, path) for path in missing))
@@ -301,9 +305,6 @@ def _check_body(
 
 
 def _missing(prefix: Path, path: Path) -> Problem:
-    bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx"))
-    if bare != prefix and bin_path(bare).is_file():
-        return _problem(path, "no such file", f"give the prefix without extension: data.path={bare}")
     near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
     if near:
         # Megatron's own tool appends `_text_document` to the name it is given.

@@ -18,10 +18,10 @@ def test_five_mistakes_are_told_at_once_from_any_directory(tmp_path: Path) -> No
 
 
 def test_a_sound_run_prints_its_essentials() -> None:
-    result = canzona("validate", "recipe=tiny", "gpus=4", "parallel.tp=2")
+    result = canzona("validate", "recipe=tiny", "gpus=4", "parallel.tp=2", "train.batch_tokens=8192")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("OK")
-    for expected in ("qwen3-tiny", "TP 2", "DP 2", "32 sequences", "8,192 tokens"):
+    for expected in ("qwen3-tiny", "TP 2", "DP 2", "32 sequences", "8,192 tokens", "micro-batch"):
         assert expected in result.stdout
 
 
@@ -55,3 +55,9 @@ def test_prepared_data_is_opened(tmp_path: Path) -> None:
     found = canzona("validate", "recipe=tiny", *arguments, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert "tokens, 1 document" in found.stdout
+
+
+def test_a_tokenizer_that_is_not_there_is_found_before_a_run_needs_it() -> None:
+    result = canzona("validate", "recipe=tiny", "data.tokenizer=bpee")
+    assert result.returncode == 2
+    assert "data.tokenizer = bpee" in result.stderr

@@ -194,3 +194,13 @@ def test_a_negative_id_is_found_by_the_scan(tmp_path: Path) -> None:
     prefix = write(tmp_path / "p", [[[5, -3]]], vocab_size=70_000)
     with pytest.raises(ConfigError, match="negative token id -3"):
         _ = inspect_pair(prefix).max_token_id
+
+
+@pytest.mark.parametrize("extension", ["bin", "idx"])
+def test_one_file_of_the_pair_is_answered_with_the_prefix(tmp_path: Path, extension: str) -> None:
+    for name in ("corpus.bin", "corpus.idx"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        inspect_pair(tmp_path / f"corpus.{extension}")
+    (problem,) = caught.value.problems
+    assert problem.fix == f"data.path={tmp_path / 'corpus'}"
