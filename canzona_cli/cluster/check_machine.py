@@ -56,7 +56,7 @@ def machine() -> Iterator[Finding]:
         name="memory",
         status="warn" if low else "ok",
         value=f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB" + (" (container)" if limit else ""),
-        meaning="a CPU rank takes about 0.7 GiB before its model",
+        meaning="a CPU rank takes about 0.75 GiB before its model",
         fix="close other programs, or use fewer ranks: gpus=2" if low else "",
     )
 

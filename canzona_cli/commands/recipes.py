@@ -41,13 +41,13 @@ def list_(recipes_dir: RecipesDir = None) -> None:
     console = Console(highlight=False)
     has_own = any(not recipe.builtin for recipe in recipes)
     style = box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
-    table = Table(box=style, pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(box=style, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("recipe", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("GPUs", justify="right", no_wrap=True)
     for title in ("cluster", "optimizer"):
         table.add_column(title, no_wrap=True)
-    table.add_column("description")
+    table.add_column("description", overflow="fold")
     if has_own:
         table.add_column("from", overflow="fold")
     for recipe in recipes:

@@ -19,7 +19,7 @@ from rich.text import Text
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.launch.files import RunFiles
-from canzona_cli.report.header import describe_layout
+from canzona_cli.report.header import batch_factors, describe_layout
 from canzona_cli.report.text import MISSING, bar, clean, milliseconds, number, plural, real, size, step_time, wrapped
 
 VERSION = 1
@@ -82,6 +82,8 @@ class Breakdown:
     mfu: float | None = None
     """Model FLOP utilisation, 0 to 1: model FLOPs (no recomputation) over the profile's peak."""
     model_tflops_per_gpu: float | None = None
+    peak_tflops_per_gpu: float | None = None
+    """The cluster profile's bf16 peak, what `mfu` is a share of."""
     load_balance: Mapping[str, float | None] | None = None
     """Per phase, max over mean of the ranks' work; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
@@ -155,7 +157,7 @@ def _unreadable(run_dir: Path, reason: str, fix: str) -> ConfigError:
 
 
 def render(breakdown: Breakdown, *, device: Device | None = None) -> RenderableType:
-    """The breakdown as a table and a foot, for any console width from 66 columns on.
+    """The breakdown as a table and a foot, for any console width from 60 columns on.
 
     `device` names ranks properly (GPU or CPU rank) and explains a missing MFU; the file's own unless given.
     """
@@ -195,7 +197,8 @@ class _BreakdownView:
     def _table(self, options: ConsoleOptions) -> Table:
         wide = options.max_width >= 110
         slowest = _slowest_ranks(self.breakdown) if wide else {}
-        table = Table(box=box.ASCII if options.ascii_only else box.SIMPLE_HEAD, pad_edge=True, show_edge=False)
+        style = box.ASCII if options.ascii_only else box.SIMPLE_HEAD
+        table = Table(box=style, padding=(0, 1) if options.max_width >= 66 else 0, show_edge=False)
         table.add_column("phase, ms", no_wrap=True)
         for name in ("min", "mean", "max"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -242,17 +245,20 @@ class _BreakdownView:
         memory = breakdown.peak_memory_bytes
         if memory is not None:
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
-            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}"))
-        layout = breakdown.layout
-        batches = f"{layout.num_microbatches} {times} {layout.micro_batch_size}"
-        rows.append(("micro-batches", f"{batches}, recomputation {layout.recompute}"))
+            whole_process = ", Python and torch included" if self.device == "cpu" else ""
+            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}"))
+        rows.append(
+            ("batch", f"{batch_factors(breakdown.layout, times=times)}, recompute {breakdown.layout.recompute}")
+        )
         return rows
 
     @property
     def _mfu(self) -> str:
         mfu = real(self.breakdown.mfu)
         if mfu is not None:
-            return f"{100 * mfu:.1f}%"
+            peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
+            base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
+            return f"{100 * mfu:.1f}%{base}"
         return "n/a on CPU" if self.device == "cpu" else "n/a (no peak rate known)"
 
 

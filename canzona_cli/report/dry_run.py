@@ -16,7 +16,7 @@ from canzona_cli.launch.torchrun import (
     ranks_per_node,
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
-from canzona_cli.report.header import describe_layout
+from canzona_cli.report.header import describe_batch, describe_layout
 from canzona_cli.report.text import clean, plural, wrapped
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
@@ -39,7 +39,7 @@ class DryRun:
         yield Text()
         rows = {
             "layout": describe_layout(self.layout, self._unit, times=times),
-            "batch": batch_arithmetic(self.layout, self.config.train.seq_length, times=times),
+            "batch": describe_batch(self.layout, self.config.train.seq_length, times=times),
             "memory": self._memory(),
         }
         for label, value in rows.items():
@@ -59,9 +59,12 @@ class DryRun:
 
     def _memory(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
+        cluster = self.config.cluster
+        # What a person sees in `top` is the whole process; on a GPU the reserve is just room left free.
+        beside = f"; Python and torch take about {cluster.reserved_gib:g} more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
-            f"({self.memory.worst_rank}): {parts}"
+            f"({self.memory.worst_rank}): {parts}{beside}"
         )
 
     def _where(self) -> str:
@@ -87,15 +90,6 @@ class DryRun:
         if self.config.run.dir is None:
             yield f"{RUN_DIR_TIME} is the time of the start; run.dir sets the whole name."
         yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
-
-
-def batch_arithmetic(layout: Layout, seq_length: int, *, times: str = "×") -> str:
-    """`dp 32 × micro-batch 1 × 8 accumulation = 256 sequences; × 4096 tokens = 1,048,576 tokens/step`."""
-    tokens = layout.global_batch_size * seq_length
-    return (
-        f"dp {layout.dp} {times} micro-batch {layout.micro_batch_size} {times} {layout.num_microbatches} accumulation"
-        f" = {layout.global_batch_size} sequences; {times} {seq_length} tokens = {tokens:,} tokens/step"
-    )
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:

@@ -15,11 +15,17 @@ def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
 
 
 def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str:
-    """`32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × 4 × DP 2)`."""
+    """`32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
     return (
         f"{layout.global_batch_size:,} sequences {times} {seq_length:,} = "
-        f"{layout.global_batch_size * seq_length:,} tokens a step "
-        f"(micro-batch {layout.micro_batch_size} {times} {layout.num_microbatches} {times} DP {layout.dp})"
+        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout, times=times)})"
+    )
+
+
+def batch_factors(layout: Layout, *, times: str = "×") -> str:
+    """What multiplies to the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
+    return (
+        f"micro-batch {layout.micro_batch_size} {times} accumulation {layout.num_microbatches} {times} DP {layout.dp}"
     )
 
 

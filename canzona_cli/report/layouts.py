@@ -10,9 +10,10 @@ from rich.text import Text
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ConfigError
+from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.models.qwen3 import PUBLISHED, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
+from canzona_cli.report.text import wrapped
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -42,27 +43,31 @@ class Layouts:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         model, cluster = self.config.model, self.config.cluster
         count = parameter_count(model)
-        title = Text.assemble((self.config.name, "bold"), f"  {count.total / 1e9:.3f} B parameters")
+        optimizer = self.config.optimizer.name
+        strategy = "" if optimizer == "adamw" else f" ({self.config.engine.strategy})"
+        job = f" on {cluster.name}, {optimizer}{strategy}, sequences of {self.config.train.seq_length} tokens"
+        yield from wrapped(Text.assemble((self.config.name, "bold"), job), console, options)
+        parameters = f"{_billions(count.total)} parameters"
         if model.name in PUBLISHED:
             total, body = PUBLISHED[model.name]
-            title.append(f" (published {total}), {count.non_embedding / 1e9:.3f} B without embeddings ({body})")
-        yield title
-        optimizer = self.config.optimizer.name
-        strategy = "" if optimizer == "adamw" else f" {self.config.engine.strategy}"
-        yield Text(f"{cluster.name}, {optimizer}{strategy}, sequences of {self.config.train.seq_length}", style="dim")
-        table = Table(
-            box=box.ASCII if options.ascii_only else box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False
-        )
-        table.add_column("GPUs", justify="right", min_width=4, no_wrap=True)
-        table.add_column("layout", min_width=15, no_wrap=True)
-        table.add_column("micro-batch", no_wrap=True)
+            parameters += f" (published {total}), {_billions(count.non_embedding)} without embeddings ({body})"
+        for line in (parameters, "batch: sequences a step = micro-batch x accumulation x DP"):
+            yield from wrapped(Text(line, style="dim"), console, options)
+        style = box.ASCII if options.ascii_only else box.SIMPLE_HEAD
+        table = Table(box=style, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        ranks = "GPUs" if cluster.device == "cuda" else "ranks"
+        table.add_column(ranks, justify="right", no_wrap=True)
+        table.add_column("layout", min_width=14, no_wrap=True)
         table.add_column("batch", justify="right", no_wrap=True)
         table.add_column("recompute", no_wrap=True)
         table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right", no_wrap=True)
-        table.add_column("instead", overflow="fold")
         for row in self.rows:
             table.add_row(*_cells(row), style="" if row.fits else "yellow")
         yield table
+        for row in self.rows:
+            if row.note:
+                text = Text(row.note, style="yellow")
+                yield from wrapped(text, console, options, first=f"{row.gpus:>{len(ranks)}}: ", rest=" " * 6)
 
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
@@ -80,28 +85,34 @@ def _row(config: RunConfig) -> Row:
     try:
         preferred = fit.explain(config)
     except ConfigError as error:
-        return Row(gpus=config.gpus, candidate=None, note="; ".join(problem.reason for problem in error.problems))
+        return Row(gpus=config.gpus, candidate=None, note="; ".join(map(_why, error.problems)))
     if preferred[0].fits:
         return Row(gpus=config.gpus, candidate=preferred[0], note="")
     least = min(preferred, key=lambda candidate: candidate.memory.total)
     ways = [suggestion.override for suggestion in fit.suggestions(config)]
-    return Row(gpus=config.gpus, candidate=least, note=" or ".join(ways))
+    return Row(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.candidate is None:
-        return f"{row.gpus}", "not possible", "", "", "", "", row.note
+        return f"{row.gpus}", "not possible", "", "", ""
     layout, memory = row.candidate.layout, row.candidate.memory
-    needs = f"{memory.total / GIB:.1f}"
+    needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
     if not row.fits:
-        return f"{row.gpus}", "does not fit", "", "", "", needs, row.note
+        return f"{row.gpus}", "does not fit", "", "", needs
     spread = f"TP{layout.tp} PP{layout.pp} DP{layout.dp}" + (f" CP{layout.cp}" if layout.cp > 1 else "")
     return (
         f"{row.gpus}",
         spread,
-        f"{layout.micro_batch_size} x {layout.num_microbatches}",
-        f"{layout.global_batch_size}",
+        f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
         layout.recompute,
         needs,
-        "",
     )
+
+
+def _why(problem: Problem) -> str:
+    return f"{problem.key}={problem.value} {problem.reason}"
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"

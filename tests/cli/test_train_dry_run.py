@@ -1,6 +1,7 @@
 """`canzona train --dry-run` shows everything and touches nothing; what cannot run here is refused with ways out."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -40,10 +41,13 @@ def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str
 
 def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -> None:
     text = " ".join(large.stdout.split())
-    batch = text[text.index("batch dp ") :].split(" memory ")[0]
-    words = batch.replace(",", "").replace(";", "").split()
-    dp, micro, steps = int(words[2]), int(words[5]), int(words[7])
-    sequences, length, tokens = int(words[10]), int(words[13]), int(words[16])
+    batch = re.search(
+        r"batch (\S+) sequences × (\S+) = (\S+) tokens a step "
+        r"\(micro-batch (\d+) × accumulation (\d+) × DP (\d+)\) memory",
+        text,
+    )
+    assert batch is not None, text
+    sequences, length, tokens, micro, steps, dp = (int(number.replace(",", "")) for number in batch.groups())
     assert dp * micro * steps == sequences
     assert sequences * length == tokens
     assert length == 4096

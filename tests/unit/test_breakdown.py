@@ -94,7 +94,7 @@ def test_the_foot_tells_what_was_measured() -> None:
         "0.224 TFLOP/s per rank, MFU n/a on CPU",
         "matrix update 1.09",
         "812 MiB on the fullest rank",
-        "4 × 4, recomputation none",
+        "micro-batch 4 × accumulation 4 × DP 2, recompute none",
     ):
         assert part in text
 
@@ -162,3 +162,15 @@ def test_what_was_loaded_is_what_was_written(tmp_path: Path) -> None:
     assert set(breakdown.phases) == set(phases)
     assert breakdown.in_step_share == pytest.approx(1.0, abs=1e-4)
     assert breakdown.layout.world_size == len(breakdown.ranks) == 4
+
+
+def test_utilisation_names_the_peak_it_is_a_share_of(tmp_path: Path) -> None:
+    content = fixture() | {"mfu": 0.048, "peak_tflops_per_gpu": 1.2}
+    text = " ".join(" ".join(shown(load_breakdown(written(tmp_path, content)))).split())
+    assert "MFU 4.8% of the cluster profile's 1.2 TFLOP/s (bf16)" in text
+
+
+def test_sixty_columns_cut_nothing_off() -> None:
+    lines = shown(load_breakdown(DATA), 60)
+    assert max(map(len, lines)) <= 60
+    assert "…" not in "".join(lines)
