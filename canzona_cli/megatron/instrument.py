@@ -103,10 +103,8 @@ class _Communication:
         with self._timer.phase(self._phase):
             result = self._start(*args, **kwargs)
         launched = getattr(self._group, self._handle)
-        if launched is None:
-            # Megatron ran it to its end.
-            self._timer.span(self._total, begin, self._timer.now())
-        elif launched is not before:
+        # Without a handle, Megatron ran it to its end: the phase says all.
+        if launched is not None and launched is not before:
             self._span = self._timer.span(self._total, begin)
             self._watcher.watch(self._span, launched)
         return result
@@ -143,14 +141,12 @@ def _time_tp_exchange(timer: PhaseTimer) -> None:
     original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)
-    def all_gather(*args: object, **kwargs: object) -> object:
-        if timer.current != "matrix_update":
-            return original(*args, **kwargs)
-        begin = timer.now()
-        with timer.phase("exchange"):
-            work = original(*args, **kwargs)
+    def all_gather(tensor_list: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        # With one TP rank Megatron still calls it, but nothing travels.
+        if timer.current != "matrix_update" or len(tensor_list) == 1:
+            return original(tensor_list, *args, **kwargs)
         # Synchronous: the step waits for all of it.
-        timer.span("exchange_total", begin, timer.now())
-        return work
+        with timer.phase("exchange"):
+            return original(tensor_list, *args, **kwargs)
 
     torch.distributed.all_gather = all_gather  # type: ignore[assignment]

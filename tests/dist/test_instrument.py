@@ -1,0 +1,296 @@
+"""Where Megatron-core's step is cut into phases: the names we wrap, and that the cuts fall where they should.
+
+The first half pins what `canzona_cli.megatron.instrument` takes for granted about Megatron-core 0.19.2; the second
+half trains on two real ranks and looks at the phases.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.utils import get_model_config
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.megatron.instrument import _PHASE_OF_TIMER, _leaves
+from canzona_cli.megatron.timers import IN_STEP, Phase, StepTiming
+from canzona_cli.training.data import Batch, BatchStream
+from canzona_cli.training.step import Trainee, train_step
+from tests.dist.jobs import SMALL, build
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+
+STEPS = 4
+LAYOUTS = {
+    "dp2": ("parallel.tp=1", "parallel.pp=1"),
+    "tp2": ("parallel.tp=2", "parallel.pp=1"),
+    "pp2": ("parallel.tp=1", "parallel.pp=2"),
+}
+STRATEGIES = {
+    "adamw": ("optimizer=adamw",),
+    "sc": ("optimizer=muon", "engine.strategy=sc"),
+    "layerwise": ("optimizer=muon", "engine.strategy=layerwise"),
+}
+
+
+def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, Layout]:
+    fixed = (*SMALL, "gpus=2", f"train.steps={STEPS}")
+    return fit.resolve(compose_run([*fixed, *LAYOUTS[layout], *STRATEGIES[strategy], *overrides]).config)
+
+
+def _batches(trainee: Trainee) -> BatchStream:
+    config, layout = trainee.config, trainee.world.layout
+    samples = RandomTokens(
+        samples=STEPS * layout.global_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=config.model.vocab_size,
+    )
+    return BatchStream(samples, trainee.world)
+
+
+# --- What we take for granted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bucket_groups_have_the_methods_and_handles_we_wrap(strategy: str) -> None:
+    """`start_*_sync` leaves a handle of `Work`s behind, `finish_*_sync` takes it away."""
+    config, layout = _resolve("dp2", strategy)
+    kinds = [("grad", "grad_reduce_handle")] + ([] if strategy == "sc" else [("param", "param_gather_handle")])
+
+    def rank() -> None:
+        trainee = build(config, layout)
+        groups = trainee.model.bucket_groups
+        assert len(groups) > 2, "DistributedDataParallel.bucket_groups: several buckets were asked for"
+        for kind, handle in kinds:
+            group = groups[0]
+            for method in (f"start_{kind}_sync", f"finish_{kind}_sync"):
+                assert method in vars(group), f"{type(group).__name__}.{method} is not wrapped"
+            assert getattr(group, handle) is None, f"{handle} is set before anything was started"
+            group.is_first_batch = False
+            getattr(group, f"start_{kind}_sync")()
+            works = getattr(getattr(group, handle), "works", [getattr(group, handle)])
+            assert works, f"{handle} holds no collective after start_{kind}_sync"
+            for work in works:
+                assert callable(work.wait), f"{handle} cannot be waited for"
+                assert isinstance(work.is_completed(), bool), f"{handle} does not tell whether it has completed"
+            getattr(group, f"finish_{kind}_sync")()
+            assert getattr(group, handle) is None, f"finish_{kind}_sync left {handle} behind"
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer(strategy: str) -> None:
+    config, layout = _resolve("dp2", strategy)
+
+    def rank() -> list[tuple[str, bool]]:
+        trainee = build(config, layout)
+        assert isinstance(trainee.optimizer, ChainedOptimizer)
+        assert trainee.optimizer.chained_optimizers, "ChainedOptimizer.chained_optimizers is empty"
+        leaves = list(_leaves(trainee.optimizer))
+        for leaf in leaves:
+            assert "step_with_ready_grads" in vars(leaf), f"{type(leaf).__name__}.step_with_ready_grads is not wrapped"
+        return [(type(leaf.optimizer).__name__, isinstance(leaf.optimizer, OrthogonalizedOptimizer)) for leaf in leaves]
+
+    for leaves in run_ranks(2, rank):
+        assert {orthogonalises for _, orthogonalises in leaves} == ({False} if strategy == "adamw" else {True, False})
+        assert {name for name, orthogonalises in leaves if not orthogonalises} <= {"AdamW", "Adam"}
+
+
+@dataclass
+class TimerNames:
+    """Stands where Megatron expects its timers and remembers what it was asked for."""
+
+    started: set[str] = field(default_factory=set)
+
+    def __call__(self, name: str, log_level: int = 0) -> "TimerNames":
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        self.started.add(self._name)
+
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+def test_megatron_starts_exactly_the_timers_we_know() -> None:
+    """A timer that is renamed would silently move its time into another phase; a new one may deserve a phase."""
+    names: set[str] = set()
+    for layout_name in ("dp2", "pp2"):
+        config, layout = _resolve(layout_name, "adamw")
+
+        def rank(config: RunConfig = config, layout: Layout = layout) -> set[str]:
+            trainee = build(config, layout)
+            timers = get_model_config(trainee.model).timers = TimerNames()
+            train_step(trainee, _batches(trainee), stop_requested=False)
+            return timers.started
+
+        names |= set().union(*run_ranks(2, rank))
+    outside_every_phase = {
+        "forward-backward",  # the whole schedule
+        "conditional-embedder-grads-all-reduce",  # diffusion models
+    }
+    assert set(_PHASE_OF_TIMER) - names == set(), "Megatron no longer starts these timers"
+    assert names - set(_PHASE_OF_TIMER) - outside_every_phase == set(), "Megatron starts timers that we do not know"
+
+
+def test_duplicated_newton_schulz_gathers_through_torch_distributed_all_gather() -> None:
+    """`exchange` is timed there: any other collective would be counted as matrix update."""
+    config, layout = _resolve("tp2", "sc")
+
+    def rank() -> int:
+        from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+
+        trainee = build(config, layout)
+        calls: list[str] = []
+        gather = torch.distributed.all_gather
+        for name in dir(torch.distributed):
+            original: object = getattr(torch.distributed, name)
+            if callable(original) and name.startswith(("all_", "reduce", "broadcast", "gather", "scatter")):
+                setattr(torch.distributed, name, _recording(calls, name, original))
+        newton_schulz_tp(torch.ones(4, 8), 5, "quintic", trainee.world.groups.tp, 1, "duplicated")
+        assert gather is not torch.distributed.all_gather
+        assert calls == ["all_gather"], f"newton_schulz_tp communicates by {calls}"
+        return len(calls)
+
+    assert run_ranks(2, rank) == [1, 1]
+
+
+def _recording(calls: list[str], name: str, original: Callable[..., object]) -> Callable[..., object]:
+    def call(*args: object, **kwargs: object) -> object:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    return call
+
+
+# --- Where the cuts fall --------------------------------------------------------------------------------------------
+
+
+def _expected(layout: str, strategy: str) -> set[str]:
+    phases: set[str] = {"data", "forward", "backward", "grad_reduce", "norm_clip", "adamw_update", "other"}
+    if strategy != "adamw":
+        phases |= {"matrix_update"} | ({"exchange"} if layout == "tp2" else set())
+    if strategy != "sc":
+        phases |= {"param_gather"}
+    if layout == "pp2":
+        phases |= {"pipeline"}
+    return phases
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
+    """They add up to the step; exactly those of the strategy occur; what is exposed is part of the total."""
+    config, layout = _resolve(layout_name, strategy)
+
+    def rank() -> list[StepTiming]:
+        trainee = build(config, layout)
+        batches = _batches(trainee)
+        for _ in range(STEPS):
+            train_step(trainee, batches, stop_requested=False)
+        return trainee.timer.timings()
+
+    expected = _expected(layout_name, strategy)
+    for timings in run_ranks(2, rank):
+        assert len(timings) == STEPS
+        for timing in timings[1:]:
+            in_step = {name: timing.phases[name] for name in IN_STEP if name in timing.phases}
+            assert set(in_step) == expected
+            assert min(in_step.values()) > 0
+            assert sum(in_step.values()) == pytest.approx(timing.step_s, abs=1e-6)
+            for phase in expected & {"grad_reduce", "param_gather", "exchange"}:
+                total = timing.phases[f"{phase}_total"]
+                # A transfer may land during the next step's forward, so the step is no bound from above.
+                assert timing.phases[phase] <= total + 1e-9, phase
+            assert {name for name in timing.phases if name.endswith("_total")} == {
+                f"{phase}_total" for phase in expected & {"grad_reduce", "param_gather", "exchange"}
+            }
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
+def test_without_overlap_the_step_waits_for_every_transfer_to_its_end(overlap: bool) -> None:
+    """Then exposed and total are the same; with overlap a part of the total is hidden."""
+    flag = str(overlap).lower()
+    config, layout = _resolve(
+        "dp2", "adamw", f"parallel.overlap_grad_reduce={flag}", f"parallel.overlap_param_gather={flag}"
+    )
+
+    def rank() -> list[StepTiming]:
+        trainee = build(config, layout)
+        batches = _batches(trainee)
+        for _ in range(STEPS):
+            train_step(trainee, batches, stop_requested=False)
+        return trainee.timer.timings()
+
+    for timings in run_ranks(2, rank):
+        for phase in ("grad_reduce", "param_gather"):
+            exposed = sum(timing.phases[phase] for timing in timings[1:])
+            total = sum(timing.phases[f"{phase}_total"] for timing in timings[1:])
+            assert (total > exposed * 1.001) is overlap, (phase, exposed, total)
+            assert overlap or total == pytest.approx(exposed, abs=1e-9)
+
+
+DELAY_S = 0.4
+Place = Literal["before forward", "before backward", "before the update"]
+
+
+class _Late(Iterator[Batch]):
+    """Batches that come late."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Batch:
+        time.sleep(DELAY_S)
+        return next(self._batches)
+
+
+def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place) -> Iterator[Batch]:
+    """Make this rank late at `place` in every step (in every micro-batch, where a step has several)."""
+    if place == "before forward":
+        return _Late(batches)
+    if place == "before backward":
+        trainee.model.register_forward_hook(lambda *_: time.sleep(DELAY_S))
+    else:
+        (muon,) = (leaf for leaf in _leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
+        muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(DELAY_S))
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("layout_name", "strategy", "late_rank", "place", "waits_in"),
+    [
+        pytest.param("dp2", "adamw", 1, "before forward", "param_gather", id="parameters gathered late"),
+        pytest.param("dp2", "sc", 1, "before backward", "grad_reduce", id="gradients reduced late"),
+        pytest.param("pp2", "sc", 0, "before forward", "pipeline", id="activations sent late"),
+        pytest.param("pp2", "sc", 1, "before forward", "pipeline", id="gradients sent back late"),
+        pytest.param("tp2", "sc", 1, "before the update", "exchange", id="fragments exchanged late"),
+    ],
+)
+def test_a_late_rank_makes_the_other_one_wait_where_it_says(
+    layout_name: str, strategy: str, late_rank: int, place: Place, waits_in: Phase
+) -> None:
+    """The delay appears as exposed waiting on the punctual rank and not on the late one."""
+    # As few micro-batches as the layout allows: nothing else to do while the other rank is late.
+    config, layout = _resolve(layout_name, strategy, "train.global_batch_size=2", "train.micro_batch_size=1")
+
+    def rank() -> StepTiming:
+        trainee = build(config, layout)
+        batches: Iterator[Batch] = _batches(trainee)
+        train_step(trainee, batches, stop_requested=False)
+        if trainee.world.rank == late_rank:
+            batches = _delay(trainee, batches, place)
+        train_step(trainee, batches, stop_requested=False)
+        return trainee.timer.timings()[-1]
+
+    timings = run_ranks(2, rank)
+    punctual, late = timings[1 - late_rank], timings[late_rank]
+    assert punctual.phases[waits_in] > DELAY_S / 2, (punctual, late)
+    assert punctual.phases[waits_in] > late.phases[waits_in] + DELAY_S / 4
