@@ -39,7 +39,7 @@ def check_nodes(config: RunConfig) -> None:
                 key="cluster.rdzv_endpoint",
                 reason=f"the run spans {nodes} machines, and they do not know where to meet",
                 fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
-                f"or gpus={cluster.gpus_per_node} for this machine alone",
+                f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone",
             )
         )
     if cluster.node_rank is None:
@@ -47,7 +47,8 @@ def check_nodes(config: RunConfig) -> None:
             Problem(
                 key="cluster.node_rank",
                 reason=f"the run spans {nodes} machines, and this one does not know which it is",
-                fix=f"cluster.node_rank=0 here, 1 to {nodes - 1} on the others",
+                fix="cluster.node_rank=0 here, "
+                + ("1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"),
             )
         )
     elif not 0 <= cluster.node_rank < nodes:
@@ -83,6 +84,13 @@ def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
             value=True,
             reason="Transformer Engine is not installed here",
             fix="pip install 'canzona[te]', or cluster.transformer_engine=false",
+        )
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield Problem(
+            key="run.tensorboard",
+            value=True,
+            reason="TensorBoard is not installed here",
+            fix="pip install 'canzona[tensorboard]', or run.tensorboard=false: metrics.jsonl holds the same numbers",
         )
 
 
