@@ -142,20 +142,21 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
 
 def _machines(config: RunConfig) -> Iterator[Problem]:
     gpus, per_node, nodes = config.gpus, config.cluster.gpus_per_node, config.cluster.nodes
+    ranks = "GPUs" if config.cluster.device == "cuda" else "CPU ranks"
     if nodes is None:
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
             yield Problem(
                 key="gpus",
                 value=gpus,
-                reason=f"is not a whole number of machines with {per_node} GPUs each",
+                reason=f"is not a whole number of machines with {per_node} {ranks} each",
                 fix=f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node",
             )
     elif gpus % nodes:
         yield Problem(
             key="cluster.nodes",
             value=nodes,
-            reason=f"does not share out {gpus} GPUs evenly",
+            reason=f"does not share out {gpus} {ranks} evenly",
             fix="torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null",
         )
     elif gpus // nodes > per_node:
@@ -185,7 +186,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             key="train.global_batch_size",
             value=batch,
             reason=f"is not a multiple of {what}" + (f" = {step}" if " * " in what else ""),
-            fix=f"use {above}" + (f" or {above - step}" if above > step else ""),
+            fix=f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else ""),
         )
 
 

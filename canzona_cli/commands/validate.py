@@ -31,7 +31,6 @@ def validate(
     from dataclasses import asdict
 
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from canzona_cli.cluster.fit import resolve
@@ -39,7 +38,7 @@ def validate(
     from canzona_cli.config.paths import shown
     from canzona_cli.models.qwen3 import parameter_count
     from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_optimizer
-    from canzona_cli.report.text import count
+    from canzona_cli.report.text import count, wrapped
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     for warning in composed.warnings:
@@ -57,7 +56,8 @@ def validate(
         check_tokenizer(config)
 
     tokens = layout.global_batch_size * config.train.seq_length
-    table = Table.grid(padding=(0, 2))
+    console = Console(highlight=False)
+    console.print(Text("OK", style="bold green"))
     unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"
     rows = [
         ("recipe", f"{config.name} ({shown(composed.recipe_file)})"),
@@ -69,7 +69,7 @@ def validate(
         ("data", describe_data(config, corpus)),
     ]
     for label, value in rows:
-        table.add_row(Text(label, style="dim"), Text(value))
-    console = Console(highlight=False)
-    console.print(Text("OK", style="bold green"))
-    console.print(table)
+        first = f"{label:<10} "
+        for line in wrapped(Text(value), console, console.options, first=first, rest=" " * len(first)):
+            line.stylize("dim", 0, len(first))
+            console.print(line)

@@ -210,7 +210,7 @@ def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> list[Prob
             key="model.vocab_size",
             value=config.model.vocab_size,
             reason=f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, which the embedding does not hold",
-            fix=f"model.vocab_size={padded_vocab_size(least)} ({least} is the least; 128s divide over ranks)",
+            fix=f"model.vocab_size={padded_vocab_size(least)} ({least} is the least; multiples of 128 divide well)",
         )
     ]
 

@@ -58,6 +58,7 @@ def saved_tokenizer_path(prefix: Path) -> Path:
 
 
 def dump_sidecar(sidecar: Sidecar) -> str:
+    """The JSON text of `PREFIX.json`, which `load_sidecar` reads back."""
     return json.dumps(asdict(sidecar), indent=1, ensure_ascii=False) + "\n"
 
 

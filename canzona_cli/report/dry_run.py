@@ -61,7 +61,7 @@ class DryRun:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
         # What a person sees in `top` is the whole process; on a GPU the reserve is just room left free.
-        beside = f"; Python and torch take about {cluster.reserved_gib:g} more" if cluster.device == "cpu" else ""
+        beside = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
             f"({self.memory.worst_rank}): {parts}{beside}"
