@@ -70,10 +70,3 @@ class WorkerCrashed(CanzonaError):
 
     exit_code = ExitCode.CRASH
     headline = "A worker crashed"
-
-
-class Interrupted(CanzonaError):
-    """The user asked the run to stop."""
-
-    exit_code = ExitCode.INTERRUPTED
-    headline = "Interrupted"
