@@ -79,6 +79,8 @@ class DryRun:
 
     def _notes(self) -> Iterator[str]:
         if node_count(self.config) > 1:
+            if "OMP_NUM_THREADS" in self.command.environment:
+                yield "The numbers of threads are for this machine's cores; `canzona train` there counts its own."
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, one number per machine: cluster.node_rank."
