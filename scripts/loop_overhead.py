@@ -78,7 +78,7 @@ def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
 def canzona_step(trainee: Trainee, batches: Iterator[Batch], files: RunFiles, journal: Journal, step: int) -> None:
     """The body of `canzona_cli.training.loop.train`."""
     started = time.perf_counter()
-    result = train_step(trainee, batches, stop_requested=trainee.world.rank == 0 and files.stop_requested())
+    result = train_step(trainee, batches, stop_requested=lambda: trainee.world.rank == 0 and files.stop_requested())
     journal.step(step_metrics(trainee, step, result, time.perf_counter() - started))
 
 

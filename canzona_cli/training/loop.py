@@ -37,21 +37,26 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
     journal.stage("train", f"{settings.steps} steps")
     _validate(trainee, datasets, journal, step=0)
     batches = BatchStream(datasets.train, world)
+
+    def stop_requested() -> bool:
+        return world.rank == 0 and files.stop_requested()
+
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
-        result = train_step(trainee, batches, stop_requested=world.rank == 0 and files.stop_requested())
+        result = train_step(trainee, batches, stop_requested=stop_requested)
         elapsed = time.perf_counter() - started
         record.step, record.loss = step, result.loss
-        last = step == settings.steps or result.stop
+        finished = step == settings.steps
         if not math.isfinite(result.loss):
             journal.step(step_metrics(trainee, step, result, elapsed))
             raise NonFiniteLoss(step, result.loss)
-        if step % trainee.config.run.log_interval == 0 or last:
+        if step % trainee.config.run.log_interval == 0 or finished or result.stop:
             journal.step(step_metrics(trainee, step, result, elapsed))
-        if last or (settings.eval_interval and step % settings.eval_interval == 0):
-            _validate(trainee, datasets, journal, step=step)
-        if result.stop:
+        if result.stop and not finished:
+            # At once: whoever asked is waiting, and a validation may take as long as many steps.
             return False
+        if finished or (settings.eval_interval and step % settings.eval_interval == 0):
+            _validate(trainee, datasets, journal, step=step)
     return True
 
 

@@ -42,11 +42,14 @@ class StepResult:
     """Somebody asked the run to stop after this step."""
 
 
-def train_step(trainee: Trainee, batches: Iterator[Batch], *, stop_requested: bool) -> StepResult:
+def train_step(
+    trainee: Trainee, batches: Iterator[Batch], *, stop_requested: Callable[[], bool] = lambda: False
+) -> StepResult:
     """Forward and backward over all micro-batches, update, schedule.
 
     Args:
-        stop_requested: this rank knows of a stop request; all ranks learn of it with the loss, in one reduction.
+        stop_requested: whether this rank knows of a stop request; asked at the end of the step, so that a request that
+            comes during a step stops after it. All ranks learn of it with the loss, in one reduction.
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
@@ -58,7 +61,7 @@ def train_step(trainee: Trainee, batches: Iterator[Batch], *, stop_requested: bo
         # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
         _, grad_norm, _ = optimizer.step()
     trainee.schedule.step(increment=1)
-    loss, stop = _agree(trainee.world, losses, stop_requested=stop_requested)
+    loss, stop = _agree(trainee.world, losses, stop_requested=stop_requested())
     timer.end_step()
     return StepResult(loss=loss, grad_norm=float(grad_norm), lr=float(lr), stop=stop)
 

@@ -83,7 +83,7 @@ def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:
     assert datasets.validation is not None
     before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
     batches = BatchStream(datasets.train, trainee.world)
-    steps = [train_step(trainee, batches, stop_requested=False) for _ in range(trainee.config.train.steps)]
+    steps = [train_step(trainee, batches) for _ in range(trainee.config.train.steps)]
     after = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
     return Curve(
         validation_before=before,

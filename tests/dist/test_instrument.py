@@ -128,7 +128,7 @@ def test_megatron_starts_exactly_the_timers_we_know() -> None:
         def rank(config: RunConfig = config, layout: Layout = layout) -> set[str]:
             trainee = build(config, layout)
             timers = get_model_config(trainee.model).timers = TimerNames()
-            train_step(trainee, _batches(trainee), stop_requested=False)
+            train_step(trainee, _batches(trainee))
             return timers.started
 
         names |= set().union(*run_ranks(2, rank))
@@ -194,7 +194,7 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
         trainee = build(config, layout)
         batches = _batches(trainee)
         for _ in range(STEPS):
-            train_step(trainee, batches, stop_requested=False)
+            train_step(trainee, batches)
         return trainee.timer.timings()
 
     expected = _expected(layout_name, strategy)
@@ -226,7 +226,7 @@ def test_without_overlap_the_step_waits_for_every_transfer_to_its_end(overlap: b
         trainee = build(config, layout)
         batches = _batches(trainee)
         for _ in range(STEPS):
-            train_step(trainee, batches, stop_requested=False)
+            train_step(trainee, batches)
         return trainee.timer.timings()
 
     for timings in run_ranks(2, rank):
@@ -284,10 +284,10 @@ def test_a_late_rank_makes_the_other_one_wait_where_it_says(
     def rank() -> StepTiming:
         trainee = build(config, layout)
         batches: Iterator[Batch] = _batches(trainee)
-        train_step(trainee, batches, stop_requested=False)
+        train_step(trainee, batches)
         if trainee.world.rank == late_rank:
             batches = _delay(trainee, batches, place)
-        train_step(trainee, batches, stop_requested=False)
+        train_step(trainee, batches)
         return trainee.timer.timings()[-1]
 
     timings = run_ranks(2, rank)

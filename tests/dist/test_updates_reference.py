@@ -71,7 +71,7 @@ def _ours(config: RunConfig, layout: Layout) -> Trained:
         trainee = build(config, layout)
         before = part_of(trainee.model, trainee.world)
         batches = BatchStream(_samples(config, layout), trainee.world)
-        norms = [train_step(trainee, batches, stop_requested=False).grad_norm for _ in range(STEPS)]
+        norms = [train_step(trainee, batches).grad_norm for _ in range(STEPS)]
         if overlaps_param_gather(config):
             # The last step's parameters would be gathered during the next forward, which does not come.
             trainee.model.start_param_sync(force_sync=True)

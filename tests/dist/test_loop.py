@@ -1,0 +1,198 @@
+"""The training loop on real ranks: it stops everywhere at once, and looking does not change what is looked at."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.training.data import Batch, Datasets
+from canzona_cli.training.loop import NonFiniteLoss, train
+from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.step import Trainee
+from tests.dist.jobs import SMALL, build
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+
+STEPS = 5
+LAYOUTS = {
+    "dp2": ("gpus=2", "parallel.tp=1", "parallel.pp=1"),
+    "pp2": ("gpus=2", "parallel.tp=1", "parallel.pp=2"),
+    "tp2": ("gpus=2", "parallel.tp=2", "parallel.pp=1"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended on one rank."""
+
+    finished: bool | None
+    """What `train` returned; None when it raised."""
+    error: str | None
+    step: int
+    """The last one this rank recorded."""
+
+
+class Observed(torch.utils.data.Dataset[Batch]):
+    """Random tokens that report the number of each sample they are asked for."""
+
+    def __init__(self, samples: RandomTokens, tell: Callable[[int], None]) -> None:
+        self._samples, self._tell = samples, tell
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        self._tell(index)
+        return self._samples[index]
+
+
+def _run(
+    root: Path,
+    *overrides: str,
+    validation: bool = True,
+    prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None,
+    on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None,
+) -> list[Ending]:
+    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step."""
+    config, layout = fit.resolve(
+        compose_run([*SMALL, f"train.steps={STEPS}", "train.eval_batches=2", *overrides]).config
+    )
+    files = RunFiles(root)
+    root.mkdir(exist_ok=True)
+    samples = RandomTokens(
+        samples=STEPS * layout.global_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=config.model.vocab_size,
+    )
+
+    def rank() -> Ending:
+        trainee = build(config, layout)
+        world = trainee.world
+        prepare(trainee, files)
+
+        def tell(index: int) -> None:
+            step, place = divmod(index, layout.global_batch_size)
+            if place == world.dp_rank * layout.micro_batch_size:
+                on_step(step + 1, trainee, files)
+
+        datasets = Datasets(train=Observed(samples, tell), validation=samples if validation else None)
+        record = RankRecord(files, world.rank)
+        finished, error = None, None
+        try:
+            finished = train(trainee, datasets, files, Journal(files, writes=world.rank == 0), record)
+        except NonFiniteLoss as raised:
+            error = str(raised)
+        return Ending(finished=finished, error=error, step=record.step)
+
+    return run_ranks(layout.world_size, rank)
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _losses(root: Path) -> list[float]:
+    return [line["loss"] for line in _lines(RunFiles(root).metrics)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("poisoned_rank", [0, 1])
+def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
+    tmp_path: Path, layout: str, poisoned_rank: int
+) -> None:
+    """One weight of one rank becomes NaN during step 3; its line is still written, and no step is made on it."""
+
+    def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
+        if step == 3 and trainee.world.rank == poisoned_rank:
+            with torch.no_grad():
+                next(p for p in trainee.model.parameters() if p.dim() > 1).fill_(math.nan)
+
+    endings = _run(tmp_path / "run", *LAYOUTS[layout], "optimizer=adamw", validation=False, on_step=poison)
+    for ending in endings:
+        assert (ending.finished, ending.step) == (None, 3)
+        assert ending.error is not None
+        assert "step 3" in ending.error
+        assert "no longer a finite number" in ending.error
+    lines = _lines(RunFiles(tmp_path / "run").metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    # NaN is not JSON.
+    assert [line["loss"] is None for line in lines] == [False, False, True]
+
+
+def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
+    """Found without any help: the weights overflow, then the loss does."""
+    endings = _run(
+        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e30", "optimizer.min_lr=0",
+        "schedule.decay=constant", "schedule.warmup_steps=0", validation=False,
+    )  # fmt: skip
+    assert all(ending.error is not None for ending in endings)
+    assert len({ending.step for ending in endings}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, layout: str) -> None:
+    """On all ranks, with that step's line on disk and no validation in the way."""
+
+    def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
+        if step == 3 and trainee.world.rank == trainee.world.world_size - 1:
+            files.request_stop()
+
+    root = tmp_path / "run"
+    endings = _run(root, *LAYOUTS[layout], "run.log_interval=2", on_step=ask)
+    assert endings == [Ending(finished=False, error=None, step=3)] * 2
+    # Every second step is logged, and the last one.
+    assert [line["step"] for line in _lines(RunFiles(root).metrics)] == [2, 3]
+    assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0]
+
+
+def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
+        if step == STEPS:
+            files.request_stop()
+
+    root = tmp_path / "run"
+    assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(finished=True, error=None, step=STEPS)] * 2
+    assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
+
+
+@pytest.mark.parametrize("strategy", ["sc", "layerwise"])
+def test_validation_does_not_change_training(tmp_path: Path, strategy: str) -> None:
+    """Bitwise the same losses without validation, with the two that every run has, and with one after every step."""
+    setup = (*LAYOUTS["dp2"], "optimizer=muon", f"engine.strategy={strategy}")
+    _run(tmp_path / "none", *setup, validation=False)
+    _run(tmp_path / "two", *setup, "train.eval_interval=100")
+    _run(tmp_path / "every", *setup, "train.eval_interval=1")
+    steps = {name: [line["step"] for line in _lines(RunFiles(tmp_path / name).validation)] for name in ("two", "every")}
+    assert steps == {"two": [0, STEPS], "every": list(range(STEPS + 1))}
+    losses = _losses(tmp_path / "none")
+    assert len(set(losses)) == STEPS
+    assert _losses(tmp_path / "two") == losses
+    assert _losses(tmp_path / "every") == losses
+
+
+def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:
+    """With a learning rate below any rounding the model stays, and so must its validation loss."""
+    root = tmp_path / "run"
+    _run(
+        root, *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e-30", "optimizer.min_lr=0", "train.eval_interval=2"
+    )  # fmt: skip
+    losses = [line["loss"] for line in _lines(RunFiles(root).validation)]
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+
+
+def test_metrics_count_the_tokens_of_the_whole_job(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    _run(root, *LAYOUTS["dp2"])
+    lines = _lines(RunFiles(root).metrics)
+    # SMALL trains on 512 tokens a step.
+    assert [line["tokens"] for line in lines] == [512 * step for step in range(1, STEPS + 1)]
+    for line in lines:
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(512)
