@@ -26,7 +26,7 @@ from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 
-STEPS = 4
+STEPS = 3
 LAYOUTS = {
     "dp2": ("parallel.tp=1", "parallel.pp=1"),
     "tp2": ("parallel.tp=2", "parallel.pp=1"),

@@ -20,7 +20,7 @@ from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 
-STEPS = 5
+STEPS = 4
 LAYOUTS = {
     "dp2": ("gpus=2", "parallel.tp=1", "parallel.pp=1"),
     "pp2": ("gpus=2", "parallel.tp=1", "parallel.pp=2"),
@@ -102,8 +102,7 @@ def _losses(root: Path) -> list[float]:
     return [line["loss"] for line in _lines(RunFiles(root).metrics)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("poisoned_rank", [0, 1])
+@pytest.mark.parametrize(("layout", "poisoned_rank"), [("dp2", 0), ("dp2", 1), ("pp2", 0), ("tp2", 1)])
 def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
     tmp_path: Path, layout: str, poisoned_rank: int
 ) -> None:
@@ -184,7 +183,7 @@ def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:
         root, *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e-30", "optimizer.min_lr=0", "train.eval_interval=2"
     )  # fmt: skip
     losses = [line["loss"] for line in _lines(RunFiles(root).validation)]
-    assert len(losses) == 4
+    assert len(losses) == 3
     assert len(set(losses)) == 1
 
 
