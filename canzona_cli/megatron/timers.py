@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -30,19 +30,7 @@ Phase = Literal[
 ]
 TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
 
-IN_STEP: tuple[Phase, ...] = (
-    "data",
-    "forward",
-    "backward",
-    "pipeline",
-    "grad_reduce",
-    "norm_clip",
-    "exchange",
-    "matrix_update",
-    "adamw_update",
-    "param_gather",
-    "other",
-)
+IN_STEP: tuple[Phase, ...] = get_args(Phase)
 
 _TOTAL_OF: dict[str, TotalPhase] = {
     "grad_reduce": "grad_reduce_total",

@@ -49,15 +49,18 @@ class RankRecord:
         self._write("interrupted", ExitCode.INTERRUPTED, None)
 
     def failed(self, error: BaseException) -> ExitCode:
-        code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
-        message = str(error)
+        if isinstance(error, CanzonaError):
+            # Written for the user: where in our code it was raised would only bury what to do.
+            code, origin = error.exit_code, ""
+        else:
+            code, origin = ExitCode.CRASH, "".join(traceback.format_exception(error))
         self._write(
             "failed",
             code,
             {
                 "type": type(error).__name__,
-                "message": message,
-                "traceback": "".join(traceback.format_exception(error)),
+                "message": str(error),
+                "traceback": origin,
             },
         )
         return code

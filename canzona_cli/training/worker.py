@@ -41,8 +41,11 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
-    # The slow imports come after the first sign of life.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|deprecat).*")
+    # The slow imports come after the first sign of life. What they say of optional packages and of their own future is
+    # nothing the reader of a log can act on, and it would stand above a rank's own error.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import torch
 
     from canzona_cli.config.compose import load_resolved

@@ -5,23 +5,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from canzona_cli.config.schema import (
     AdamWConfig,
-    ClusterConfig,
     DataConfig,
     EngineConfig,
     Layout,
-    ModelConfig,
     ParallelConfig,
     RunConfig,
     RunSettings,
     TrainConfig,
 )
 from canzona_cli.launch.files import RunFiles, read_json
+from tests.unit.sizes import CPU, model
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -43,32 +43,11 @@ def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: 
     return RunConfig(
         name="tiny",
         gpus=gpus,
-        model=ModelConfig(
-            name="tiny",
-            num_layers=2,
-            hidden_size=64,
-            ffn_hidden_size=128,
-            num_attention_heads=4,
-            num_query_groups=2,
-            head_dim=16,
-            vocab_size=256,
-            tied_embeddings=True,
-        ),
+        model=model("tiny"),
         train=TrainConfig(steps=4, seq_length=32, batch_tokens=64, global_batch_size=2, micro_batch_size=1),
         optimizer=AdamWConfig(name="adamw", lr=1e-3),
         engine=EngineConfig(strategy="layerwise"),
-        cluster=ClusterConfig(
-            name="cpu",
-            device="cpu",
-            gpus_per_node=8,
-            memory_gib=2,
-            reserved_gib=0.5,
-            bf16_tflops=1,
-            memory_gb_per_s=10,
-            intra_node_gb_per_s=5,
-            inter_node_gb_per_s=1,
-            nodes=nodes,
-        ),
+        cluster=replace(CPU, nodes=nodes),
         data=DataConfig(source="stdlib"),
         parallel=ParallelConfig(tp=1, pp=1),
         run=RunSettings(dir=None if run_dir is None else str(run_dir), root=str(root)),

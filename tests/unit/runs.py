@@ -2,48 +2,28 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from canzona_cli.config.schema import (
-    ClusterConfig,
     DataConfig,
     EngineConfig,
     Layout,
-    ModelConfig,
     MuonConfig,
     RunConfig,
     TrainConfig,
 )
+from tests.unit.sizes import CPU, model
 
 STEPS = 300
 
 CONFIG = RunConfig(
     name="qwen3-tiny",
     gpus=4,
-    model=ModelConfig(
-        name="qwen3-tiny",
-        num_layers=4,
-        hidden_size=256,
-        ffn_hidden_size=768,
-        num_attention_heads=8,
-        num_query_groups=4,
-        head_dim=32,
-        vocab_size=16384,
-        tied_embeddings=True,
-    ),
+    model=replace(model("tiny"), name="qwen3-tiny", vocab_size=16384),
     train=TrainConfig(steps=STEPS, seq_length=256, batch_tokens=8192),
     optimizer=MuonConfig(name="muon", lr=3e-3),
     engine=EngineConfig(strategy="layerwise"),
-    cluster=ClusterConfig(
-        name="cpu",
-        device="cpu",
-        gpus_per_node=8,
-        memory_gib=4.0,
-        reserved_gib=0.5,
-        bf16_tflops=1.2,
-        memory_gb_per_s=20.0,
-        intra_node_gb_per_s=5.0,
-        inter_node_gb_per_s=1.0,
-    ),
+    cluster=CPU,
     data=DataConfig(source="stdlib"),
 )
 
