@@ -10,10 +10,10 @@ from tests.dist.jobs import Curve, train
 
 STEPS = 12
 LAYOUTS = {
-    "dp4": ("gpus=4", "parallel.tp=1"),
-    "tp2 dp2": ("gpus=4", "parallel.tp=2"),
+    "dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
+    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
     "tp4": ("gpus=4", "parallel.tp=4"),
-    "pp2 dp2": ("gpus=4", "parallel.pp=2"),
+    "pp2 dp2": ("gpus=4", "parallel.tp=1", "parallel.pp=2"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
 }
 # bf16 keeps 8 bits of a weight and of an activation; another layout adds partial sums in another order. Single losses
