@@ -14,6 +14,9 @@ OptimizerName = Literal["adamw", "muon", "shampoo", "soap"]
 Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 Device = Literal["cpu", "cuda"]
+BufferLayout = Literal["contiguous", "owner", "aligned"]
+Splitting = Literal["fused", "split", "per_head"]
+Grouping = Literal["registration", "balanced", "greedy", "auto"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
 
@@ -165,6 +168,17 @@ class EngineConfig:
 
     strategy: Strategy
     """sc and layerwise are Megatron's own ways; asc and canzona execute a Plan. AdamW alone needs none of them."""
+    layout: BufferLayout = "owner"
+    """Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, no
+    padding), aligned (equal padded shards, Megatron's own collectives)."""
+    splitting: Splitting = "split"
+    """What counts as one matrix: fused weights as Megatron stores them; q, k, v, gate and up apart; attention by head."""
+    alpha: float = 1.0
+    """Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both."""
+    grouping: Grouping = "auto"
+    """How micro-groups are cut: registration order, balanced, greedy with rollback (the paper's), auto (searched)."""
+    c_max_mib: float | None = None
+    """Largest fused exchange of one rank, MiB; auto when null."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,127 @@
+"""The words of a plan as types. Frozen, JSON-serialisable, without torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Splitting, Strategy
+
+Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
+Execution = Literal["hosted"]
+"""How a matrix is updated; later: gram_sharded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A logical, full 2-D weight that the optimizer treats as one."""
+
+    index: int
+    """Position in the plan's list."""
+    name: str
+    """layers.3.gate; layers are numbered over the whole model."""
+    kind: Kind
+    layer: int
+    stage: int
+    """Pipeline stage."""
+    rows: int
+    cols: int
+    shard_dim: Literal[0, 1] | None
+    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    parameter: str
+    """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
+    unit: int
+    """Matrices of one unit must have the same owner: q, k and v lie interleaved in one range of the buffer."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    def fragment_elements(self, tp: int) -> int:
+        """Elements on one TP rank."""
+        return self.elements if self.shard_dim is None else self.elements // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What an update costs depends on."""
+
+    name: OptimizerName
+    ns_steps: int = 5
+    newton_schulz: Literal["standard", "gram"] = "standard"
+    refresh_period: int = 10
+    """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
+    max_preconditioner_dim: int = 8192
+    """Shampoo and SOAP: a side longer than this is not preconditioned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One rank of a pipeline stage's grid."""
+
+    owner: int
+    """DP rank."""
+    host: int
+    """TP rank of the owner's TP group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which cell updates which matrix: `cells[matrix.index]`."""
+
+    cells: tuple[Cell, ...]
+
+    def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
+        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        loads = [0.0] * (dp * tp)
+        for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
+            if matrix.stage == stage:
+                loads[cell.owner * tp + cell.host] += cost
+        return loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements."""
+
+    start: int
+    end: int
+    owner: int
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One unit of gradient reduction and parameter gathering of one stage's matrix buffer."""
+
+    index: int
+    stage: int
+    parameters: tuple[str, ...]
+    """In buffer order."""
+    elements: int
+    """Of the buffer, padding included."""
+    padding: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroGroup:
+    """Matrices of one owner whose fragments travel in one fused all-to-all over the owner's TP group."""
+
+    stage: int
+    owner: int
+    index: int
+    """Order of execution."""
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What the planner was asked for."""
+
+    strategy: Strategy
+    layout: BufferLayout = "owner"
+    splitting: Splitting = "split"
+    alpha: float = 1.0
+    c_max_bytes: int | None = None
+    """Largest fused exchange of one rank; null: chosen by `auto`."""
+    grouping: Grouping = "auto"
