@@ -31,14 +31,16 @@ class Matrix:
     """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
     unit: int
     """Matrices of one unit must have the same owner: q, k and v lie interleaved in one range of the buffer."""
+    home: int | None = None
+    """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
 
     @property
     def elements(self) -> int:
         return self.rows * self.cols
 
     def fragment_elements(self, tp: int) -> int:
-        """Elements on one TP rank."""
-        return self.elements if self.shard_dim is None else self.elements // tp
+        """Elements on one TP rank; with a home, its share on average: the heads of a unit are dealt out evenly."""
+        return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
 
 
 @dataclass(frozen=True, kw_only=True)
