@@ -52,13 +52,17 @@ _AT_LEAST_ONE = (
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.shampoo_beta")
 
 
-def config_problems(config: RunConfig) -> list[Problem]:
-    """Everything about a well-typed configuration that cannot work; empty when nothing is wrong."""
+def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
+    """Everything about a well-typed configuration that cannot work; empty when nothing is wrong.
+
+    Without `training`, what only a run would need is left out: a plan can be made for what cannot be trained yet.
+    """
     return [
         *_ranges(config),
         *layout_problems(config),
         *_schedule(config),
-        *_engine(config),
+        *_planning(config),
+        *(_engine(config) if training else ()),
         *_model(config),
         *_data(config),
         *_cluster(config),
@@ -166,6 +170,24 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
                 reason=f"only {room} steps are left after the warm-up",
                 fix=f"use schedule.wsd_decay_steps={max(room // 10, 1)}",
             )
+
+
+def _planning(config: RunConfig) -> Iterator[Problem]:
+    engine = config.engine
+    if not 0 <= engine.alpha <= 1:
+        yield Problem(
+            key="engine.alpha",
+            value=engine.alpha,
+            reason="blends even communication (0) with even compute (1), so it is from 0 to 1",
+            fix="use engine.alpha=1, or a value between 0 and 1",
+        )
+    if engine.c_max_mib is not None and not engine.c_max_mib > 0:
+        yield Problem(
+            key="engine.c_max_mib",
+            value=engine.c_max_mib,
+            reason="is the size of the largest fused exchange, so it is above 0",
+            fix="use engine.c_max_mib=null to have it chosen",
+        )
 
 
 def _engine(config: RunConfig) -> Iterator[Problem]:

@@ -47,15 +47,16 @@ class Composed:
     """Everything it was composed from, in the order of application."""
 
 
-def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = ()) -> Composed:
+def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
 
     A recipe, model, ... is looked for in `recipes_dirs`, then $CANZONA_RECIPES_DIR, then among the built-in ones.
     Raises ConfigError with every problem at once: of the recipe, of each override, of types, and of how values
     go together. A bad value does not hide the others: the rest is checked with the recipe's own in its place.
+    Without `training` it is for planning only, and what only a run needs is not asked for.
     """
     try:
-        return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()))
+        return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
     except ConfigError as error:
         order = {argument.partition("=")[0].strip(): place for place, argument in reversed(list(enumerate(overrides)))}
         problems = sorted(_distinct(error.problems), key=lambda problem: order.get(problem.key, len(order)))
@@ -80,7 +81,7 @@ def dump_resolved(config: RunConfig) -> str:
     return text
 
 
-def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
+def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool) -> Composed:
     asked = parse_overrides(overrides)
     problems = list(asked.problems)
     groups = dict(_known_groups(asked, dirs, problems))
@@ -106,9 +107,9 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...]) -> Composed:
         fallback = _with_values(base, {k: v for k, v in asked.values.items() if k not in bad}, [])
         substitute = build(fallback, texts=asked.texts, where=shown(source.path))
         if isinstance(substitute, RunConfig):
-            problems += _judged(substitute, asked, base, ignoring=bad)
+            problems += _judged(substitute, asked, base, ignoring=bad, training=training)
         raise ConfigError(*problems)
-    problems += _judged(config, asked, base, ignoring=set())
+    problems += _judged(config, asked, base, ignoring=set(), training=training)
     if problems:
         raise ConfigError(*problems)
     by_name = [file for file in files if not (source.is_file and file == source.path)]
@@ -293,19 +294,21 @@ def _put(tree: dict[str, object], key: str, value: object) -> None:
     tree[name] = value
 
 
-def _judged(config: RunConfig, asked: Overrides, base: Mapping[str, object], *, ignoring: set[str]) -> list[Problem]:
+def _judged(
+    config: RunConfig, asked: Overrides, base: Mapping[str, object], *, ignoring: set[str], training: bool
+) -> list[Problem]:
     """How the values go together. What concerns settings in `ignoring` is left out.
 
     A size below 1 makes other arithmetic meaningless, so the rest is judged again with the recipe's own size.
     """
-    problems = [problem for problem in config_problems(config) if problem.key not in ignoring]
+    problems = [problem for problem in config_problems(config, training=training) if problem.key not in ignoring]
     sizes = {problem.key for problem in problems if isinstance(problem.value, int) and problem.value < 1}
     if sizes & set(asked.values):
         skipped = ignoring | sizes
         tree = _with_values(base, {key: value for key, value in asked.values.items() if key not in skipped}, [])
         again = build(tree, texts=asked.texts, where="")
         if isinstance(again, RunConfig):
-            problems += [problem for problem in config_problems(again) if problem.key not in skipped]
+            problems += [problem for problem in config_problems(again, training=training) if problem.key not in skipped]
     return _distinct(problems)
 
 

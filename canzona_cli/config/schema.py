@@ -172,7 +172,7 @@ class EngineConfig:
     """Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, no
     padding), aligned (equal padded shards, Megatron's own collectives)."""
     splitting: Splitting = "split"
-    """What counts as one matrix: fused weights as Megatron stores them; q, k, v, gate and up apart; attention by head."""
+    """What counts as one matrix: fused weights as Megatron stores them; q, k, v, gate, up apart; attention by head."""
     alpha: float = 1.0
     """Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both."""
     grouping: Grouping = "auto"

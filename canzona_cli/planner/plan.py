@@ -1,0 +1,312 @@
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it, the engine
+executes it. Frozen, versioned, and with a hash over its whole content that is the same on every rank and machine.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.planner.types import (
+    Algorithm,
+    Assignment,
+    Bucket,
+    Cell,
+    Execution,
+    Matrix,
+    MicroGroup,
+    PlanSettings,
+    Range,
+)
+
+VERSION = 1
+"""Of the content and its meaning; a plan of another version is not read."""
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks a plan is for."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Mesh":
+        return cls(tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp)
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share out the matrices of a stage: gradients are reduced over dp * cp ranks."""
+        return self.dp * self.cp
+
+    @property
+    def cells(self) -> int:
+        """Of one stage's grid."""
+        return self.owners * self.tp
+
+    def rank(self, stage: int, cell: int) -> int:
+        """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
+        return stage * self.cells + cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a plan is for and was computed from; runs with equal subjects get equal plans."""
+
+    model: Mapping[str, Scalar]
+    """Shapes, not names: two models of the same shapes share a plan."""
+    layout: Mesh
+    optimizer: Algorithm
+    settings: PlanSettings
+    buffers: Mapping[str, Scalar]
+    """Bucket size, overlap, widths of weights and gradients."""
+    profile: Mapping[str, Scalar]
+    """The hardware figures that costs come from."""
+
+    def flat(self) -> dict[str, Scalar]:
+        """`layout.tp` and so on, in the order of the fields."""
+        parts = {
+            "model": self.model,
+            "layout": asdict(self.layout),
+            "optimizer": asdict(self.optimizer),
+            "settings": asdict(self.settings),
+            "buffers": self.buffers,
+            "profile": self.profile,
+        }
+        return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole of it. Equal content has an equal `hash`, whichever process computed it."""
+
+    subject: Subject
+    matrices: tuple[Matrix, ...]
+    costs: tuple[float, ...]
+    """Seconds of one update, by matrix."""
+    assignment: Assignment
+    execution: tuple[Execution, ...]
+    """How each matrix is updated."""
+    buckets: tuple[Bucket, ...]
+    """Of the matrices; AdamW's parameters stay in Megatron's own buffers."""
+    groups: tuple[MicroGroup, ...]
+    lower_bounds: tuple[float, ...]
+    """Seconds, by stage: no assignment updates a stage's matrices in less."""
+    version: int = VERSION
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of the canonical JSON, hexadecimal."""
+        return _digest(self.content())
+
+    @property
+    def name(self) -> str:
+        return self.hash[:8]
+
+    def loads(self, stage: int) -> list[float]:
+        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        mesh = self.subject.layout
+        return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
+
+    def content(self) -> dict[str, object]:
+        """Everything the hash covers, as plain JSON values."""
+        subject = self.subject
+        return {
+            "version": self.version,
+            "subject": {
+                "model": dict(subject.model),
+                "layout": asdict(subject.layout),
+                "optimizer": asdict(subject.optimizer),
+                "settings": asdict(subject.settings),
+                "buffers": dict(subject.buffers),
+                "profile": dict(subject.profile),
+            },
+            "lower_bounds": list(self.lower_bounds),
+            "matrices": [
+                {
+                    **{name: getattr(matrix, name) for name in _MATRIX},
+                    "seconds": cost,
+                    "owner": cell.owner,
+                    "host": cell.host,
+                    "execution": execution,
+                }
+                for matrix, cost, cell, execution in zip(
+                    self.matrices, self.costs, self.assignment.cells, self.execution, strict=True
+                )
+            ],
+            "buckets": [
+                {
+                    **{name: getattr(bucket, name) for name in ("index", "stage", "elements", "padding")},
+                    "parameters": list(bucket.parameters),
+                    "ranges": [[part.start, part.end, part.owner, list(part.matrices)] for part in bucket.ranges],
+                }
+                for bucket in self.buckets
+            ],
+            "micro_groups": [
+                {"stage": group.stage, "owner": group.owner, "index": group.index, "matrices": list(group.matrices)}
+                for group in self.groups
+            ],
+        }
+
+    def to_json(self, **beside: object) -> str:
+        """The plan as a file's text: its content, its hash, and `beside`, which the hash does not cover.
+
+        One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`.
+        """
+        return "{\n" + ",\n".join(_lines({"hash": self.hash, **self.content(), **beside})) + "\n}\n"
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, object]) -> "Plan":
+        """The inverse of `content`.
+
+        Raises:
+            ValueError: something is missing or of a wrong type, or it names ranks or matrices that do not exist.
+        """
+        try:
+            plan = _build(content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        _check(plan)
+        return plan
+
+
+def content_hash(content: Mapping[str, object]) -> str:
+    """The hash that `content`, read from a file, should have; what the hash does not cover is left out."""
+    return _digest({name: content[name] for name in _CONTENT if name in content})
+
+
+_CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
+_MATRIX = tuple(field.name for field in fields(Matrix))
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lines(content: Mapping[str, object]) -> Iterator[str]:
+    for name, value in content.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f'"{name}": [\n ' + ",\n ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+        else:
+            yield f'"{name}": {json.dumps(value, allow_nan=False)}'
+
+
+def _build(content: Mapping[str, object]) -> Plan:
+    subject = _mapping(content["subject"])
+    rows = _rows(content["matrices"])
+    return Plan(
+        version=_int(content["version"]),
+        subject=Subject(
+            model=MappingProxyType(_scalars(subject["model"])),
+            layout=_of(Mesh, subject["layout"]),
+            optimizer=_of(Algorithm, subject["optimizer"]),
+            settings=_of(PlanSettings, subject["settings"]),
+            buffers=MappingProxyType(_scalars(subject["buffers"])),
+            profile=MappingProxyType(_scalars(subject["profile"])),
+        ),
+        lower_bounds=tuple(_float(bound) for bound in _list(content["lower_bounds"])),
+        matrices=tuple(_of(Matrix, {name: row[name] for name in _MATRIX}) for row in rows),
+        costs=tuple(_float(row["seconds"]) for row in rows),
+        assignment=Assignment(cells=tuple(Cell(owner=_int(row["owner"]), host=_int(row["host"])) for row in rows)),
+        execution=tuple(_execution(row["execution"]) for row in rows),
+        buckets=tuple(
+            Bucket(
+                index=_int(row["index"]),
+                stage=_int(row["stage"]),
+                elements=_int(row["elements"]),
+                padding=_int(row["padding"]),
+                parameters=tuple(str(name) for name in _list(row["parameters"])),
+                ranges=tuple(_range(part) for part in _list(row["ranges"])),
+            )
+            for row in _rows(content["buckets"])
+        ),
+        groups=tuple(
+            MicroGroup(
+                stage=_int(row["stage"]),
+                owner=_int(row["owner"]),
+                index=_int(row["index"]),
+                matrices=tuple(_int(index) for index in _list(row["matrices"])),
+            )
+            for row in _rows(content["micro_groups"])
+        ),
+    )
+
+
+def _check(plan: Plan) -> None:
+    """What the engine relies on: every matrix once in the list, in the grid, and in one micro-group of its owner."""
+    mesh, cells = plan.subject.layout, plan.assignment.cells
+    for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
+        if matrix.index != index or not 0 <= matrix.stage < mesh.pp:
+            raise ValueError(f"matrix {matrix.name} is out of place")
+        if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
+            raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
+    grouped = [index for group in plan.groups for index in group.matrices]
+    if sorted(grouped) != list(range(len(plan.matrices))):
+        raise ValueError("the micro-groups do not have every matrix exactly once")
+    for group in plan.groups:
+        for index in group.matrices:
+            if (plan.matrices[index].stage, cells[index].owner) != (group.stage, group.owner):
+                raise ValueError(f"matrix {plan.matrices[index].name} is in another owner's micro-group")
+
+
+def _of[T](kind: type[T], values: object) -> T:
+    given, known = _mapping(values), {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if given.keys() != known:
+        raise ValueError(f"{kind.__name__} has {sorted(given)}, not {sorted(known)}")
+    return kind(**given)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError("an object is not one")
+    return value
+
+
+def _rows(value: object) -> list[dict[str, object]]:
+    return [_mapping(row) for row in _list(value)]
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError("a list is not one")
+    return value
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _float(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _scalars(value: object) -> dict[str, Scalar]:
+    return {name: item for name, item in _mapping(value).items() if item is None or isinstance(item, str | int | float)}
+
+
+def _execution(value: object) -> Execution:
+    if value != "hosted":
+        raise ValueError(f"{value!r} is not a way to update a matrix")
+    return "hosted"
+
+
+def _range(value: object) -> Range:
+    start, end, owner, matrices = _list(value)
+    return Range(
+        start=_int(start),
+        end=_int(end),
+        owner=_int(owner),
+        matrices=tuple(_int(index) for index in _list(matrices)),
+    )
