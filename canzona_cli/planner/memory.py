@@ -176,13 +176,54 @@ def _norm(config: RunConfig, elements: int) -> int:
     return elements * (2 * _FP32 + width if config.cluster.device == "cpu" else 2 * width)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transient:
+    """Bytes one rank needs on top of its state, by when: a micro-batch, or the optimizer step."""
+
+    activations: int
+    logits: int
+    working: int
+    """Of one layer's backward pass, on top of activations; logits are gone by then."""
+    update: int
+    """Of the optimizer step, when activations and logits are gone."""
+
+    def parts(self, *, exchange: int = 0) -> dict[str, int]:
+        """What is never alive together counts once: the later ones only beyond what has been freed by then."""
+        freed = self.activations + self.logits
+        workspace = max(0, self.working - self.logits, self.update - freed)
+        return {
+            "activations": self.activations,
+            "logits": self.logits,
+            "workspace": workspace,
+            "exchange": max(0, self.update + exchange - freed - workspace),
+        }
+
+
+def element_bytes(config: RunConfig) -> tuple[int, int]:
+    """(weight, gradient buffer) bytes of a parameter."""
+    width = _width(config)
+    return width, _FP32 if config.train.grad_reduce_dtype == "fp32" else width
+
+
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
-    model, width, t = config.model, _width(config), layout.tp
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
-    grad = _FP32 if config.train.grad_reduce_dtype == "fp32" else width
+    width, grad = element_bytes(config)
+    parts = transient(config, layout, stage).parts()
+    del parts["exchange"]  # known only once there is a plan
+    return {
+        "weights": width * stored,
+        "gradients": grad * stored,
+        "optimizer": optimizer_state(config, layout, stage),
+        **parts,
+    }
 
+
+def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
+    """What a rank of `stage` needs while it computes."""
+    model, width, t = config.model, _width(config), layout.tp
+    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
     tokens, layers = _tokens(config, layout), model.num_layers // layout.pp
     in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
     activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
@@ -197,15 +238,12 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
     working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
     if not config.cluster.transformer_engine:
         working += (2 * _FP32 + width) * _scores(config, layout)
-    update = _update_workspace(config, layout, weights, held)
-    return {
-        "weights": width * stored,
-        "gradients": grad * stored,
-        "optimizer": optimizer_state(config, layout, stage),
-        "activations": activations,
-        "logits": logits,
-        "workspace": max(0, working - logits, update - activations - logits),
-    }
+    return Transient(
+        activations=activations,
+        logits=logits,
+        working=working,
+        update=_update_workspace(config, layout, weights, held),
+    )
 
 
 def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> int:
