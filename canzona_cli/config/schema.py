@@ -203,6 +203,26 @@ class ClusterConfig:
     """One GPU to another machine, one direction, GB/s."""
     transformer_engine: bool = False
     """Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention)."""
+    intra_node_latency_us: float = 10.0
+    """One step of a collective inside a machine, microseconds: what a message of no size takes."""
+    inter_node_latency_us: float = 20.0
+    """The same between machines."""
+    matmul_tflops: tuple[tuple[int, float], ...] = ()
+    """Rates that bf16 products of n by n matrices reach: pairs of n and TFLOP/s, n ascending. Empty: guessed from the
+    peak (see `canzona_cli.planner.cost`)."""
+    fp32_tflops: float | None = None
+    """Rate that large fp32 products reach, TFLOP/s; null: a sixteenth of the bf16 peak."""
+    tf32_tflops: float | None = None
+    """The same where TF32 is allowed (Shampoo and SOAP allow it); null: there is no such unit, as fp32."""
+    qr_tflops: float | None = None
+    """Rate that the QR factorisation of a large fp32 matrix reaches, TFLOP/s; null: a twentieth of fp32_tflops."""
+    eigh_tflops: float | None = None
+    """Rate that its symmetric eigendecomposition reaches; null: a hundredth of fp32_tflops."""
+    launch_us: float = 5.0
+    """What one operation takes beyond its work (its launch), microseconds."""
+    measured_updates: tuple[tuple[str, int, int, float], ...] = ()
+    """Measured seconds of whole updates, in place of the cost model: (algorithm, rows, columns, seconds), the
+    algorithm as `canzona_cli.planner.cost.label` writes it."""
     nodes: int | None = None
     """Machines; auto when null: gpus / gpus_per_node, rounded up."""
     node_rank: int | None = None

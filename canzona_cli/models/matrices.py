@@ -43,7 +43,7 @@ class Block:
 
 
 def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    """All matrices of a Qwen3 model in registration order: by layer, in it proj, qkv, fc1, fc2 as Megatron creates them.
+    """All matrices of a Qwen3 model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
 
     split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate and up are
     units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head: every head of q, k and v

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Splitting, Strategy
+from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Precision, Splitting, Strategy
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
 Execution = Literal["hosted"]
@@ -54,6 +54,8 @@ class Algorithm:
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192
     """Shampoo and SOAP: a side longer than this is not preconditioned."""
+    precision: Precision = "bf16"
+    """Muon: what its products are in. Shampoo and SOAP are fp32, with TF32 where there is any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,265 @@
+"""What updating one matrix costs: exact FLOPs of the algorithm, and seconds on a hardware profile.
+
+An update is a list of dense products, factorisations, elementwise passes over memory and kernel launches (`Work`);
+nothing of it is hidden under anything else, as it runs on one stream. Where the profile has measured the very update,
+the measurement counts instead.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.planner.types import Algorithm, Matrix
+
+Unit = Literal["bf16", "tf32", "fp32"]
+"""What a product runs on."""
+
+MEMORY_EFFICIENCY = 0.9
+"""Share of the memory bandwidth an elementwise kernel reaches."""
+ADAMW_BYTES = {True: 30, False: 86}
+"""Bytes of memory traffic per element of AdamW: fused (Transformer Engine's), or torch's foreach passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one update does."""
+
+    products: tuple[tuple[int, int, int, int], ...] = ()
+    """Dense products: how many of (m, k) by (k, n)."""
+    qr: tuple[int, ...] = ()
+    """Sides of the squares whose Q is computed."""
+    eigh: tuple[int, ...] = ()
+    """Sides of the squares whose eigenvectors are computed."""
+    elementwise: float = 0.0
+    """FLOPs of elementwise kernels, counted for AdamW alone: beside products they are nothing."""
+    traffic: float = 0.0
+    """Bytes elementwise kernels and copies move."""
+    launches: int = 0
+
+    @property
+    def flops(self) -> float:
+        """QR with explicit Q is 4/3 n^3 + 4/3 n^3, eigh with vectors 9 n^3 (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
+        products = sum(2.0 * count * m * k * n for count, m, k, n in self.products)
+        return self.elementwise + products + sum(8 / 3 * n**3 for n in self.qr) + sum(9.0 * n**3 for n in self.eigh)
+
+
+def algorithm(config: RunConfig) -> Algorithm:
+    """What a run's update costs depend on."""
+    optimizer = config.optimizer
+    if isinstance(optimizer, MuonConfig):
+        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=config.train.precision)
+    if isinstance(optimizer, ShampooConfig | SoapConfig):
+        return Algorithm(name=optimizer.name, refresh_period=optimizer.precondition_frequency)
+    return Algorithm(name="adamw")
+
+
+def label(a: Algorithm) -> str:
+    """What a measurement of an algorithm is filed under: muon/standard/5, soap."""
+    return f"muon/{a.newton_schulz}/{a.ns_steps}" if a.name == "muon" else a.name
+
+
+def flops(a: Algorithm, rows: int, cols: int) -> float:
+    """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
+
+    With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
+    - muon, standard Newton-Schulz (Jordan et al. 2024), s steps: s (4 m^2 n + 2 m^3) for X X', A A and B X;
+    - muon, Gram Newton-Schulz (Zhang, Amsel, Chen, Dao 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz; also
+      DeepSpeed's), restarted once before the third step: 8 m^2 n + (8 s - 12) m^3, without kernels that
+      exploit symmetry; a square matrix takes the standard way;
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
+      product per side, 9 n^3 + 2 n^3;
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side estimated eigenvalues, a
+      power iteration and a QR, 4 n^3 + 8/3 n^3, and the first moment turned to the new bases 4 r^2 c + 4 r c^2;
+    - adamw: 15 per element.
+    A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
+    """
+    step, refresh = work(a, rows, cols)
+    return step.flops + refresh.flops / a.refresh_period
+
+
+def peak_flops(a: Algorithm, rows: int, cols: int) -> float:
+    """FLOPs of an update in the step that refreshes."""
+    step, refresh = work(a, rows, cols)
+    return step.flops + refresh.flops
+
+
+def seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+    """Seconds of one update on one device; refreshes spread over their period."""
+    return _measured(a, rows, cols, cluster) or _modelled(a, rows, cols, cluster)[0]
+
+
+def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+    """Seconds of an update in the step that refreshes; a measurement is scaled as the model's are to each other."""
+    mean, peak = _modelled(a, rows, cols, cluster)
+    measured = _measured(a, rows, cols, cluster)
+    return peak if measured is None else measured * peak / mean
+
+
+def costs(a: Algorithm, matrices: Sequence[Matrix], cluster: ClusterConfig) -> tuple[float, ...]:
+    """`seconds` of every matrix, in order."""
+    shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
+    cost = {(rows, cols): seconds(a, rows, cols, cluster) for rows, cols in shapes}
+    return tuple(cost[matrix.rows, matrix.cols] for matrix in matrices)
+
+
+def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
+    """Seconds of AdamW on so many elements of one device: memory traffic alone.
+
+    Fused: gradient 4 bytes read, master and both moments 4 read and 4 written each, the bf16 weight 2 written.
+    """
+    return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
+
+
+def memory_rate(cluster: ClusterConfig) -> float:
+    """Bytes per second elementwise kernels move."""
+    return MEMORY_EFFICIENCY * cluster.memory_gb_per_s * 1e9
+
+
+def matmul_rate(size: float, unit: Unit, cluster: ClusterConfig) -> float:
+    """FLOP/s that a product of (size, size) matrices reaches.
+
+    bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the smallest (a
+    small product leaves units idle), and flat above the largest. fp32 and TF32 have one rate.
+    """
+    if unit != "bf16":
+        fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
+        return 1e12 * (fp32 if unit == "fp32" else cluster.tf32_tflops or fp32)
+    table = cluster.matmul_tflops or _guessed(cluster.bf16_tflops)
+    place = bisect_right(table, size, key=lambda entry: entry[0])
+    if place == 0:
+        return 1e12 * table[0][1] * size / table[0][0]
+    if place == len(table):
+        return 1e12 * table[-1][1]
+    (low, slow), (high, fast) = table[place - 1], table[place]
+    return 1e12 * (slow + (fast - slow) * math.log(size / low) / math.log(high / low))
+
+
+def matmul_seconds(m: float, k: float, n: float, unit: Unit, cluster: ClusterConfig) -> float:
+    """Seconds of one (m, k) by (k, n) product: as a cube of the same volume."""
+    volume = m * k * n
+    return 2.0 * volume / matmul_rate(volume ** (1 / 3), unit, cluster)
+
+
+@lru_cache(maxsize=4096)
+def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """What every update of a (rows, cols) matrix does, and what one with a refresh does on top."""
+    if a.name == "muon":
+        return _muon(a, rows, cols), Work()
+    if a.name == "shampoo":
+        return _shampoo(a, rows, cols)
+    if a.name == "soap":
+        return _soap(a, rows, cols)
+    return Work(elementwise=15.0 * rows * cols), Work()
+
+
+def _muon(a: Algorithm, rows: int, cols: int) -> Work:
+    """Newton-Schulz, and around it the operations of emerging-optimizers 0.3's Muon on fp32 masters.
+
+    Per element: decay 8 bytes, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, the model's
+    copy of the weight 4 + w; casts to and from bf16 6 each. `addmm` first copies what it adds to.
+    """
+    m, n = sorted((rows, cols))
+    steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
+    around = (76 + width + (12 if width == 2 else 0)) * m * n
+    if a.newton_schulz == "gram" and m < n:
+        restarts = 1 if steps > 2 else 0
+        carried = steps - 1 - restarts
+        tall, square = 2 + 2 * restarts, steps + 3 * carried
+        return Work(
+            products=((tall, m, m, n), (square, m, m, m)),
+            traffic=around + 2 * width * square * m * m,
+            launches=13 + tall + 2 * square,
+        )
+    return Work(
+        products=((steps, m, n, m), (steps, m, m, m), (steps, m, m, n)),
+        traffic=around + 2 * width * steps * (m * n + m * m),
+        launches=13 + 5 * steps,
+    )
+
+
+def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 50 bytes of momentum, weight and casts; statistics are read and written once, 12 bytes."""
+    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    squares = sum(side * side for side in sides)
+    step = Work(
+        products=tuple(_sided(rows, cols, sides, 1, 1)),
+        traffic=50 * rows * cols + 12 * squares,
+        launches=8 + 3 * len(sides),
+    )
+    refresh = Work(
+        products=tuple((1, side, side, side) for side in sides),
+        eigh=sides,
+        traffic=24 * squares,
+        launches=6 * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
+    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    squares = sum(side * side for side in sides)
+    step = Work(
+        products=tuple(_sided(rows, cols, sides, 1, 2)),
+        traffic=86 * rows * cols + 12 * squares,
+        launches=14 + 4 * len(sides),
+    )
+    refresh = Work(
+        products=(*((2, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
+        qr=sides,
+        traffic=8 * rows * cols * len(sides) + 32 * squares,
+        launches=10 * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def _sided(
+    rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Products of a preconditioned side: G G' or G' G so many times, a square times G or G times it so many."""
+    for side in sides:
+        other = rows * cols // side
+        if statistics:
+            yield statistics, side, other, side
+        yield applied, side, side, other
+
+
+def _modelled(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, float]:
+    """Seconds on average and in a step that refreshes."""
+    if a.name == "adamw":
+        return (adamw_seconds(rows * cols, cluster),) * 2
+    step, refresh = (_duration(part, _unit(a), cluster) for part in work(a, rows, cols))
+    return step + refresh / a.refresh_period, step + refresh
+
+
+def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float | None:
+    if not cluster.measured_updates:
+        return None
+    wanted = (label(a), rows, cols)
+    return next((entry[3] for entry in cluster.measured_updates if entry[:3] == wanted), None)
+
+
+def _unit(a: Algorithm) -> Unit:
+    return a.precision if a.name == "muon" else "tf32"
+
+
+def _duration(work: Work, unit: Unit, cluster: ClusterConfig) -> float:
+    fp32 = matmul_rate(1.0, "fp32", cluster)
+    qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
+    eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
+    return (
+        sum(count * matmul_seconds(m, k, n, unit, cluster) for count, m, k, n in work.products)
+        + sum(8 / 3 * n**3 / qr for n in work.qr)
+        + sum(9.0 * n**3 / eigh for n in work.eigh)
+        + work.traffic / memory_rate(cluster)
+        + work.launches * cluster.launch_us * 1e-6
+    )
+
+
+def _guessed(peak: float) -> tuple[tuple[int, float], ...]:
+    """A table for a profile without one: two thirds of the peak from 4096 on, a third at 1024."""
+    return (1024, peak / 3), (4096, peak * 2 / 3)
