@@ -12,7 +12,9 @@ from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.models import qwen3
+from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.placement import Placement, balance, layerwise
+from canzona_cli.planner.types import Algorithm
 
 GIB = 1 << 30
 _FP32 = 4
@@ -269,9 +271,15 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     return copies + 2 * _FP32 * rows * cols + 3 * _FP32 * max(rows, cols) ** 2
 
 
+def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
+    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side that has them, fp32."""
+    if algorithm.name not in ("shampoo", "soap"):
+        return 0
+    return 2 * _FP32 * sum(side**2 for side in (rows, cols) if side <= algorithm.max_preconditioner_dim)
+
+
 def _factors(config: RunConfig, rows: int, cols: int) -> int:
-    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side, fp32."""
-    return 0 if config.optimizer.name == "muon" else 2 * _FP32 * (rows**2 + cols**2)
+    return factor_bytes(algorithm(config), rows, cols)
 
 
 def _scores(config: RunConfig, layout: Layout) -> int:
