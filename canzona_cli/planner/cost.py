@@ -69,7 +69,7 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - muon, standard Newton-Schulz (Jordan et al. 2024), s steps: s (4 m^2 n + 2 m^3) for X X', A A and B X;
     - muon, Gram Newton-Schulz (Zhang, Amsel, Chen, Dao 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz; also
       DeepSpeed's), restarted once before the third step: 8 m^2 n + (8 s - 12) m^3, without kernels that
-      exploit symmetry; a square matrix takes the standard way;
+      exploit symmetry (two steps or fewer: no restart); a square matrix takes the standard way;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side estimated eigenvalues, a
@@ -119,7 +119,7 @@ def memory_rate(cluster: ClusterConfig) -> float:
     return MEMORY_EFFICIENCY * cluster.memory_gb_per_s * 1e9
 
 
-def matmul_rate(size: float, unit: Unit, cluster: ClusterConfig) -> float:
+def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     """FLOP/s that a product of (size, size) matrices reaches.
 
     bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the smallest (a
@@ -138,10 +138,10 @@ def matmul_rate(size: float, unit: Unit, cluster: ClusterConfig) -> float:
     return 1e12 * (slow + (fast - slow) * math.log(size / low) / math.log(high / low))
 
 
-def matmul_seconds(m: float, k: float, n: float, unit: Unit, cluster: ClusterConfig) -> float:
+def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
     """Seconds of one (m, k) by (k, n) product: as a cube of the same volume."""
     volume = m * k * n
-    return 2.0 * volume / matmul_rate(volume ** (1 / 3), unit, cluster)
+    return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
 
 @lru_cache(maxsize=4096)
@@ -159,8 +159,8 @@ def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 def _muon(a: Algorithm, rows: int, cols: int) -> Work:
     """Newton-Schulz, and around it the operations of emerging-optimizers 0.3's Muon on fp32 masters.
 
-    Per element: decay 8 bytes, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, the model's
-    copy of the weight 4 + w; casts to and from bf16 6 each. `addmm` first copies what it adds to.
+    Bytes per element: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, the copy
+    of the weight for the model 4 + w; casts to and from bf16 6 each. `addmm` first copies what it adds to.
     """
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
@@ -248,11 +248,11 @@ def _unit(a: Algorithm) -> Unit:
 
 
 def _duration(work: Work, unit: Unit, cluster: ClusterConfig) -> float:
-    fp32 = matmul_rate(1.0, "fp32", cluster)
+    fp32 = matmul_rate(cluster, 1.0, "fp32")
     qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
     return (
-        sum(count * matmul_seconds(m, k, n, unit, cluster) for count, m, k, n in work.products)
+        sum(count * matmul_seconds(cluster, m, k, n, unit) for count, m, k, n in work.products)
         + sum(8 / 3 * n**3 / qr for n in work.qr)
         + sum(9.0 * n**3 / eigh for n in work.eigh)
         + work.traffic / memory_rate(cluster)
