@@ -1,0 +1,114 @@
+"""What data parallelism moves: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
+
+A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module of the
+stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.models import qwen3
+from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.memory import element_bytes
+from canzona_cli.planner.model_time import Module
+from canzona_cli.planner.types import Bucket, Matrix
+
+MLP = ("gate", "up", "fc1", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One bucket on its way."""
+
+    module: int
+    """Number of the stage's module that completes it in the backward pass and needs it first in the forward pass."""
+    reduce: Transfer
+    gather: Transfer
+
+
+def bucket_elements(config: RunConfig, layout: Layout, stage: int) -> int | None:
+    """Where Megatron closes a bucket: only on the first stage, and only for overlap."""
+    if not config.parallel.overlap_grad_reduce or stage > 0:
+        return None
+    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
+
+
+class Buffers:
+    """Builds a stage's chunks."""
+
+    def __init__(self, config: RunConfig, layout: Layout, stage: int, modules: Sequence[Module]) -> None:
+        self._config, self._layout, self._stage, self._modules = config, layout, stage, modules
+        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+        self._width, self._grad = element_bytes(config)
+        self._limit = bucket_elements(config, layout, stage)
+        self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
+
+    def everything(self, *, sharded: bool) -> list[Chunk]:
+        """One buffer for all parameters: AdamW's (`DistributedOptimizer`), or, all-reduced, that of `sc`."""
+        return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
+
+    def others(self) -> list[Chunk]:
+        """The buffer of what AdamW updates beside the matrices: embedding, norms, output layer."""
+        return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
+
+    def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix], *, even: bool) -> list[Chunk]:
+        """The matrices' buckets, in the order they fill; `even`: equal padded shards on Megatron's own collectives."""
+        return [self._bucket(bucket, matrices, even=even) for bucket in buckets if bucket.stage == self._stage]
+
+    def _bucket(self, bucket: Bucket, matrices: Sequence[Matrix], *, even: bool) -> Chunk:
+        module = min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices)
+        if even:
+            return self._even(bucket.elements, module, sharded=True)
+        shares: dict[int, int] = {}
+        for part in bucket.ranges:
+            shares[part.owner] = shares.get(part.owner, 0) + part.end - part.start
+        # Whoever owns least sends most: every share but its own.
+        least = min(shares.values()) if len(shares) == self._group.size else 0
+        moved = sum(shares.values()) - least
+        return Chunk(
+            module=module,
+            reduce=self._per_owner(moved * self._grad, len(shares)),
+            gather=self._per_owner(moved * self._width, len(shares)),
+        )
+
+    def _per_owner(self, size: float, owners: int) -> Transfer:
+        """One reduce (broadcast) for each owner, grouped into one launch; each adds the work of issuing it."""
+        whole = self._links.through(size, self._group)
+        issue = (owners - 1) * self._config.cluster.launch_us * 1e-6 if self._group.size > 1 else 0.0
+        return Transfer(latency_s=whole.latency_s + issue, link=whole.link, link_s=whole.link_s)
+
+    def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
+        if not sharded:
+            reduced = self._links.all_reduce(elements * self._grad, self._group)
+            return Chunk(module=module, reduce=reduced, gather=Transfer())
+        return Chunk(
+            module=module,
+            reduce=self._links.all_gather(elements * self._grad, self._group),
+            gather=self._links.all_gather(elements * self._width, self._group),
+        )
+
+    def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
+        """(elements, module) in registration order; norms belong to the attention of their layer."""
+        model, found = self._config.model, []
+        norms = qwen3.norm_parameters(model)
+        for number, module in enumerate(self._modules):
+            if module.part == "attention":
+                found.append((norms, number))
+            if module.part in ("embedding", "output") or layers:
+                found.append((module.weights, number))
+        return [(size, number) for size, number in found if size]
+
+    def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(elements, module) of each bucket: last registered first, closed once it holds enough."""
+        found: list[tuple[int, int]] = []
+        filled, first = 0, 0
+        for size, module in reversed(parameters):
+            filled, first = filled + size, module
+            if self._limit is not None and filled >= self._limit:
+                found.append((filled, first))
+                filled = 0
+        return [*found, (filled, first)] if filled else found
+
+    def _module(self, matrix: Matrix) -> int:
+        return self._number["mlp" if matrix.kind in MLP else "attention", matrix.layer]

@@ -1,0 +1,160 @@
+"""How long a transfer takes on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
+
+Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given the
+geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one link at its
+full rate, which stretches where transfers share the link (`planner.timeline`).
+
+Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank. Over
+several machines NCCL runs as many rings as the group has members on a machine, each leaving it through another
+network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from canzona_cli.config.schema import ClusterConfig, Layout
+
+Link = Literal["machine", "network"]
+
+EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
+"""Share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of NVLink 4's
+450 GB/s, 45 of a 400 Gb/s port's 50."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective as seen by its busiest rank."""
+
+    latency_s: float = 0.0
+    link: Link = "machine"
+    link_s: float = 0.0
+    """Seconds on `link` when nothing else uses it."""
+
+    @property
+    def seconds(self) -> float:
+        """Alone on its link."""
+        return self.latency_s + self.link_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks of one communicator."""
+
+    size: int
+    per_machine: int
+    """Members on each machine; the fewest where machines differ."""
+
+    @property
+    def machines(self) -> int:
+        return -(-self.size // self.per_machine)
+
+    @property
+    def link(self) -> Link:
+        """The link between machines where the group has one to cross."""
+        return "machine" if self.machines == 1 else "network"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp."""
+
+    tp: Group
+    data: Group
+    """dp * cp: over which gradients are reduced."""
+    stage_crosses: bool
+    """Whether neighbouring pipeline stages are on different machines."""
+    world: Group
+
+    @classmethod
+    def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
+        ranks, per_machine = layout.world_size, cluster.gpus_per_node
+        shards = layout.cp * layout.dp
+        return cls(
+            tp=strided(1, layout.tp, ranks, per_machine),
+            data=strided(layout.tp, shards, ranks, per_machine),
+            stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
+            world=strided(1, ranks, ranks, per_machine),
+        )
+
+
+def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
+    """A group of every `stride`-th rank. Where it does not tile machines evenly, as if no two shared one."""
+    if ranks <= per_machine or per_machine % (stride * size) == 0:
+        together = size
+    elif per_machine % stride == 0 and stride * size % per_machine == 0:
+        together = per_machine // stride
+    else:
+        together = 1
+    return Group(size=size, per_machine=together)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A cluster profile's links, and what collectives take on them. Bytes are per rank, before sharding."""
+
+    cluster: ClusterConfig
+
+    def bandwidth(self, link: Link) -> float:
+        """Bytes per second one GPU gets, one direction."""
+        cluster = self.cluster
+        nominal = cluster.intra_node_gb_per_s if link == "machine" else cluster.inter_node_gb_per_s
+        return EFFICIENCY[link] * nominal * 1e9
+
+    def latency(self, link: Link) -> float:
+        """Seconds of one hop."""
+        cluster = self.cluster
+        return 1e-6 * (cluster.intra_node_latency_us if link == "machine" else cluster.inter_node_latency_us)
+
+    def ring(self, group: Group) -> tuple[Link, float]:
+        """The link that limits a ring over `group`, and bytes per second through each of its ranks."""
+        inner = self.bandwidth("machine")
+        if group.machines == 1:
+            return "machine", inner
+        outer = group.per_machine * self.bandwidth("network")
+        return ("network", outer) if outer <= inner or group.per_machine == 1 else ("machine", inner)
+
+    def all_gather(self, size: float, group: Group) -> Transfer:
+        """`size` bytes gathered in equal shards; a reduce-scatter of `size` bytes takes the same."""
+        return self.through(size * (group.size - 1) / group.size, group)
+
+    def all_reduce(self, size: float, group: Group) -> Transfer:
+        """A reduce-scatter and an all-gather. Small ones go up and down a tree."""
+        ring = self.through(2 * size * (group.size - 1) / group.size, group)
+        tree = 2 * math.ceil(math.log2(group.size)) * self.latency(group.link)
+        return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
+
+    def through(self, size: float, group: Group) -> Transfer:
+        """Chains or a ring that move `size` bytes through every rank, pipelined, past every member once.
+
+        Also what reduces to (broadcasts from) several owners with unlike shares take: each owner's share runs down a
+        chain that ends at it, so a rank sends every share but its own, whoever owns most. Nobody is flooded.
+        """
+        if group.size == 1 or size == 0:
+            return Transfer()
+        link, rate = self.ring(group)
+        outer = group.machines if group.machines > 1 else 0
+        hops = (group.size - outer) * self.latency("machine") + outer * self.latency("network")
+        return Transfer(latency_s=hops * (group.size - 1) / group.size, link=link, link_s=size / rate)
+
+    def all_to_all(self, sent: Sequence[float], received: Sequence[float], group: Group) -> Transfer:
+        """Each rank's bytes to and from all others at once: the busiest sender or receiver decides (incast).
+
+        Of a rank's traffic, the share of its peers on other machines goes through its network port.
+        """
+        busiest = max(*sent, *received, 0.0)
+        if group.size == 1 or busiest == 0:
+            return Transfer()
+        remote = (group.size - group.per_machine) / (group.size - 1)
+        times: dict[Link, float] = {
+            "machine": busiest * (1 - remote) / self.bandwidth("machine"),
+            "network": busiest * remote / self.bandwidth("network"),
+        }
+        link: Link = "machine" if times["machine"] >= times["network"] else "network"
+        return Transfer(latency_s=self.latency(group.link), link=link, link_s=times[link])
+
+    def point_to_point(self, size: float, *, crosses: bool) -> Transfer:
+        """`size` bytes from one GPU to another."""
+        link: Link = "network" if crosses else "machine"
+        return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))

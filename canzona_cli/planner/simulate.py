@@ -1,0 +1,355 @@
+"""Simulated steps: how long an iteration takes under each strategy, and what it is spent on.
+
+One steady-state iteration from the first forward to the last updated weight: parameters of the last step are gathered
+under the forward, gradients are reduced under the last backward, then norm and clip, exchange and update, AdamW. One
+rank stands for each pipeline stage up to the update (collectives keep the others in step with it); the update itself
+is simulated for every rank that has its own. See `assumptions` for what is left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.planner.buffers import Buffers, Chunk
+from canzona_cli.planner.cost import adamw_seconds, memory_rate
+from canzona_cli.planner.iteration import IterationTimeline
+from canzona_cli.planner.links import Groups, Links, strided
+from canzona_cli.planner.memory import element_bytes, stage_weights
+from canzona_cli.planner.model_time import stage_time
+from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
+from canzona_cli.planner.update import RankUpdate, UpdateModel
+
+Simulated = Strategy | Literal["adamw"]
+Stream = Literal["compute", "data", "exchange"]
+
+IN_STEP = (
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "grad_reduce",
+    "norm_clip",
+    "exchange",
+    "matrix_update",
+    "adamw_update",
+    "param_gather",
+    "other",
+)
+"""The breakdown's phases that add up to a step."""
+
+NORM_BYTES, CLIP_BYTES = 4, 8
+"""Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
+_IDLE = RankUpdate(matrix_update_s=0.0, exchange_s=0.0, exchange_total_s=0.0, segments=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A stretch of one rank's time on one of its streams."""
+
+    rank: int
+    stream: Stream
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyResult:
+    """One strategy's iteration, in the words of the breakdown."""
+
+    strategy: Simulated
+    iteration_s: float
+    optimizer_s: float
+    """The optimizer step with its exchange as if hidden under nothing: norm and clip, exchange (total), matrix update,
+    AdamW's update, and what the next forward waits for gathered parameters."""
+    optimizer_exposed_s: float
+    """What the iteration waits for it: the same with the exchange's exposed part only."""
+    phases: Mapping[str, float]
+    """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`; the `_total`s ran (partly) under others."""
+    mean_phases: Mapping[str, float]
+    """The same, averaged over all ranks; who is done earlier waits in `other`."""
+    slowest_rank: int
+    updates_end_s: tuple[float, ...]
+    """By stage: when its last rank has finished its updates."""
+    events: tuple[Event, ...]
+    """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cell:
+    """Ranks that behave alike in the update phase: one host of an owner, or all of them."""
+
+    stage: int
+    owner: int
+    host: int
+    ranks: int
+    update: RankUpdate
+    elements: int
+    """Gradient elements it holds reduced, and clips."""
+
+
+def simulate(
+    config: RunConfig,
+    layout: Layout,
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    assignment: Assignment | None,
+    buckets: Sequence[Bucket],
+    groups: Sequence[MicroGroup],
+    strategy: Simulated,
+) -> StrategyResult:
+    """One iteration of `strategy`.
+
+    Args:
+        costs: seconds to update each whole matrix on one rank.
+        assignment: owners and hosts; layerwise uses owners alone; None for sc and adamw, which have neither.
+        buckets: of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw.
+        groups: micro-groups, for canzona and asc.
+    """
+    return _Simulation(config, layout, matrices, costs, assignment, buckets, groups, strategy).result()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        costs: Sequence[float],
+        assignment: Assignment | None,
+        buckets: Sequence[Bucket],
+        groups: Sequence[MicroGroup],
+        strategy: Simulated,
+    ) -> None:
+        self._config, self._layout, self._strategy = config, layout, strategy
+        self._matrices, self._costs, self._assignment = matrices, costs, assignment
+        self._buckets, self._groups = buckets, groups
+        self._owners = layout.dp * layout.cp
+        self._rate = memory_rate(config.cluster)
+        self._links = Links(cluster=config.cluster)
+        self._world = Groups.of(layout, config.cluster).world
+
+    def result(self) -> StrategyResult:
+        config, layout = self._config, self._layout
+        stages = [stage_time(config, layout, stage) for stage in range(layout.pp)]
+        chunks = [self._chunks(stage) for stage in range(layout.pp)]
+        gathers = self._strategy != "sc"
+        overlap = config.parallel.overlap_grad_reduce
+        overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
+        iteration = IterationTimeline(
+            layout,
+            stages,
+            chunks,
+            overlap_reduce=overlap,
+            overlap_gather=overlap_gather,
+            begin_s=[self._zero_s(stage) for stage in range(layout.pp)],
+            tail_s=[self._after_reduction(stage) for stage in range(layout.pp)],
+        )
+        gather_s = [0.0 if overlap_gather or not gathers else _gathered(found) for found in chunks]
+
+        cells = [cell for stage in range(layout.pp) for cell in self._cells(stage)]
+        agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
+        normed = max(iteration.reduced_s[c.stage] + c.elements * NORM_BYTES / self._rate for c in cells) + agree
+        adamw = [adamw_seconds(self._adamw_elements(stage), config.cluster) for stage in range(layout.pp)]
+        clipped = [normed + c.elements * CLIP_BYTES / self._rate for c in cells]
+        updated = [end + c.update.seconds + adamw[c.stage] for end, c in zip(clipped, cells, strict=True)]
+        done = [
+            max(end for end, c in zip(updated, cells, strict=True) if c.stage == stage) + gather_s[stage]
+            for stage in range(layout.pp)
+        ]
+        end = max(done) + agree
+
+        def phases(number: int) -> dict[str, float]:
+            cell = cells[number]
+            found = dict(iteration.phases(cell.stage))
+            own_end = updated[number]
+            # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
+            gathered = done[cell.stage] - own_end if gather_s[cell.stage] else 0.0
+            found["norm_clip"] = clipped[number] - iteration.reduced_s[cell.stage]
+            found["exchange"] = cell.update.exchange_s
+            found["exchange_total"] = cell.update.exchange_total_s
+            found["matrix_update"] = cell.update.matrix_update_s
+            found["adamw_update"] = adamw[cell.stage]
+            found["param_gather"] += gathered
+            found["param_gather_total"] += gathered
+            found["other"] += end - own_end - gathered
+            return found
+
+        slowest = max(range(len(cells)), key=lambda n: (updated[n] + gather_s[cells[n].stage], -n))
+        least = min(range(len(cells)), key=lambda n: (updated[n], n))
+        mine = phases(slowest)
+        exposed = sum(mine[name] for name in ("norm_clip", "exchange", "matrix_update", "adamw_update", "param_gather"))
+        events = [self._events(iteration, cells[slowest], clipped[slowest], adamw, gather_s)]
+        if updated[least] < updated[slowest]:
+            events.append(self._events(iteration, cells[least], clipped[least], adamw, gather_s))
+        return StrategyResult(
+            strategy=self._strategy,
+            iteration_s=end,
+            optimizer_s=exposed - mine["exchange"] + mine["exchange_total"],
+            optimizer_exposed_s=exposed,
+            phases=MappingProxyType(_ordered(mine)),
+            mean_phases=MappingProxyType(self._mean([(cell.ranks, phases(n)) for n, cell in enumerate(cells)])),
+            slowest_rank=self._rank(cells[slowest]),
+            updates_end_s=tuple(done),
+            events=tuple(event for found in events for event in found),
+        )
+
+    def _chunks(self, stage: int) -> list[Chunk]:
+        """In the order of Megatron's buffers: AdamW's own first, for the embedding is the first parameter."""
+        buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage).modules)
+        if self._strategy in ("adamw", "sc"):
+            return buffers.everything(sharded=self._strategy == "adamw")
+        even = self._strategy == "layerwise" or self._config.engine.layout == "aligned"
+        return [*buffers.others(), *buffers.matrices(self._buckets, self._matrices, even=even)]
+
+    def _cells(self, stage: int) -> list[_Cell]:
+        tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
+        stored = weights.matrices + weights.others
+        if self._strategy == "adamw":
+            elements = math.ceil(stored / owners)
+            return [_Cell(stage=stage, owner=0, host=0, ranks=owners * tp, update=_IDLE, elements=elements)]
+        model = UpdateModel(self._config, self._layout, self._matrices, self._costs)
+        own = [matrix for matrix in self._matrices if matrix.stage == stage]
+        if self._strategy == "sc":
+            update = model.duplicated([matrix.index for matrix in own])
+            return [_Cell(stage=stage, owner=0, host=0, ranks=owners * tp, update=update, elements=stored)]
+        assert self._assignment is not None
+        cells = self._assignment.cells
+        members: list[list[int]] = [[] for _ in range(owners)]
+        held = [math.ceil(weights.others / owners)] * owners
+        for matrix in own:
+            owner = cells[matrix.index].owner
+            members[owner].append(matrix.index)
+            held[owner] += matrix.fragment_elements(tp)
+        if self._strategy == "layerwise":
+            return [
+                _Cell(
+                    stage=stage,
+                    owner=owner,
+                    host=0,
+                    ranks=tp,
+                    update=model.duplicated(members[owner]),
+                    elements=held[owner],
+                )
+                for owner in range(owners)
+            ]
+        groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
+        for group in sorted(self._groups, key=lambda group: group.index):
+            if group.stage == stage:
+                groups[group.owner].append(group)
+        return [
+            _Cell(stage=stage, owner=owner, host=host, ranks=1, update=update, elements=held[owner])
+            for owner in range(owners)
+            for host, update in enumerate(model.hosted(groups[owner], self._assignment))
+        ]
+
+    def _adamw_elements(self, stage: int) -> float:
+        weights = stage_weights(self._config, self._layout, stage)
+        if self._strategy == "adamw":
+            return (weights.matrices + weights.others) / self._owners
+        return weights.others if self._strategy == "sc" else weights.others / self._owners
+
+    def _zero_s(self, stage: int) -> float:
+        """Gradient buffers are set to zero before the first forward."""
+        weights = stage_weights(self._config, self._layout, stage)
+        _, grad = element_bytes(self._config)
+        padding = sum(bucket.padding for bucket in self._buckets if bucket.stage == stage)
+        return (weights.matrices + weights.others + padding) * grad / self._rate
+
+    def _after_reduction(self, stage: int) -> float:
+        """Synchronous: norms' gradients over TP under sequence parallelism, a tied embedding's over its two stages."""
+        layout, model = self._layout, self._config.model
+        _, grad = element_bytes(self._config)
+        total = 0.0
+        if layout.sequence_parallel and layout.tp > 1:
+            norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
+            total += self._links.all_reduce(norms * grad, Groups.of(layout, self._config.cluster).tp).seconds
+        if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
+            apart = self._owners * layout.tp * (layout.pp - 1)
+            ends = strided(apart, 2, layout.world_size, self._config.cluster.gpus_per_node)
+            total += self._links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
+        return total
+
+    def _rank(self, cell: _Cell) -> int:
+        """tp innermost, then cp and dp, then pp."""
+        return cell.host + self._layout.tp * (cell.owner + self._owners * cell.stage)
+
+    def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+        total = sum(ranks for ranks, _ in phases)
+        names = _ordered(phases[0][1])
+        return {name: math.fsum(ranks * found[name] for ranks, found in phases) / total for name in names}
+
+    def _events(
+        self,
+        iteration: IterationTimeline,
+        cell: _Cell,
+        clipped: float,
+        adamw: Sequence[float],
+        gather_s: Sequence[float],
+    ) -> list[Event]:
+        rank, stage = self._rank(cell), cell.stage
+        found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
+        found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
+        found += [(stream, phase, clipped + a, clipped + b) for stream, phase, a, b in cell.update.segments]
+        updated = clipped + cell.update.seconds
+        found.append(("compute", "adamw_update", updated, updated + adamw[stage]))
+        if gather_s[stage]:
+            found.append(("data", "param_gather", updated + adamw[stage], updated + adamw[stage] + gather_s[stage]))
+        return [
+            Event(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
+            for stream, phase, start, end in _merged(found)
+        ]
+
+
+def assumptions() -> tuple[str, ...]:
+    """What the simulated times rest on, one sentence each."""
+    return (
+        "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
+        "machine and 90% between machines, each hop adds the profile's latency.",
+        "Every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
+        "host-bound launches, no data loading.",
+        "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
+        "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
+        "bisection bandwidth.",
+        "Rings and per-owner chains send each byte once through every rank; an all-to-all takes as long as its busiest "
+        "sender or receiver.",
+        "Tensor-parallel collectives of forward and backward are not hidden.",
+        "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
+        "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule.",
+        "Matrices are split the same way and updated by the same arithmetic under every strategy; layerwise and sc "
+        "repeat it on every tensor-parallel rank after a synchronous gather in fp32.",
+        "Two micro-groups are in flight; exchanged gradients have the gradient buffer's type, weights the model's.",
+        "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
+        "Gradients are clipped in every step.",
+    )
+
+
+def _gathered(chunks: Sequence[Chunk]) -> float:
+    return sum(chunk.gather.seconds for chunk in chunks)
+
+
+def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
+    """In the breakdown's order, totals behind what they belong to."""
+    names = [name for phase in IN_STEP for name in (phase, f"{phase}_total")]
+    return {name: phases[name] for name in names if name in phases}
+
+
+def _merged(
+    segments: Sequence[tuple[Stream, str, float, float]],
+) -> list[tuple[Stream, str, float, float]]:
+    """By start; neighbours of one stream and phase that touch become one."""
+    merged: list[tuple[Stream, str, float, float]] = []
+    last: dict[Stream, int] = {}
+    for stream, phase, start, end in sorted(segments, key=lambda s: (s[2], s[3], s[0])):
+        if end <= start:
+            continue
+        before = last.get(stream)
+        if before is not None and merged[before][1] == phase and start <= merged[before][3] + 1e-9:
+            merged[before] = (stream, phase, merged[before][2], max(end, merged[before][3]))
+            continue
+        last[stream] = len(merged)
+        merged.append((stream, phase, start, end))
+    return merged

@@ -1,0 +1,143 @@
+"""A small discrete-event simulator: tasks on streams, some of which share a link.
+
+A stream runs its tasks one after another, in the order they were added. A task starts when the stream is free and
+everything it waits for has ended, takes `seconds` that nothing stretches (computation, latency), then `link_s` on its
+link, where n transfers at a time get an n-th of the rate each. Deterministic: ties go to the earlier task.
+"""
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One entry of a timeline."""
+
+    phase: str
+    stream: Hashable
+    seconds: float
+    link: Hashable
+    """None where it uses none."""
+    link_s: float
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """When a task ran, and what held it up."""
+
+    start: float
+    end: float
+    ready: float
+    """When its stream was free for it; `start - ready` is the wait."""
+    held_by: int | None
+    """The task of another stream it waited for last; None where it did not wait."""
+
+
+@dataclass
+class _Shared:
+    """A link in use. `served` is the seconds of full rate each transfer on it has had since the beginning."""
+
+    served: float = 0.0
+    at: float = 0.0
+    active: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of (served at which it is done, task)."""
+
+    def advance(self, now: float) -> None:
+        if self.active:
+            self.served += (now - self.at) / len(self.active)
+        self.at = now
+
+    def next_end(self) -> float:
+        return self.at + max(0.0, self.active[0][0] - self.served) * len(self.active)
+
+
+class Timeline:
+    """Add tasks, then `run`."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def add(
+        self,
+        phase: str,
+        stream: Hashable,
+        *,
+        seconds: float = 0.0,
+        link: Hashable = None,
+        link_s: float = 0.0,
+        after: Sequence[int] = (),
+    ) -> int:
+        """Append a task to `stream`; returns its number, to be waited for with `after`."""
+        self.tasks.append(
+            Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, after=tuple(after))
+        )
+        return len(self.tasks) - 1
+
+    def run(self) -> list[Ran]:
+        """Start and end of every task.
+
+        Raises:
+            ValueError: tasks wait for one another in a circle.
+        """
+        tasks = self.tasks
+        missing = [len(task.after) for task in tasks]
+        waiters: list[list[int]] = [[] for _ in tasks]
+        previous: list[int | None] = [None] * len(tasks)
+        tail: dict[Hashable, int] = {}
+        for number, task in enumerate(tasks):
+            for other in task.after:
+                waiters[other].append(number)
+            before = tail.get(task.stream)
+            if before is not None:
+                previous[number] = before
+                waiters[before].append(number)
+                missing[number] += 1
+            tail[task.stream] = number
+
+        start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
+        links: dict[Hashable, _Shared] = {}
+        # (time, kind, number): 0 a task's own seconds are over, 1 the link of task `number` may have an end.
+        events: list[tuple[float, int, int]] = []
+        for number, count in enumerate(missing):
+            if count == 0:
+                heapq.heappush(events, (tasks[number].seconds, 0, number))
+
+        def finish(number: int, now: float) -> None:
+            end[number] = now
+            for waiter in waiters[number]:
+                missing[waiter] -= 1
+                if missing[waiter] == 0:
+                    start[waiter] = now
+                    heapq.heappush(events, (now + tasks[waiter].seconds, 0, waiter))
+
+        while events:
+            now, kind, number = heapq.heappop(events)
+            task = tasks[number]
+            if kind == 0 and (task.link is None or task.link_s == 0):
+                finish(number, now)
+                continue
+            link = links.setdefault(task.link, _Shared())
+            if kind == 0:
+                link.advance(now)
+                heapq.heappush(link.active, (link.served + task.link_s, number))
+            elif not link.active or now < link.next_end():
+                continue  # another transfer joined meanwhile; its event knows the new end
+            else:
+                link.advance(now)
+                _, done = heapq.heappop(link.active)
+                finish(done, now)
+            if link.active:
+                heapq.heappush(events, (link.next_end(), 1, link.active[0][1]))
+
+        if any(moment < 0 for moment in end):
+            raise ValueError("tasks wait for one another in a circle")
+        return [self._ran(number, start[number], end, previous[number]) for number in range(len(tasks))]
+
+    def _ran(self, number: int, start: float, end: list[float], before: int | None) -> Ran:
+        ready = end[before] if before is not None else 0.0
+        held_by = None
+        if start > ready:
+            held_by = max(self.tasks[number].after, key=lambda other: (end[other], -other))
+        return Ran(start, end[number], ready, held_by)
