@@ -27,6 +27,10 @@ _POSITIVE = (
     "cluster.memory_gb_per_s",
     "cluster.intra_node_gb_per_s",
     "cluster.inter_node_gb_per_s",
+    "cluster.fp32_tflops",
+    "cluster.tf32_tflops",
+    "cluster.qr_tflops",
+    "cluster.eigh_tflops",
 )
 _NOT_NEGATIVE = (
     "optimizer.min_lr",
@@ -37,6 +41,9 @@ _NOT_NEGATIVE = (
     "train.eval_interval",
     "train.seed",
     "cluster.node_rank",
+    "cluster.intra_node_latency_us",
+    "cluster.inter_node_latency_us",
+    "cluster.launch_us",
 )
 _AT_LEAST_ONE = (
     "train.steps",
@@ -66,16 +73,26 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_model(config),
         *_data(config),
         *_cluster(config),
+        *_measurements(config),
     ]
 
 
-def config_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """What the command line sets without effect, and what will run but not as well as it could."""
+def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
+    """What the command line sets without effect, and what will run but not as well as it could.
+
+    Without `training`, a plan is made whatever strategy the run has.
+    """
     schedule, optimizer = config.schedule, config.optimizer.name
     if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
         yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
     if optimizer == "adamw" and explicit & {"engine", "engine.strategy"}:
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
+    strategy = config.engine.strategy
+    if training and (optimizer == "adamw" or strategy in ("sc", "layerwise")):
+        why = "optimizer is adamw" if optimizer == "adamw" else f"engine.strategy is {strategy}"
+        for key in ("layout", "splitting", "alpha", "grouping", "c_max_mib"):
+            if f"engine.{key}" in explicit:
+                yield f"engine.{key} is ignored: {why}, which executes no plan"
     if config.data.source == "stdlib" and "data.path" in explicit:
         yield "data.path is ignored: data.source is stdlib; write data=prepared to use it"
     if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:
@@ -174,14 +191,14 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 def _planning(config: RunConfig) -> Iterator[Problem]:
     engine = config.engine
-    if not 0 <= engine.alpha <= 1:
+    if math.isfinite(engine.alpha) and not 0 <= engine.alpha <= 1:
         yield Problem(
             key="engine.alpha",
             value=engine.alpha,
             reason="blends even communication (0) with even compute (1), so it is from 0 to 1",
             fix="use engine.alpha=1, or a value between 0 and 1",
         )
-    if engine.c_max_mib is not None and not engine.c_max_mib > 0:
+    if engine.c_max_mib is not None and engine.c_max_mib <= 0:
         yield Problem(
             key="engine.c_max_mib",
             value=engine.c_max_mib,
@@ -289,6 +306,27 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             reason=f"machines are numbered from 0 to {cluster.nodes - 1}",
             fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}",
         )
+
+
+def _measurements(config: RunConfig) -> Iterator[Problem]:
+    """The profile's tables."""
+    table = config.cluster.matmul_tflops
+    sizes = [size for size, _ in table]
+    if sizes != sorted(set(sizes)) or any(size < 1 or not 0 < rate < math.inf for size, rate in table):
+        yield Problem(
+            key="cluster.matmul_tflops",
+            value=[list(entry) for entry in table],
+            reason="is pairs of a matrix size, each above the one before, and a rate above 0 in TFLOP/s",
+            fix="for example cluster.matmul_tflops=[[2048,540],[8192,800]]",
+        )
+    for name, rows, cols, seconds in config.cluster.measured_updates:
+        if rows < 1 or cols < 1 or not 0 < seconds < math.inf:
+            yield Problem(
+                key="cluster.measured_updates",
+                value=[name, rows, cols, seconds],
+                reason="is an algorithm, rows and columns of at least 1, and the seconds above 0 that an update took",
+                fix="for example cluster.measured_updates=[[muon/standard/5,4096,4096,0.004]]",
+            )
 
 
 def _flat(config: RunConfig) -> dict[str, object]:

@@ -121,7 +121,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     return Composed(
         config=config,
         explicit=explicit,
-        warnings=(*asked.warnings, *notes, *config_warnings(config, explicit)),
+        warnings=(*asked.warnings, *notes, *config_warnings(config, explicit, training=training)),
         recipe_file=source.path,
         files=tuple(files),
     )

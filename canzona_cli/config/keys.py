@@ -19,7 +19,7 @@ OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
 }
 
 
-Kind = Literal["integer", "number", "boolean", "text", "choice", "other"]
+Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "other"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,5 +126,7 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool]:
     optional = len(rest) < len(given)
     if len(rest) == 1 and get_origin(rest[0]) is Literal:
         return "choice", get_args(rest[0]), optional
+    if len(rest) == 1 and get_origin(rest[0]) is tuple:
+        return "list", (), optional
     kinds: dict[object, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
     return kinds.get(rest[0], "other") if len(rest) == 1 else "other", (), optional

@@ -20,7 +20,13 @@ _EXAMPLE_OPTIONS = {
     "engine": "layerwise",
     "data": "stdlib-bpe",
 }
-_EXAMPLES = {"optimizer.lr": "0.0003", "optimizer.min_lr": "0.00003", "optimizer.eps": "1e-8"}
+_EXAMPLES = {
+    "optimizer.lr": "0.0003",
+    "optimizer.min_lr": "0.00003",
+    "optimizer.eps": "1e-8",
+    "cluster.matmul_tflops": "[[2048,540],[8192,800]]",
+    "cluster.measured_updates": "[[muon/standard/5,4096,4096,0.004]]",
+}
 """Where the usual example of the setting's kind would be a bad idea."""
 
 
@@ -49,8 +55,12 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 parts[name] = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
-                    key = ".".join([name, *(str(part) for part in detail["loc"])])
-                    problems.append(_explained(key, detail["type"], detail["input"], texts, where, tree))
+                    key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
+                    if len(detail["loc"]) <= 1:
+                        problems.append(_explained(key, detail["type"], detail["input"], texts, where))
+                    elif all(problem.key != key for problem in problems):  # somewhere inside a list: said once
+                        whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
+                        problems.append(_bad_list(key, whole, texts, where))
         elif name in sections():
             try:  # a section nobody mentions is made of its defaults, if it has them all
                 parts[name] = TypeAdapter(kind).validate_json("{}", strict=True)
@@ -99,9 +109,7 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
                     )
 
 
-def _explained(
-    key: str, error: str, value: object, texts: Mapping[str, str], where: str, tree: Mapping[str, object]
-) -> Problem:
+def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
     """What one of pydantic's findings means to the person who typed the value."""
     if error == "missing":
         return _missing(key, where)
@@ -123,7 +131,19 @@ def _explained(
     if setting.kind == "boolean":
         fix = f"write {key}=true or {key}=false{null}"
         return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not true or false{place}", fix=fix)
+    if setting.kind == "list":
+        return _bad_list(key, value, texts, where)
     return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\"")
+
+
+def _bad_list(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
+    place = "" if key in texts else f" (in {where})"
+    return Problem(
+        key=key,
+        value=texts.get(key, value),
+        reason=f"is not a list of the entries it takes{place}",
+        fix=_example(settings()[key]),
+    )
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
@@ -151,8 +171,9 @@ def _missing_section(name: str) -> Problem:
 
 
 def _example(setting: Setting) -> str:
-    example = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "choice": "", "other": "VALUE"}
-    value = setting.choices[0] if setting.kind == "choice" else _EXAMPLES.get(setting.key, example[setting.kind])
+    example = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "choice": "", "list": "[]"}
+    usual = setting.choices[0] if setting.kind == "choice" else example.get(setting.kind, "VALUE")
+    value = _EXAMPLES.get(setting.key, usual)
     return f"write for example {setting.key}={value}"
 
 

@@ -1,8 +1,10 @@
 """Values that cannot work alone or together are named by their key; values that do nothing are warned of."""
 
+from pathlib import Path
+
 import pytest
 
-from canzona_cli.config.compose import compose_run
+from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.errors import ConfigError
 
 IMPOSSIBLE = [
@@ -41,6 +43,23 @@ IMPOSSIBLE = [
     ("parallel.pp=3", "parallel.pp"),
     ("parallel.cp=2", "parallel.cp"),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel"),
+    ("engine.alpha=-0.1", "engine.alpha"),
+    ("engine.alpha=1.01", "engine.alpha"),
+    ("engine.alpha=nan", "engine.alpha"),
+    ("engine.c_max_mib=0", "engine.c_max_mib"),
+    ("engine.c_max_mib=-4", "engine.c_max_mib"),
+    ("engine.layout=sorted", "engine.layout"),
+    ("engine.splitting=whole", "engine.splitting"),
+    ("engine.grouping=best", "engine.grouping"),
+    ("cluster.qr_tflops=0", "cluster.qr_tflops"),
+    ("cluster.launch_us=-1", "cluster.launch_us"),
+    ("cluster.matmul_tflops=[[2048,500],[1024,300]]", "cluster.matmul_tflops"),
+    ("cluster.matmul_tflops=[[1024,300],[1024,300]]", "cluster.matmul_tflops"),
+    ("cluster.matmul_tflops=[[1024,0]]", "cluster.matmul_tflops"),
+    ("cluster.matmul_tflops=[[1024,fast]]", "cluster.matmul_tflops"),
+    ("cluster.matmul_tflops=[1024,2048]", "cluster.matmul_tflops"),
+    ("cluster.matmul_tflops=300", "cluster.matmul_tflops"),
+    ("cluster.measured_updates=[[muon/standard/5,64,64,0]]", "cluster.measured_updates"),
 ]
 
 
@@ -79,8 +98,26 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("data.path=x", "data.path"),
         ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
         ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
+        ("engine=sc engine.layout=aligned", "engine.layout"),
+        ("engine.splitting=fused", "engine.splitting"),
+        ("engine.alpha=0.5", "engine.alpha"),
+        ("optimizer=adamw engine.grouping=greedy", "engine.grouping"),
+        ("engine.c_max_mib=64", "engine.c_max_mib"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
     (warning,) = compose_run(["recipe=tiny", *overrides.split()]).warnings
     assert warning.startswith(f"{ignored} is ignored")
+
+
+def test_a_plan_heeds_settings_that_training_ignores() -> None:
+    composed = compose_run(["recipe=tiny", "engine.strategy=layerwise", "engine.alpha=0.5"], training=False)
+    assert composed.warnings == ()
+
+
+def test_a_table_of_rates_survives_being_written_and_read(tmp_path: Path) -> None:
+    config = compose_run(["recipe=tiny", "cluster.matmul_tflops=[[64,0.1],[128,2]]"]).config
+    assert config.cluster.matmul_tflops == ((64, 0.1), (128, 2.0))
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_resolved(path) == config
