@@ -5,13 +5,16 @@ The plan decides it for good; these two packings bound what the worst rank holds
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 # Megatron extends a bucket until a dominant parameter fills at least this share of its padded shards.
 _PADDING_FLOOR = 0.9
+# Elements that a parameter's start, and a bucket's end, are multiples of.
+_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
 
 Shape = tuple[int, int]
 
@@ -28,39 +31,72 @@ class Placement:
     """Elements of the buffer that stores all matrices, padding included; 0 when it is not padded."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaddedBucket:
+    """A bucket of `shards` equal shards that whole parameters were packed into."""
+
+    shard_elements: int
+    """Of one shard, padding included."""
+    shards: tuple[tuple[int, ...], ...]
+    """Parameters of each shard in buffer order, as positions in the list of sizes."""
+
+    @property
+    def elements(self) -> int:
+        return self.shard_elements * len(self.shards)
+
+
+def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
+    """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19.
+
+    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None: one
+    bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest first onto
+    the least loaded, and pads every shard to the fullest.
+    """
+    for chunk in chunks(sizes, shards, bucket):
+        yield _packed(sizes, chunk, shards)
+
+
+def chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
+    """Parameters of each bucket of equal shards, last created first; where `lay_out` cuts."""
+    chunk: list[int] = []
+    chunk_total = chunk_max = 0
+    for parameter in reversed(range(len(sizes))):
+        size = sizes[parameter]
+        chunk.append(parameter)
+        chunk_total, chunk_max = chunk_total + size, max(chunk_max, size)
+        if bucket is not None and chunk_total >= max(bucket, int(shards * chunk_max * _PADDING_FLOOR)):
+            yield chunk
+            chunk, chunk_total, chunk_max = [], 0, 0
+    if chunk:
+        yield chunk
+
+
+def _packed(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> PaddedBucket:
+    heap = [(0, shard) for shard in range(shards)]
+    held: list[list[int]] = [[] for _ in range(shards)]
+    for parameter in sorted(chunk, key=lambda p: -sizes[p]):
+        cursor, shard = heap[0]
+        heapq.heapreplace(heap, (_multiple(cursor, _ALIGNMENT) + sizes[parameter], shard))
+        held[shard].append(parameter)
+    divisor = math.lcm(_ALIGNMENT, math.lcm(shards, _BUCKET_ALIGNMENT) // shards)
+    fullest = max(cursor for cursor, _ in heap)
+    return PaddedBucket(shard_elements=_multiple(fullest, divisor), shards=tuple(map(tuple, held)))
+
+
+def _multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
+
+
 @lru_cache(maxsize=4096)
 def layerwise(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19, counted, not laid out.
-
-    Walks `layers` times `sizes` (elements of one layer's parameters, creation order) backwards, cuts a bucket at
-    `bucket` elements (None: one bucket) or once the largest parameter no longer dominates, packs each bucket
-    into `shards` by largest first onto the least loaded, and pads every shard to the fullest.
-    """
+    """Load and padding of `lay_out` for `layers` times `sizes` (elements of one layer's parameters)."""
     loads = [0] * shards
-    padded = chunk_total = chunk_max = 0
-    chunk: list[int] = []
-
-    def close() -> None:
-        nonlocal padded, chunk_total, chunk_max
-        heap = [(0, shard) for shard in range(shards)]
-        for size in sorted(chunk, reverse=True):
-            load, shard = heap[0]
-            heapq.heapreplace(heap, (load + size, shard))
-        fullest = max(load for load, _ in heap)
-        for load, shard in heap:
-            loads[shard] += load
-        padded += shards * fullest
-        chunk_total = chunk_max = 0
-        chunk.clear()
-
-    for _ in range(layers):
-        for size in reversed(sizes):
-            chunk.append(size)
-            chunk_total, chunk_max = chunk_total + size, max(chunk_max, size)
-            if bucket is not None and chunk_total >= max(bucket, int(shards * chunk_max * _PADDING_FLOOR)):
-                close()
-    if chunk:
-        close()
+    padded = 0
+    everything = sizes * layers
+    for laid_out in lay_out(everything, shards, bucket):
+        padded += laid_out.elements
+        for shard, held in enumerate(laid_out.shards):
+            loads[shard] += sum(everything[parameter] for parameter in held)
     return Placement(worst=max(loads), worst_shapes=MappingProxyType({}), padded=padded)
 
 
