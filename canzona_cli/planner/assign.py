@@ -47,7 +47,7 @@ def assign(
     improve as alpha grows, and byte balance as it falls.
 
     Args:
-        costs: Seconds of each matrix's update.
+        costs: Seconds of each matrix's update, positive.
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it, see `micro_groups`.

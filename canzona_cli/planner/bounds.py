@@ -43,7 +43,7 @@ def lower_bound(matrices: Sequence[Matrix], costs: Sequence[float], stage: int, 
 
 
 def packing_bound(costs: Sequence[float], bins: int) -> float:
-    """Height that the fullest of `bins` bins has at least when whole items of `costs` go into them.
+    """Height that the fullest of `bins` bins has at least when whole items of positive `costs` go into them.
 
     Proof, term by term:
 
@@ -90,18 +90,19 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
 
     - U_l (0 <= l <= 1/2): 1 for x > 1 - l, x in between, 0 for x < l. Feasible: an item above 1 - l leaves room only
       for items below l.
-    - u_k: x if (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: with all whole it is the identity; otherwise
-      sum floor((k + 1) x) < (k + 1) sum x <= k + 1, so at most k, and whole ones only take away from that.
+    - u_k: x where (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: let the whole ones of a bin add up to
+      a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all
+      a / (k + 1) + (k - a) / k <= 1.
     - p_l: floor(1 / l) = n places per bin. An item of l <= x <= 1/2 takes 1 / n, one above 1/2 takes
       1 - floor((1 - x) / l) / n, because beside it only floor((1 - x) / l) items of at least l fit.
 
-    l only matters at the costs themselves. u_k after U_l is feasible too. Floors round down by `_TINY` more than
-    arithmetic may err, so that a rounding error cannot prove anything.
+    l only matters at the costs themselves. u_k after U_l is feasible too. Every comparison leans by `_TINY` to the side
+    of less mass, so that a rounding error proves nothing.
     """
     sizes = [(cost / height, count) for cost, count in counts]
     thresholds = [0.0, *(x for x, _ in sizes if 0 < x <= 0.5)]
     for least in thresholds:
-        kept = [(1.0 if x > 1 - least + _TINY else x, n) for x, n in sizes if x >= least - _TINY]
+        kept = [(1.0 if x > 1 - least + _TINY else x, n) for x, n in sizes if x >= least]
         yield sum(x * n for x, n in kept)
         for k in range(1, _FINEST):
             yield sum(_u(k, x) * n for x, n in kept)
