@@ -11,6 +11,7 @@ from typing import Literal
 
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.models import qwen3
 from canzona_cli.planner.types import Kind, Matrix
 
 
@@ -29,8 +30,8 @@ class LayerMatrix:
     """The Megatron parameter it is part of, below its layer: mlp.linear_fc1.weight."""
     unit: int
     """Number within the layer; matrices of one unit must have the same owner."""
-    slices: int = 1
-    """Equal whole pieces of its parameter (heads), of which this is number `slice`: TP deals them out uncut."""
+    slices: int = 0
+    """Heads its parameter has of this kind, of which this is number `slice`: TP deals them out whole. 0: no head."""
     slice: int = 0
 
 
@@ -52,7 +53,7 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     Raises:
         ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
     """
-    return number((Block(layers=model.num_layers, matrices=_LAYERS[splitting](model)),), layout)
+    return number((Block(layers=model.num_layers, matrices=_layer(model, splitting)),), layout)
 
 
 def number(blocks: Sequence[Block], layout: Layout) -> tuple[Matrix, ...]:
@@ -72,7 +73,7 @@ def number(blocks: Sequence[Block], layout: Layout) -> tuple[Matrix, ...]:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         for _ in range(block.layers):
             for matrix in block.matrices:
-                dealt = matrix.slices > 1 and layout.tp > 1
+                dealt = matrix.slices > 0 and layout.tp > 1
                 found.append(
                     Matrix(
                         index=len(found),
@@ -101,70 +102,41 @@ _PROJ = "self_attention.linear_proj.weight"
 _QKV = "self_attention.linear_qkv.weight"
 _FC1 = "mlp.linear_fc1.weight"
 _FC2 = "mlp.linear_fc2.weight"
+# Kind, dimension TP cuts, parameter and unit, in the order of `qwen3.fused_shapes` and `qwen3.split_shapes`.
+_Row = tuple[Kind, Literal[0, 1], str, int]
+_FUSED: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("qkv", 0, _QKV, 1), ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
+_SPLIT: tuple[_Row, ...] = (
+    ("proj", 1, _PROJ, 0),
+    ("q", 0, _QKV, 1),
+    ("k", 0, _QKV, 1),
+    ("v", 0, _QKV, 1),
+    ("gate", 0, _FC1, 2),
+    ("up", 0, _FC1, 3),
+    ("down", 1, _FC2, 4),
+)
 
 
-def _fused(model: ModelConfig) -> tuple[LayerMatrix, ...]:
-    hidden, ffn, queries, keys = _widths(model)
-    return (
-        LayerMatrix(name="proj", kind="proj", rows=hidden, cols=queries, shard_dim=1, parameter=_PROJ, unit=0),
-        LayerMatrix(name="qkv", kind="qkv", rows=queries + 2 * keys, cols=hidden, shard_dim=0, parameter=_QKV, unit=1),
-        LayerMatrix(name="fc1", kind="fc1", rows=2 * ffn, cols=hidden, shard_dim=0, parameter=_FC1, unit=2),
-        LayerMatrix(name="down", kind="down", rows=hidden, cols=ffn, shard_dim=1, parameter=_FC2, unit=3),
-    )
-
-
-def _split(model: ModelConfig) -> tuple[LayerMatrix, ...]:
-    hidden, _, queries, keys = _widths(model)
-    return (
-        LayerMatrix(name="proj", kind="proj", rows=hidden, cols=queries, shard_dim=1, parameter=_PROJ, unit=0),
-        LayerMatrix(name="q", kind="q", rows=queries, cols=hidden, shard_dim=0, parameter=_QKV, unit=1),
-        LayerMatrix(name="k", kind="k", rows=keys, cols=hidden, shard_dim=0, parameter=_QKV, unit=1),
-        LayerMatrix(name="v", kind="v", rows=keys, cols=hidden, shard_dim=0, parameter=_QKV, unit=1),
-        *_mlp(model),
-    )
-
-
-def _per_head(model: ModelConfig) -> tuple[LayerMatrix, ...]:
-    hidden, dim, groups = model.hidden_size, model.head_dim, model.num_query_groups
-    heads = model.num_attention_heads
-    of: tuple[tuple[Kind, int], ...] = (("q", heads), ("k", groups), ("v", groups))
-    return (
-        _split(model)[0],
-        *(
-            LayerMatrix(
-                name=f"{kind}.{head}",
-                kind=kind,
-                rows=dim,
-                cols=hidden,
-                shard_dim=0,
-                parameter=_QKV,
-                unit=1,
-                slices=count,
-                slice=head,
+def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
+    rows = _FUSED if splitting == "fused" else _SPLIT
+    shapes = qwen3.fused_shapes(model) if splitting == "fused" else qwen3.split_shapes(model)
+    found = []
+    for (kind, shard_dim, parameter, unit), (outputs, inputs) in zip(rows, shapes, strict=True):
+        heads = outputs // model.head_dim if splitting == "per_head" and parameter == _QKV else 0
+        for head in range(heads or 1):
+            found.append(
+                LayerMatrix(
+                    name=f"{kind}.{head}" if heads else kind,
+                    kind=kind,
+                    rows=outputs // (heads or 1),
+                    cols=inputs,
+                    shard_dim=shard_dim,
+                    parameter=parameter,
+                    unit=unit,
+                    slices=heads,
+                    slice=head,
+                )
             )
-            for kind, count in of
-            for head in range(count)
-        ),
-        *_mlp(model),
-    )
-
-
-def _mlp(model: ModelConfig) -> tuple[LayerMatrix, ...]:
-    hidden, ffn, _, _ = _widths(model)
-    return (
-        LayerMatrix(name="gate", kind="gate", rows=ffn, cols=hidden, shard_dim=0, parameter=_FC1, unit=2),
-        LayerMatrix(name="up", kind="up", rows=ffn, cols=hidden, shard_dim=0, parameter=_FC1, unit=3),
-        LayerMatrix(name="down", kind="down", rows=hidden, cols=ffn, shard_dim=1, parameter=_FC2, unit=4),
-    )
-
-
-_LAYERS = {"fused": _fused, "split": _split, "per_head": _per_head}
-
-
-def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """Hidden, feed-forward, all queries', all keys' (or values') width."""
-    dim = model.head_dim
-    return model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * dim, model.num_query_groups * dim
+    return tuple(found)
 
 
 def _uneven(blocks: Sequence[Block], tp: int) -> Iterator[Problem]:
@@ -185,7 +157,7 @@ def _uneven(blocks: Sequence[Block], tp: int) -> Iterator[Problem]:
 
 def _cut(matrix: LayerMatrix) -> tuple[int, str] | None:
     """How many of what TP deals out: rows, columns, or whole heads."""
-    if matrix.slices > 1:
+    if matrix.slices:
         return matrix.slices, "heads"
     if matrix.shard_dim is None:
         return None
