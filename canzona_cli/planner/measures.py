@@ -1,0 +1,219 @@
+"""What a plan comes to without simulating it: load balance and its bound, bytes moved, memory of the fullest rank."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.baselines import padding_fraction
+from canzona_cli.planner.memory import capacity, element_bytes, factor_bytes, stage_weights, transient
+from canzona_cli.planner.plan import Mesh, Plan
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank of the job."""
+
+    rank: int
+    stage: int
+    owner: int
+    host: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
+        owner, host = divmod(cell, mesh.tp)
+        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
+
+    def describe(self, mesh: Mesh) -> str:
+        """`rank 37: owner 4, host 5`."""
+        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
+        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Update cost over ranks, as max / mean: 1.0 is perfect. Of the stage that takes longest."""
+
+    dp: float
+    """Over owners, each with the sum of its hosts."""
+    tp: float
+    """Over the hosts of the owner that has the slowest one; `grid` is the product for that owner."""
+    grid: float
+    """Over all cells: what the update's time is longer by than a perfect spread."""
+    lower_bound: float
+    """No assignment has a smaller `grid`."""
+    slowest_s: float
+    """Seconds of update on the slowest rank."""
+    mean_s: float
+    slowest: Place
+
+    @property
+    def gap(self) -> float:
+        """How far the plan is above its bound; 0.01 is one per cent."""
+        return self.grid / self.lower_bound - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Bytes one rank sends in a step, the busiest one where ranks differ."""
+
+    dp_reduce_bytes: int
+    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers."""
+    dp_gather_bytes: int
+    """Updated weights, the same way back."""
+    tp_exchange_bytes: int
+    """Gradient fragments to hosts and new weights from them."""
+    padding_fraction: float
+    """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """Bytes on the rank that needs most."""
+
+    parts: Mapping[str, int]
+    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
+    What is never alive together counts once, see `memory.Transient`."""
+    worst: Place
+    capacity: int
+    exchange_buffers: int
+    """Buffers of the busiest two micro-groups, of which `parts` counts what does not fit where activations were."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+
+def balance(plan: Plan) -> Balance:
+    """The load balance of the stage whose slowest rank takes longest."""
+    mesh = plan.subject.layout
+    stages = [plan.loads(stage) for stage in range(mesh.pp)]
+    stage = max(range(mesh.pp), key=lambda s: max(stages[s]))
+    loads = stages[stage]
+    return _balance(loads, plan.lower_bounds[stage], mesh, stage)
+
+
+def _balance(loads: Sequence[float], bound: float, mesh: Mesh, stage: int) -> Balance:
+    owners = [math.fsum(loads[o * mesh.tp : (o + 1) * mesh.tp]) for o in range(mesh.owners)]
+    total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
+    mean, owner_mean = total / mesh.cells, total / mesh.owners
+    return Balance(
+        dp=max(owners) / owner_mean,
+        tp=loads[slowest] / (owners[slowest // mesh.tp] / mesh.tp),
+        grid=loads[slowest] / mean,
+        lower_bound=max(bound / mean, 1.0),
+        slowest_s=loads[slowest],
+        mean_s=mean,
+        slowest=Place.of(mesh, stage, slowest),
+    )
+
+
+def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
+    """What moves in one step besides the forward and backward pass's own traffic."""
+    mesh = plan.subject.layout
+    width, grad = element_bytes(config)
+    reduced = [stage_weights(config, layout, stage).others for stage in range(mesh.pp)]
+    for bucket in plan.buckets:
+        reduced[bucket.stage] += bucket.elements
+    moved = max(reduced) * (mesh.owners - 1) / mesh.owners
+    return Communication(
+        dp_reduce_bytes=round(moved * grad),
+        dp_gather_bytes=round(moved * width),
+        tp_exchange_bytes=max(_exchanged(config, plan), default=0),
+        padding_fraction=padding_fraction(plan.buckets),
+    )
+
+
+def _exchanged(config: RunConfig, plan: Plan) -> list[int]:
+    """Bytes each rank sends inside its TP group in a step: by stage, then cell."""
+    mesh = plan.subject.layout
+    width, grad = element_bytes(config)
+    sent = [0] * (mesh.pp * mesh.cells)
+    stored = [0] * (mesh.pp * mesh.owners)  # fragment elements of an owner's matrices on each of its TP ranks
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        owner = matrix.stage * mesh.owners + cell.owner
+        if matrix.home is not None and matrix.home != cell.host:
+            sent[owner * mesh.tp + matrix.home] += matrix.elements * grad
+            sent[owner * mesh.tp + cell.host] += matrix.elements * width
+        if matrix.shard_dim is None or mesh.tp == 1:
+            continue
+        fragment = matrix.elements // mesh.tp
+        stored[owner] += fragment
+        # Its host keeps its own gradient fragment, and sends the other ranks' new weights.
+        sent[owner * mesh.tp + cell.host] += (mesh.tp - 1) * fragment * width - fragment * grad
+    return [stored[place // mesh.tp] * grad + own for place, own in enumerate(sent)]
+
+
+def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
+    """Memory of the fullest rank under a plan: every stage's fullest cell, with what that stage needs besides."""
+    found = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
+    return max(found, key=lambda memory: (memory.total, -memory.worst.rank))
+
+
+def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
+    mesh, algorithm = plan.subject.layout, plan.subject.optimizer
+    width, grad = element_bytes(config)
+    master = _FP32 if config.train.precision == "bf16" else 0
+    moments = _FP32 * (2 if algorithm.name == "soap" else 1)
+    hosted, factors = [0] * mesh.cells, [0] * mesh.cells
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        if matrix.stage == stage:
+            place = cell.owner * mesh.tp + cell.host
+            hosted[place] += matrix.elements
+            factors[place] += factor_bytes(algorithm, matrix.rows, matrix.cols)
+    buffers = _exchange_buffers(plan, stage, width, grad)
+    state = [(master + moments) * hosted[i] + factors[i] + buffers[i] for i in range(mesh.cells)]
+    worst = max(range(mesh.cells), key=state.__getitem__)
+    weights, needed = stage_weights(config, layout, stage), transient(config, layout, stage)
+    stored = weights.matrices + weights.others
+    padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
+    adamw = math.ceil(weights.others / mesh.owners)
+    return PlanMemory(
+        parts=MappingProxyType(
+            {
+                "weights": width * stored,
+                "gradients": grad * stored,
+                "padding": (width + grad) * padding,
+                "masters": master * (hosted[worst] + adamw),
+                "matrix_state": moments * hosted[worst] + factors[worst],
+                "adamw_state": 2 * _FP32 * adamw,
+                **needed.parts(exchange=buffers[worst]),
+            }
+        ),
+        worst=Place.of(mesh, stage, worst),
+        capacity=capacity(config),
+        exchange_buffers=buffers[worst],
+    )
+
+
+def _exchange_buffers(plan: Plan, stage: int, width: int, grad: int) -> list[int]:
+    """Bytes by cell: gradients of two successive micro-groups, and weights of two, sent and received."""
+    mesh = plan.subject.layout
+    by_owner: dict[int, list[tuple[int, ...]]] = {}
+    for group in sorted(plan.groups, key=lambda group: (group.stage, group.owner, group.index)):
+        if group.stage == stage:
+            by_owner.setdefault(group.owner, []).append(group.matrices)
+    buffers = [0] * mesh.cells
+    if mesh.tp == 1:
+        return buffers
+    for owner, groups in by_owner.items():
+        busy = [[0] * mesh.tp for _ in groups]  # elements a host holds of each group, whole and as fragments
+        for number, members in enumerate(groups):
+            for index in members:
+                matrix = plan.matrices[index]
+                busy[number][plan.assignment.cells[index].host] += matrix.elements
+                fragment = matrix.fragment_elements(mesh.tp)
+                for host in range(mesh.tp):
+                    busy[number][host] += fragment
+        for host in range(mesh.tp):
+            held = [group[host] for group in busy]
+            pairs = [a + b for a, b in zip(held, [*held[1:], 0], strict=True)]
+            buffers[owner * mesh.tp + host] = (grad + width) * max(pairs)
+    return buffers

@@ -1,0 +1,99 @@
+"""Plan files: their default place, and reading one back for the run it was made for and no other."""
+
+import json
+from pathlib import Path
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
+from canzona_cli.planner.subject import subject
+
+FOLDER = Path("plans")
+_MAKE_ANEW = "make it anew with `canzona plan`"
+_SHOWN = 6
+"""Differences that are spelt out; two unrelated runs differ in dozens."""
+
+
+def default_path(config: RunConfig, plan: Plan) -> Path:
+    """`plans/<recipe>-<gpus>gpus-<hash>.json`, where `canzona train` looks."""
+    return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
+
+
+def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Path | None:
+    """The plan file of a run in `folder`: the newest that `load_plan` accepts; None when there is none."""
+    found = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
+    for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name), reverse=True):
+        try:
+            load_plan(path, config, layout)
+        except ConfigError:
+            continue
+        return path
+    return None
+
+
+def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
+    """Read the plan of this very run.
+
+    Raises:
+        ConfigError: it cannot be read, was altered, is of another version, or is for another model, layout, optimizer,
+            setting or profile; every difference is named.
+    """
+    plan = read_plan(path)
+    wanted = subject(config, layout)
+    differing = differences(plan.subject, wanted)
+    if differing:
+        parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
+        told = "; ".join(
+            f"{key} is {_shown(had)} in the plan, {_shown(want)} in this run" for key, had, want in differing[:_SHOWN]
+        )
+        more = len(differing) - _SHOWN
+        raise _refused(
+            path,
+            f"plan {plan.name} is for another {parts}: {told}" + (f"; and {more} more" if more > 0 else ""),
+            f"{_MAKE_ANEW} and this run's settings",
+        )
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan, whatever run it is for.
+
+    Raises:
+        ConfigError: it cannot be read, was altered or is of another version.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror or error}", _MAKE_ANEW) from None
+    except ValueError as error:
+        raise _refused(path, f"is not JSON: {error}", _MAKE_ANEW) from None
+    if not isinstance(content, dict) or "matrices" not in content or "version" not in content:
+        raise _refused(path, "is not a plan of canzona's", _MAKE_ANEW)
+    if content["version"] != VERSION:
+        raise _refused(path, f"has version {content['version']}, this canzona reads version {VERSION}", _MAKE_ANEW)
+    claimed, actual = content.get("hash"), content_hash(content)
+    if claimed != actual:
+        short = f"{claimed}"[:8]
+        raise _refused(path, f"was altered: its hash is {actual[:8]}, it says {short}", _MAKE_ANEW)
+    try:
+        return Plan.from_content(content)
+    except ValueError as error:
+        raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
+
+
+def differences(had: Subject, want: Subject) -> list[tuple[str, object, object]]:
+    """(key, value in `had`, value in `want`) of everything in which two subjects differ."""
+    first, second = had.flat(), want.flat()
+    return [
+        (key, first.get(key), second.get(key))
+        for key in dict.fromkeys([*first, *second])
+        if first.get(key) != second.get(key)
+    ]
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else f"{value}"
+
+
+def _refused(path: Path, reason: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(key="plan", value=path, reason=reason, fix=fix))

@@ -1,0 +1,141 @@
+"""From a run to its `Plan`: matrices, costs, owners and hosts, buckets, micro-groups. No torch, no clock, no chance."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.models.matrices import matrices as matrices_of
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.bounds import lower_bound
+from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.cost import algorithm, seconds
+from canzona_cli.planner.links import Groups, Links
+from canzona_cli.planner.measures import plan_memory
+from canzona_cli.planner.memory import GIB, capacity, element_bytes, factor_bytes, stage_weights, transient
+from canzona_cli.planner.micro_groups import Link, micro_groups
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.subject import bucket_elements, subject
+from canzona_cli.planner.types import Matrix
+
+COST_DIGITS = 9
+"""Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
+_FP32 = 4
+
+
+def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run as it is planned, and what to tell the user about that.
+
+    sc and layerwise have no plan of ours; a run of theirs is planned as canzona, and compared with them.
+
+    Raises:
+        ConfigError: AdamW updates element by element, there is nothing to plan.
+    """
+    if config.optimizer.name == "adamw":
+        raise ConfigError(
+            Problem(
+                key="optimizer",
+                value="adamw",
+                reason="updates element by element on Megatron's DistributedOptimizer: there are no matrices to plan",
+                fix="use optimizer=muon, shampoo or soap; the plan of each is compared with AdamW",
+            )
+        )
+    strategy = config.engine.strategy
+    if strategy in ("canzona", "asc"):
+        return config, ()
+    notes: tuple[str, ...] = ()
+    if explicit & {"engine", "engine.strategy"}:
+        notes = (f"engine.strategy={strategy} needs no plan; this is canzona's, compared with {strategy}",)
+    return replace(config, engine=replace(config.engine, strategy="canzona")), notes
+
+
+def make_plan(config: RunConfig, layout: Layout) -> Plan:
+    """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank, machine and Python process.
+
+    Raises:
+        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not cut evenly.
+        DoesNotFit: no assignment keeps every rank within its memory.
+    """
+    config, _ = plannable(config)
+    members = matrices_of(config.model, layout, config.engine.splitting)
+    roomy = _plan(config, layout, members, _memory_cap(config, layout, members, careful=False))
+    if plan_memory(config, layout, roomy).fits:
+        return roomy
+    plan = _plan(config, layout, members, _memory_cap(config, layout, members, careful=True))
+    memory = plan_memory(config, layout, plan)
+    if not memory.fits:
+        raise DoesNotFit(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason=(
+                    f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan "
+                    f"and {config.cluster.name} has {memory.capacity / GIB:.2f} GiB to use"
+                ),
+                fix="use more GPUs, train.recompute=full, a smaller engine.c_max_mib, or more tensor or pipeline ranks",
+            )
+        )
+    return plan
+
+
+def plan_unbounded(config: RunConfig, layout: Layout) -> Plan:
+    """As `make_plan`, whatever memory it takes: for comparisons."""
+    return _plan(config, layout, matrices_of(config.model, layout, config.engine.splitting), None)
+
+
+def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
+    """Seconds of each matrix's update, to `COST_DIGITS` digits."""
+    how = algorithm(config)
+    by_shape = {
+        shape: float(f"{seconds(how, *shape, config.cluster):.{COST_DIGITS - 1}e}")
+        for shape in {(matrix.rows, matrix.cols): None for matrix in members}
+    }
+    return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
+
+
+def _plan(config: RunConfig, layout: Layout, members: tuple[Matrix, ...], memory_cap: int | None) -> Plan:
+    about = subject(config, layout)
+    mesh, settings, limit = about.layout, about.settings, bucket_elements(config, layout)
+    costs = update_costs(config, members)
+    assignment = assign(members, costs, layout, settings, memory_cap, bucket_elements=limit)
+    return Plan(
+        subject=about,
+        matrices=members,
+        costs=costs,
+        assignment=assignment,
+        execution=tuple("hosted" for _ in members),
+        buckets=buckets(members, assignment, layout, settings, limit),
+        groups=micro_groups(
+            members, costs, assignment, layout, settings, max(element_bytes(config)), _exchange_link(config, layout)
+        ),
+        lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
+    )
+
+
+def _exchange_link(config: RunConfig, layout: Layout) -> Link:
+    """What micro-groups travel over: the TP group's link of the profile."""
+    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
+    return Link(bytes_per_s=links.bandwidth(group.link), latency_s=links.latency(group.link))
+
+
+def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:
+    """Elements of whole matrices one rank may hold: what the fullest stage leaves, over an element's bytes of state.
+
+    Preconditioners differ by shape: careless counts their mean over all matrices, `careful` the shape with most.
+    """
+    how = algorithm(config)
+    shares = [(factor_bytes(how, matrix.rows, matrix.cols), matrix.elements) for matrix in members]
+    if careful:
+        factors = max(size / elements for size, elements in shares)
+    else:
+        factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
+    width, grad = element_bytes(config)
+    master = _FP32 if config.train.precision == "bf16" else 0
+    state = master + _FP32 * (2 if how.name == "soap" else 1) + factors
+    left = []
+    for stage in range(layout.pp):
+        weights = stage_weights(config, layout, stage)
+        adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * _FP32)
+        stored = (width + grad) * (weights.matrices + weights.others)
+        left.append(capacity(config) - stored - adamw - sum(transient(config, layout, stage).parts().values()))
+    return max(1, int(min(left) / state))

@@ -1,0 +1,71 @@
+"""What a plan depends on, taken out of a run's configuration."""
+
+import json
+from dataclasses import asdict
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.plan import Mesh, Scalar, Subject
+from canzona_cli.planner.types import PlanSettings
+
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "head_dim",
+    "vocab_size",
+    "tied_embeddings",
+)
+_NOT_HARDWARE = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+
+
+def subject(config: RunConfig, layout: Layout, *, shapes: str | None = None) -> Subject:
+    """The subject of the plan for a run.
+
+    Args:
+        shapes: digest of the user's own shapes where these are planned instead of `config.model`.
+    """
+    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in _SHAPE}
+    return Subject(
+        model=MappingProxyType(model if shapes is None else {"shapes": shapes}),
+        layout=Mesh.of(layout),
+        optimizer=algorithm(config),
+        settings=settings(config),
+        buffers=MappingProxyType(
+            {
+                "bucket_elements": bucket_elements(config, layout),
+                "precision": config.train.precision,
+                "grad_reduce_dtype": config.train.grad_reduce_dtype,
+            }
+        ),
+        profile=MappingProxyType(
+            {
+                name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+                for name, value in asdict(config.cluster).items()
+                if name not in _NOT_HARDWARE
+            }
+        ),
+    )
+
+
+def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
+    """Size at which Megatron closes a bucket; None where it makes only one, for want of overlap."""
+    if not config.parallel.overlap_grad_reduce:
+        return None
+    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
+
+
+def settings(config: RunConfig) -> PlanSettings:
+    """What the planner is asked for. Only asc and canzona have plans; sc and layerwise are compared with canzona's."""
+    engine = config.engine
+    return PlanSettings(
+        strategy="asc" if engine.strategy == "asc" else "canzona",
+        layout=engine.layout,
+        splitting=engine.splitting,
+        alpha=engine.alpha,
+        c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
+        grouping=engine.grouping,
+    )
