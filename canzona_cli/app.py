@@ -12,6 +12,7 @@ from canzona_cli import __version__
 from canzona_cli.errors import ExitCode
 
 COMMANDS = {
+    "plan": "Plan who updates which matrix; simulate the step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",

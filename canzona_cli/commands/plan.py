@@ -1,0 +1,124 @@
+"""`canzona plan`: who updates which matrix, and what a step then takes, without torch or a GPU."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override
+
+
+class Compare(StrEnum):
+    """What `--compare` puts side by side."""
+
+    STRATEGIES = "strategies"
+    LAYOUTS = "layouts"
+    ALPHA = "alpha"
+
+
+def plan(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing it.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the plan here; default: plans/RECIPE-GPUSgpus-HASH.json."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
+    ] = None,
+    compare: Annotated[
+        Compare | None, typer.Option("--compare", help="Phases of all strategies, or other layouts, or other alphas.")
+    ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option("--shapes", metavar="FILE", help="Plan the shapes in this YAML instead of the recipe's model."),
+    ] = None,
+    recipes_dir: Annotated[
+        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
+    ] = None,
+) -> None:
+    """Plan which rank updates which matrix: load balance, bound, traffic, memory, simulated step times.
+
+    The plan is written where `canzona train` finds it, unless it is a dry run.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.planner.compare import study_run
+    from canzona_cli.planner.plan_file import default_path
+    from canzona_cli.planner.planner import plannable
+
+    errors = Console(stderr=True, highlight=False)
+    composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
+    config, notes = plannable(composed.config, composed.explicit)
+    for warning in (*composed.warnings, *notes):
+        errors.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    _check_places(dry_run, out, plot)
+    study = study_run(config, None if compare is None else compare.value)
+    written = None
+    if not dry_run:
+        written = out or default_path(study.config, study.plan)
+        _write(written, study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus}))
+    if plot is not None:
+        from canzona_cli.report.plan_plot import draw
+
+        draw(study, plot)
+    if json:
+        from canzona_cli.report.text import json_text
+
+        typer.echo(json_text({**study.as_json(), "plan_file": None if written is None else str(written)}))
+        return
+    from canzona_cli.report.plan import PlanView
+
+    Console(highlight=False).print(PlanView(study=study, written=written, drawn=plot, phases=compare == "strategies"))
+
+
+def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
+    """What can be told about files before any planning."""
+    from importlib.util import find_spec
+
+    from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+
+    problems = []
+    if dry_run and out is not None:
+        problems.append(
+            Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
+        )
+    if plot is not None and plot.suffix.lower() != ".png":
+        problems.append(Problem(key="--plot", value=plot, reason="is drawn as PNG", fix=f"use --plot {plot.stem}.png"))
+    if problems:
+        raise ConfigError(*problems)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise EnvironmentProblem(
+            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    from canzona_cli.errors import EnvironmentProblem, Problem
+    from canzona_cli.launch.files import write_text_atomic
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, text)
+    except OSError as error:
+        raise EnvironmentProblem(
+            Problem(
+                key="--out",
+                value=path,
+                reason=f"cannot be written: {error.strerror or error}",
+                fix="name another place with --out FILE",
+            )
+        ) from None

@@ -1,0 +1,138 @@
+"""A plan beside its alternatives: every strategy simulated on the same layout, and the same run planned differently."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Literal
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.schema import AdamWConfig, BufferLayout, EngineConfig, Layout, RunConfig, Strategy
+from canzona_cli.planner.baselines import layerwise
+from canzona_cli.planner.measures import balance, communication, plan_memory
+from canzona_cli.planner.memory import capacity, estimate
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import make_plan, plan_unbounded
+from canzona_cli.planner.simulate import Simulated, StrategyResult, assumptions, simulate
+from canzona_cli.planner.study import STRATEGIES, Compared, Study, Variant
+from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.planner.types import Assignment, Bucket, Cell
+
+Comparison = Literal["strategies", "layouts", "alpha"]
+LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def study_run(config: RunConfig, compare: Comparison | None = None) -> Study:
+    """Resolve, plan and simulate a run.
+
+    Args:
+        config: of strategy canzona or asc, see `planner.plannable`.
+        compare: what to plan besides; strategies are always compared.
+
+    Raises:
+        ConfigError: the run, or its engine settings, are impossible.
+        DoesNotFit: no layout, or no plan, fits the profile's memory.
+    """
+    start = time.perf_counter()
+    config, layout = resolve(config)
+    plan = make_plan(config, layout)
+    other = _other(config, layout)
+    plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
+    measured = balance(plan)
+    strategies: dict[str, Compared] = {
+        name: _compared(config, layout, plans, name, measured.slowest.stage) for name in STRATEGIES
+    }
+    return Study(
+        config=config,
+        layout=layout,
+        plan=plan,
+        balance=measured,
+        communication=communication(config, layout, plan),
+        memory=plan_memory(config, layout, plan),
+        strategies=MappingProxyType(strategies),
+        assumptions=assumptions(),
+        variants=tuple(_variants(config, layout, plan, compare)),
+        planning_s=time.perf_counter() - start,
+    )
+
+
+def _other(config: RunConfig, layout: Layout) -> Plan:
+    """The plan of the other strategy that has one."""
+    if config.engine.strategy == "asc":
+        return plan_unbounded(_with_strategy(config, "canzona"), layout)
+    return plan_unbounded(_with_strategy(config, "asc"), layout)
+
+
+def _with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
+    return replace(config, engine=replace(config.engine, strategy=strategy))
+
+
+def _compared(
+    config: RunConfig, layout: Layout, plans: dict[Strategy, Plan], strategy: Simulated, stage: int
+) -> Compared:
+    plan = plans[config.engine.strategy]
+    mesh = plan.subject.layout
+    assignment: Assignment | None = None
+    buckets: Sequence[Bucket] = ()
+    loads: list[float] | None = None
+    if strategy == "canzona" or strategy == "asc":
+        own = plans[strategy]
+        result = simulate_plan(config, layout, own)
+        memory = plan_memory(config, layout, own).total
+        loads = own.loads(stage)
+    else:
+        if strategy == "layerwise":
+            placed = layerwise(plan.matrices, layout, bucket_elements(config, layout))
+            assignment = Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in placed.owners))
+            buckets = placed.buckets
+            loads = [
+                load
+                for load in placed.loads(plan.matrices, plan.costs, stage, mesh.owners)
+                for _ in range(mesh.tp)  # every TP rank of the owner repeats its updates
+            ]
+        as_adamw = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
+        as_run = as_adamw if strategy == "adamw" else _with_strategy(config, strategy)
+        memory = estimate(as_run, layout).total
+        result = simulate(as_run, layout, plan.matrices, plan.costs, assignment, buckets, (), strategy)
+    return Compared(
+        result=result,
+        memory_bytes=memory,
+        fits=memory <= capacity(config),
+        loads=None if loads is None else tuple(loads),
+    )
+
+
+def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
+    """One iteration under a plan."""
+    strategy = plan.subject.settings.strategy
+    return simulate(
+        _with_strategy(config, strategy),
+        layout,
+        plan.matrices,
+        plan.costs,
+        plan.assignment,
+        plan.buckets,
+        plan.groups,
+        strategy,
+    )
+
+
+def _variants(config: RunConfig, layout: Layout, plan: Plan, compare: Comparison | None) -> Iterator[Variant]:
+    engine = config.engine
+    if compare == "layouts":
+        engines: dict[str, EngineConfig] = {name: replace(engine, layout=name) for name in LAYOUTS}
+    elif compare == "alpha":
+        engines = {f"alpha {alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
+    else:
+        return
+    for name, changed in engines.items():
+        run = replace(config, engine=changed)
+        tried = plan if changed == engine else plan_unbounded(run, layout)
+        yield Variant(
+            name=name,
+            balance=balance(tried),
+            communication=communication(run, layout, tried),
+            memory_bytes=plan_memory(run, layout, tried).total,
+            result=simulate_plan(run, layout, tried),
+        )
