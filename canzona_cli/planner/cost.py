@@ -19,9 +19,12 @@ Unit = Literal["bf16", "tf32", "fp32"]
 """What a product runs on."""
 
 MEMORY_EFFICIENCY = 0.9
-"""Share of the memory bandwidth an elementwise kernel reaches."""
+"""Share of the memory bandwidth an elementwise kernel reaches; H100: 3.0 to 3.1 of 3.35 TB/s measured (copy kernels and
+matrix-vector products in results/reference/deepgemm.txt of the repository that h100-80g.yaml cites)."""
 ADAMW_BYTES = {True: 30, False: 86}
-"""Bytes of memory traffic per element of AdamW: fused (Transformer Engine's), or torch's foreach passes."""
+"""Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and both moments
+4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment 12, second 8 + 12, root
+8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +110,7 @@ def costs(a: Algorithm, matrices: Sequence[Matrix], cluster: ClusterConfig) -> t
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Seconds of AdamW on so many elements of one device: memory traffic alone.
-
-    Fused: gradient 4 bytes read, master and both moments 4 read and 4 written each, the bf16 weight 2 written.
-    """
+    """Seconds of AdamW on so many elements of one device: memory traffic alone."""
     return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
 
 
