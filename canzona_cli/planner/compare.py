@@ -1,5 +1,6 @@
 """A plan beside its alternatives: every strategy simulated on the same layout, and the same run planned differently."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Literal
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import AdamWConfig, BufferLayout, EngineConfig, Layout, RunConfig, Strategy
+from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.baselines import layerwise
 from canzona_cli.planner.measures import balance, communication, plan_memory
 from canzona_cli.planner.memory import capacity, estimate
@@ -23,21 +25,27 @@ LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def study_run(config: RunConfig, compare: Comparison | None = None) -> Study:
+def study_run(config: RunConfig, compare: Comparison | None = None, shapes: ModelShapes | None = None) -> Study:
     """Resolve, plan and simulate a run.
 
     Args:
         config: of strategy canzona or asc, see `planner.plannable`.
         compare: what to plan besides; strategies are always compared.
+        shapes: the user's own, planned instead of `config.model`.
 
     Raises:
         ConfigError: the run, or its engine settings, are impossible.
         DoesNotFit: no layout, or no plan, fits the profile's memory.
     """
     start = time.perf_counter()
+    if shapes is not None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
+        config = replace(config, name=name, model=shapes.stand_in(config.model))
     config, layout = resolve(config)
-    plan = make_plan(config, layout)
-    other = _other(config, layout)
+    plan = make_plan(config, layout, shapes)
+    other = plan_unbounded(
+        _with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes
+    )
     plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
     measured = balance(plan)
     strategies: dict[str, Compared] = {
@@ -52,16 +60,9 @@ def study_run(config: RunConfig, compare: Comparison | None = None) -> Study:
         memory=plan_memory(config, layout, plan),
         strategies=MappingProxyType(strategies),
         assumptions=assumptions(),
-        variants=tuple(_variants(config, layout, plan, compare)),
+        variants=tuple(_variants(config, layout, shapes, plan, compare)),
         planning_s=time.perf_counter() - start,
     )
-
-
-def _other(config: RunConfig, layout: Layout) -> Plan:
-    """The plan of the other strategy that has one."""
-    if config.engine.strategy == "asc":
-        return plan_unbounded(_with_strategy(config, "canzona"), layout)
-    return plan_unbounded(_with_strategy(config, "asc"), layout)
 
 
 def _with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
@@ -118,7 +119,9 @@ def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResu
     )
 
 
-def _variants(config: RunConfig, layout: Layout, plan: Plan, compare: Comparison | None) -> Iterator[Variant]:
+def _variants(
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
+) -> Iterator[Variant]:
     engine = config.engine
     if compare == "layouts":
         engines: dict[str, EngineConfig] = {name: replace(engine, layout=name) for name in LAYOUTS}
@@ -128,7 +131,7 @@ def _variants(config: RunConfig, layout: Layout, plan: Plan, compare: Comparison
         return
     for name, changed in engines.items():
         run = replace(config, engine=changed)
-        tried = plan if changed == engine else plan_unbounded(run, layout)
+        tried = plan if changed == engine else plan_unbounded(run, layout, shapes)
         yield Variant(
             name=name,
             balance=balance(tried),

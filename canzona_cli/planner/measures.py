@@ -172,7 +172,9 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     state = [(master + moments) * hosted[i] + factors[i] + buffers[i] for i in range(mesh.cells)]
     worst = max(range(mesh.cells), key=state.__getitem__)
     weights, needed = stage_weights(config, layout, stage), transient(config, layout, stage)
-    stored = weights.matrices + weights.others
+    # Fragments as planned, which a user's own shapes make other than `stage_weights` has them.
+    fragments = sum(matrix.fragment_elements(mesh.tp) for matrix in plan.matrices if matrix.stage == stage)
+    stored = fragments + weights.others
     padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
     adamw = math.ceil(weights.others / mesh.owners)
     return PlanMemory(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 from canzona_cli.planner.subject import subject
 
@@ -31,7 +32,7 @@ def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Path 
     return None
 
 
-def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
+def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Read the plan of this very run.
 
     Raises:
@@ -39,7 +40,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
             setting or profile; every difference is named.
     """
     plan = read_plan(path)
-    wanted = subject(config, layout)
+    wanted = subject(config, layout, shapes)
     differing = differences(plan.subject, wanted)
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.models.matrices import matrices as matrices_of
+from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.buckets import buckets
@@ -49,19 +50,22 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     return replace(config, engine=replace(config.engine, strategy="canzona")), notes
 
 
-def make_plan(config: RunConfig, layout: Layout) -> Plan:
+def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank, machine and Python process.
+
+    Args:
+        shapes: the user's own, planned instead of `config.model` (which is then their `stand_in`).
 
     Raises:
         ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not cut evenly.
         DoesNotFit: no assignment keeps every rank within its memory.
     """
     config, _ = plannable(config)
-    members = matrices_of(config.model, layout, config.engine.splitting)
-    roomy = _plan(config, layout, members, _memory_cap(config, layout, members, careful=False))
+    members = _matrices(config, layout, shapes)
+    roomy = _plan(config, layout, shapes, members, _memory_cap(config, layout, members, careful=False))
     if plan_memory(config, layout, roomy).fits:
         return roomy
-    plan = _plan(config, layout, members, _memory_cap(config, layout, members, careful=True))
+    plan = _plan(config, layout, shapes, members, _memory_cap(config, layout, members, careful=True))
     memory = plan_memory(config, layout, plan)
     if not memory.fits:
         raise DoesNotFit(
@@ -78,9 +82,9 @@ def make_plan(config: RunConfig, layout: Layout) -> Plan:
     return plan
 
 
-def plan_unbounded(config: RunConfig, layout: Layout) -> Plan:
+def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """As `make_plan`, whatever memory it takes: for comparisons."""
-    return _plan(config, layout, matrices_of(config.model, layout, config.engine.splitting), None)
+    return _plan(config, layout, shapes, _matrices(config, layout, shapes), None)
 
 
 def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
@@ -93,8 +97,20 @@ def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, .
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
-def _plan(config: RunConfig, layout: Layout, members: tuple[Matrix, ...], memory_cap: int | None) -> Plan:
-    about = subject(config, layout)
+def _matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
+    if shapes is not None:
+        return shapes.matrices(layout)
+    return matrices_of(config.model, layout, config.engine.splitting)
+
+
+def _plan(
+    config: RunConfig,
+    layout: Layout,
+    shapes: ModelShapes | None,
+    members: tuple[Matrix, ...],
+    memory_cap: int | None,
+) -> Plan:
+    about = subject(config, layout, shapes)
     mesh, settings, limit = about.layout, about.settings, bucket_elements(config, layout)
     costs = update_costs(config, members)
     assignment = assign(members, costs, layout, settings, memory_cap, bucket_elements=limit)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.plan import Mesh, Scalar, Subject
 from canzona_cli.planner.types import PlanSettings
@@ -22,15 +23,15 @@ _SHAPE = (
 _NOT_HARDWARE = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 
 
-def subject(config: RunConfig, layout: Layout, *, shapes: str | None = None) -> Subject:
+def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
     """The subject of the plan for a run.
 
     Args:
-        shapes: digest of the user's own shapes where these are planned instead of `config.model`.
+        shapes: the user's own, where these are planned instead of `config.model`.
     """
     model: dict[str, Scalar] = {name: getattr(config.model, name) for name in _SHAPE}
     return Subject(
-        model=MappingProxyType(model if shapes is None else {"shapes": shapes}),
+        model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=Mesh.of(layout),
         optimizer=algorithm(config),
         settings=settings(config),

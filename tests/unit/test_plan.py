@@ -1,4 +1,4 @@
-"""A plan goes through JSON unchanged, its hash is of its content alone, and only the run it was made for may have it."""
+"""A plan goes through JSON unchanged, its hash is of its content alone, and only the run it was made for may use it."""
 
 import json
 import os
