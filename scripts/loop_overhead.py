@@ -5,7 +5,8 @@
 
 Two copies of the model take turns in one process: one in a bare loop (schedule, optimizer step), one in canzona's
 (phase timing, loss reduction, learning-rate schedule, records on disk). Prints each loop's quartiles and the median
-of the ratios pair by pair; the raw seconds go to --out.
+of the ratios pair by pair, of wall time and of rank 0's processor time (which other programs on a busy machine cannot
+lengthen as much); the raw seconds go to --out.
 """
 
 import argparse
@@ -97,7 +98,8 @@ def main() -> None:
     data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
     bare, ours = (assemble(config, world, timed=timed) for timed in (False, True))
     bare_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
-    seconds: dict[str, list[float]] = {"bare": [], "canzona": []}
+    wall: dict[str, list[float]] = {"bare": [], "canzona": []}
+    processor: dict[str, list[float]] = {"bare": [], "canzona": []}
     with tempfile.TemporaryDirectory() as folder:
         files = RunFiles(Path(folder))
         journal = Journal(files, writes=world.rank == 0)
@@ -109,25 +111,28 @@ def main() -> None:
             # Who goes first alternates, so that neither always follows the other's cache state.
             for name, turn in turns if step % 2 else reversed(turns):
                 torch.distributed.barrier()
-                started = time.perf_counter()
+                started, started_cpu = time.perf_counter(), time.process_time()
                 turn()
                 torch.distributed.barrier()
-                seconds[name].append(time.perf_counter() - started)
+                wall[name].append(time.perf_counter() - started)
+                processor[name].append(time.process_time() - started_cpu)
     if world.rank == 0:
-        report(seconds, arguments.out, layout.world_size)
+        print(f"{layout.world_size} ranks, {arguments.steps} steps each")
+        kept = {"wall": report("wall", wall), "processor": report("processor", processor)}
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps({"ranks": layout.world_size, **kept}, indent=1) + "\n")
     parallel.shutdown()
 
 
-def report(seconds: dict[str, list[float]], out: Path | None, ranks: int) -> None:
+def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Print quartiles of each loop and of their ratio; the values behind them."""
     kept = {name: values[WARM_UP:] for name, values in seconds.items()}
-    ratios = [ours / bare for ours, bare in zip(kept["canzona"], kept["bare"], strict=True)]
-    for name, values in [*kept.items(), ("canzona / bare", ratios)]:
+    kept["canzona / bare"] = [ours / bare for ours, bare in zip(kept["canzona"], kept["bare"], strict=True)]
+    for name, values in kept.items():
         low, median, high = statistics.quantiles(values, n=4)
         unit = "" if "/" in name else " s"
-        spread = f"quartiles {low:.4f} to {high:.4f}"
-        print(f"{name:15} median {median:.4f}{unit}, {spread}, {len(values)} steps, {ranks} ranks")
-    if out is not None:
-        out.write_text(json.dumps({"ranks": ranks, "seconds": kept, "ratios": ratios}, indent=1) + "\n")
+        print(f"{what:10} {name:15} median {median:.4f}{unit}, quartiles {low:.4f} to {high:.4f}")
+    return kept
 
 
 if __name__ == "__main__":
