@@ -1,5 +1,6 @@
 """A recipe of the user's own to start from: one file that says everything, each setting with its meaning."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def recipe_text(config: RunConfig, *, origin: str) -> str:
         else:
             lines += _setting(name, value, explained.get(name, ""), indent="")
     text = "\n".join(lines) + "\n"
-    assert yaml.safe_load(text) == asdict(config)
+    assert yaml.safe_load(text) == json.loads(json.dumps(asdict(config)))  # whose tuples are lists
     return text
 
 
@@ -61,7 +62,10 @@ def write_recipe(destination: Path, text: str, *, force: bool) -> None:
 def _setting(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
     import yaml
 
-    line = indent + yaml.safe_dump({name: value}, width=10_000).rstrip("\n")
+    if isinstance(value, list | tuple):  # a table stays on one line
+        line = f"{indent}{name}: " + yaml.safe_dump(value, width=10_000, default_flow_style=True).rstrip("\n")
+    else:
+        line = indent + yaml.safe_dump({name: value}, width=10_000).rstrip("\n")
     if not meaning:
         return [line]
     if len(line) + len(meaning) + 4 <= _WIDTH:
