@@ -208,8 +208,7 @@ class ClusterConfig:
     inter_node_latency_us: float = 20.0
     """The same between machines."""
     matmul_tflops: tuple[tuple[int, float], ...] = ()
-    """Rates that bf16 products of n by n matrices reach: pairs of n and TFLOP/s, n ascending. Empty: guessed from the
-    peak (see `canzona_cli.planner.cost`)."""
+    """Rates bf16 products of n by n matrices reach: pairs of n, ascending, and TFLOP/s; empty: a guess from the peak."""
     fp32_tflops: float | None = None
     """Rate that large fp32 products reach, TFLOP/s; null: a sixteenth of the bf16 peak."""
     tf32_tflops: float | None = None
@@ -221,8 +220,7 @@ class ClusterConfig:
     launch_us: float = 5.0
     """What one operation takes beyond its work (its launch), microseconds."""
     measured_updates: tuple[tuple[str, int, int, float], ...] = ()
-    """Measured seconds of whole updates, in place of the cost model: (algorithm, rows, columns, seconds), the
-    algorithm as `canzona_cli.planner.cost.label` writes it."""
+    """Measured updates, taken before the cost model: algorithm (soap, muon/standard/5), rows, columns, seconds."""
     nodes: int | None = None
     """Machines; auto when null: gpus / gpus_per_node, rounded up."""
     node_rank: int | None = None
