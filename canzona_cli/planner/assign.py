@@ -161,9 +161,10 @@ def _solve(
 def _balanced(stage: _Stage) -> Owners:
     """The best of three ways to divide one packing problem into two, then bytes spread over buckets.
 
-    Whole units into the cells of the grid, cells then dealt to owners; the same with a unit's small members (k and v)
-    left to be placed last; whole units into owners. Each is followed by packing every owner's matrices onto its hosts.
-    With tp = 1 all are the same. The second wins where cells hold few matrices, the third where they hold many.
+    Whole units into owners, which suffices where owners hold many; the largest matrix of each unit into the cells of
+    the grid and cells dealt to owners, because k and v are small and fit in anywhere; the same with whole units. Each
+    is followed by packing every owner's matrices onto its hosts. With tp = 1 all are the first. Stops at the first
+    that reaches the bound.
     """
     best: Owners = {}
     lowest = float("inf")

@@ -11,6 +11,8 @@ _TINY = 1e-9
 _FINEST = 24
 """Largest k of the rounding functions u_k that are tried."""
 _BISECTIONS = 30
+_KINDS = 24
+"""Distinct costs the functions are summed over."""
 _MOST_IN_A_BIN = 8
 """Costs of which more fit into one bin are not lifted."""
 _ORDERS = 4
@@ -61,7 +63,7 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
     meets, its lower end has been proven too low for any packing.
     """
     bound = simple_bound(costs, bins)
-    counts = sorted(Counter(costs).items())
+    counts = _coarse(sorted(Counter(costs).items()))
     low, high = bound, 2 * bound
     for _ in range(_BISECTIONS):
         height = (low + high) / 2
@@ -83,6 +85,13 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
     for k in range(1, (len(items) - 1) // bins + 1):
         bound = max(bound, sum(items[k * bins - k : k * bins + 1]))
     return bound
+
+
+def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most `_KINDS` distinct costs, ascending: neighbours become their least, which only lowers the optimum."""
+    width = -(-len(counts) // _KINDS)
+    chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
+    return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
 
 
 def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:

@@ -7,7 +7,7 @@ and searches stop after a count of nodes, never after a time.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
@@ -17,6 +17,8 @@ HALVINGS = 9
 """Bisections of the height between the bound and what largest-first reached."""
 NODES = 1500
 """Combinations looked at to fill one bin."""
+SEARCHED = 100
+"""Distinct costs up to which a packing is searched; with more, largest first has sizes for every gap."""
 
 Pattern = tuple[int, ...]
 """How many items of each distinct cost one bin holds."""
@@ -43,6 +45,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
     bound = simple_bound(costs, bins)
     if _height(classes, best) > bound * (1 + CLOSE_ENOUGH):
         bound = packing_bound(costs, bins)
+    if len(classes.costs) > SEARCHED:
+        return Packing(bins=tuple(classes.hand_out(best)), height=_height(classes, best))
     for accept_slack in (True, False):
         low, high = bound, _height(classes, best)
         if high <= bound * (1 + CLOSE_ENOUGH):
@@ -152,7 +156,6 @@ class _Filler:
     nodes: int = NODES
     found: Pattern | None = None
     found_load: float = -1.0
-    smallest: list[float] = field(default_factory=list)
 
     def best(self) -> Pattern | None:
         first = next(kind for kind, count in enumerate(self.counts) if count)
@@ -161,21 +164,25 @@ class _Filler:
         self._descend(first, [0] * len(self.costs), 0.0, least=1)
         return self.found
 
-    def _descend(self, kind: int, taken: list[int], load: float, *, least: int = 0) -> bool:
-        """True when the search may stop."""
+    def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
+        """True when the search may stop. Recurses once for each cost that is taken, not for each there is."""
         self.nodes -= 1
-        if kind == len(self.costs):
-            if load > self.found_load:
-                self.found, self.found_load = tuple(taken), load
-            return load >= self.enough * (1 - 1e-9) or self.nodes <= 0
-        cost = self.costs[kind]
-        most = min(self.counts[kind], int((self.limit * (1 + 1e-12) - load) / cost) if cost > 0 else self.counts[kind])
-        for count in range(most, least - 1, -1):
-            taken[kind] = count
-            if self._descend(kind + 1, taken, load + count * cost):
-                return True
-        taken[kind] = 0
-        return self.nodes <= 0
+        if load > self.found_load and least == 0:
+            self.found, self.found_load = tuple(taken), load
+        if self.found_load >= self.enough * (1 - 1e-9) or self.nodes <= 0:
+            return self.found is not None
+        room = self.limit * (1 + 1e-12) - load
+        for kind in range(start, len(self.costs)):
+            cost = self.costs[kind]
+            most = min(self.counts[kind], int(room / cost))
+            for count in range(most, 0, -1):
+                taken[kind] = count
+                if self._descend(kind + 1, taken, load + count * cost):
+                    return True
+            taken[kind] = 0
+            if least:
+                break  # the first must be taken
+        return False
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:

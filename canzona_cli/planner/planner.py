@@ -113,7 +113,8 @@ def _plan(
     about = subject(config, layout, shapes)
     mesh, settings, limit = about.layout, about.settings, bucket_elements(config, layout)
     costs = update_costs(config, members)
-    assignment = assign(members, costs, layout, settings, memory_cap, bucket_elements=limit)
+    width = max(element_bytes(config))
+    assignment = assign(members, costs, layout, settings, memory_cap, bucket_elements=limit, bytes_per_element=width)
     return Plan(
         subject=about,
         matrices=members,
@@ -121,9 +122,7 @@ def _plan(
         assignment=assignment,
         execution=tuple("hosted" for _ in members),
         buckets=buckets(members, assignment, layout, settings, limit),
-        groups=micro_groups(
-            members, costs, assignment, layout, settings, max(element_bytes(config)), _exchange_link(config, layout)
-        ),
+        groups=micro_groups(members, costs, assignment, layout, settings, width, _exchange_link(config, layout)),
         lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
     )
 

@@ -56,3 +56,10 @@ def test_more_bins_than_items_leave_the_largest_item_alone() -> None:
     packing = pack([3.0, 2.0], 1000)
     assert packing.height == 3.0
     assert sum(bool(held) for held in packing.bins) == 2
+
+
+def test_a_thousand_different_costs_are_packed_without_a_search() -> None:
+    costs = [float(1000 + item) for item in range(1500)]
+    packing = pack(costs, 96)
+    assert sorted(item for held in packing.bins for item in held) == list(range(1500))
+    assert packing.height <= packing_bound(costs, 96) * 1.05
