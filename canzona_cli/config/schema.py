@@ -208,7 +208,7 @@ class ClusterConfig:
     inter_node_latency_us: float = 20.0
     """The same between machines."""
     matmul_tflops: tuple[tuple[int, float], ...] = ()
-    """Rates bf16 products of n by n matrices reach: pairs of n, ascending, and TFLOP/s; empty: a guess from the peak."""
+    """Rates bf16 products of n by n matrices reach: pairs of n, ascending, and TFLOP/s; empty: guessed."""
     fp32_tflops: float | None = None
     """Rate that large fp32 products reach, TFLOP/s; null: a sixteenth of the bf16 peak."""
     tf32_tflops: float | None = None
