@@ -19,8 +19,8 @@ Unit = Literal["bf16", "tf32", "fp32"]
 """What a product runs on."""
 
 MEMORY_EFFICIENCY = 0.9
-"""Share of the memory bandwidth an elementwise kernel reaches. An H100's products that only stream a matrix reach 2.6 to
-3.1 of 3.35 TB/s (results/reference/deepgemm.txt of the repository that h100-80g.yaml cites)."""
+"""Share of the memory bandwidth an elementwise kernel reaches. Products that only stream a matrix reach 2.6 to 3.1 of
+an H100's 3.35 TB/s (results/reference/deepgemm.txt of the repository that h100-80g.yaml cites)."""
 ADAMW_BYTES = {True: 30, False: 86}
 """Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and both moments
 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment 12, second 8 + 12, root
