@@ -125,7 +125,7 @@ CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
     "model.num_layers": lambda c: replace(c, model=replace(c.model, num_layers=8)),
     "layout.tp": lambda c: replace(c, parallel=replace(c.parallel, tp=4)),
     "layout.dp": lambda c: replace(c, gpus=4),
-    "optimizer.ns_steps": lambda c: replace(c, optimizer=replace(c.optimizer, ns_steps=6)),  # type: ignore[call-arg]
+    "optimizer.ns_steps": lambda c: replace(c, optimizer=replace(c.optimizer, ns_steps=6)),  # type: ignore[arg-type]
     "settings.layout": lambda c: replace(c, engine=replace(c.engine, layout="contiguous")),
     "settings.alpha": lambda c: replace(c, engine=replace(c.engine, alpha=0.5)),
     "settings.splitting": lambda c: replace(c, engine=replace(c.engine, splitting="fused")),
@@ -217,8 +217,8 @@ def test_adamw_has_nothing_to_plan() -> None:
 
 def test_megatrons_strategies_are_planned_as_canzona_and_asc_as_itself() -> None:
     for strategy in ("sc", "layerwise"):
-        config, notes = plannable(sizes.run("tiny", 4, strategy=strategy))  # type: ignore[arg-type]
+        config, notes = plannable(sizes.run("tiny", 4, strategy=strategy))
         assert (config.engine.strategy, notes) == ("canzona", ())
-        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.strategy"}))  # type: ignore[arg-type]
+        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.strategy"}))
         assert strategy in notes[0]
     assert plannable(sizes.run("tiny", 4, strategy="asc"))[0].engine.strategy == "asc"
