@@ -66,6 +66,9 @@ class Communication:
     """Updated weights, the same way back."""
     tp_exchange_bytes: int
     """Gradient fragments to hosts and new weights from them."""
+    dp_byte_balance: float
+    """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
+    load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
     padding_fraction: float
     """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
 
@@ -104,11 +107,12 @@ def _balance(loads: Sequence[float], bound: float, mesh: Mesh, stage: int) -> Ba
     owners = [math.fsum(loads[o * mesh.tp : (o + 1) * mesh.tp]) for o in range(mesh.owners)]
     total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
     mean, owner_mean = total / mesh.cells, total / mesh.owners
+    grid = max(1.0, loads[slowest] / mean)
     return Balance(
         dp=max(owners) / owner_mean,
         tp=loads[slowest] / (owners[slowest // mesh.tp] / mesh.tp),
-        grid=loads[slowest] / mean,
-        lower_bound=max(bound / mean, 1.0),
+        grid=grid,
+        lower_bound=min(max(bound / mean, 1.0), grid),  # apart from rounding it is never above
         slowest_s=loads[slowest],
         mean_s=mean,
         slowest=Place.of(mesh, stage, slowest),
@@ -127,8 +131,20 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
         dp_reduce_bytes=round(moved * grad),
         dp_gather_bytes=round(moved * width),
         tp_exchange_bytes=max(_exchanged(config, plan), default=0),
+        dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
+
+
+def _byte_balance(plan: Plan) -> float:
+    busiest = even = 0.0
+    for bucket in plan.buckets:
+        held: dict[int, int] = {}
+        for part in bucket.ranges:
+            held[part.owner] = held.get(part.owner, 0) + part.end - part.start
+        busiest += max(held.values())
+        even += sum(held.values()) / plan.subject.layout.owners
+    return busiest / even if even else 1.0
 
 
 def _exchanged(config: RunConfig, plan: Plan) -> list[int]:

@@ -105,7 +105,8 @@ class PlanView:
             ),
         )
         layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy == "canzona" else "in order"
-        yield "assignment", Text(f"{settings.strategy}: {layout}; grid of {mesh.owners} owners {times} {mesh.tp} hosts")
+        grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"
+        yield "assignment", Text(f"{settings.strategy}: {layout}; grid of {grid}")
         yield (
             "load balance",
             Text.assemble(

@@ -63,16 +63,18 @@ def phases(study: Study, options: ConsoleOptions) -> Table:
 
 def variants(study: Study, options: ConsoleOptions) -> Table:
     """The same run planned with other settings."""
-    table = _table(options, "balance", "bound", "padding", "reduced", "exchanged", "optimizer", "iteration", "GiB")
+    wide = options.max_width >= 100
+    moves = ("reduced", "exchanged") if wide else ()
+    table = _table(options, "balance", "bound", "bytes", "padding", *moves, "optimizer", "iteration", "GiB")
     for variant in study.variants:
         moved = variant.communication
         table.add_row(
             variant.name,
             f"{variant.balance.grid:.3f}",
             f"{variant.balance.lower_bound:.3f}",
+            f"{moved.dp_byte_balance:.2f}",
             f"{100 * moved.padding_fraction:.1f}%",
-            traffic(moved.dp_reduce_bytes),
-            traffic(moved.tp_exchange_bytes),
+            *((traffic(moved.dp_reduce_bytes), traffic(moved.tp_exchange_bytes)) if wide else ()),
             step_time(variant.result.optimizer_s),
             step_time(variant.result.iteration_s),
             f"{variant.memory_bytes / GIB:.1f}",
@@ -89,7 +91,10 @@ def comparison(study: Study, options: ConsoleOptions, *, of_phases: bool) -> Ite
         )
     if study.variants:
         yield (
-            Text.assemble(("Alternatives", "bold"), f" to this plan, strategy {study.strategy}"),
+            Text.assemble(
+                ("Alternatives", "bold"),
+                f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share",
+            ),
             variants(study, options),
         )
 
