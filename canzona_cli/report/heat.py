@@ -55,7 +55,7 @@ def _mark(share: float, ascii_only: bool) -> str:
 
 def _style(load: float, mean: float) -> str:
     over = load / mean if mean > 0 else 1.0
-    for limit, style in ((0.5, "blue"), (0.9, "cyan"), (1.1, "green"), (1.5, "yellow")):
+    for limit, style in ((0.5, "dodger_blue2"), (0.9, "sky_blue2"), (1.1, "green3"), (1.5, "gold3")):
         if over <= limit:
             return style
-    return "red"
+    return "red3"

@@ -17,16 +17,16 @@ from canzona_cli.report.stacked import Ink, legend, stacked
 from canzona_cli.report.text import clean, count, plural, size, step_time, wrapped
 
 _MEMORY = {
-    "weights": Ink(letter="W", style="blue"),
-    "gradients": Ink(letter="G", style="cyan"),
-    "padding": Ink(letter="P", style="red"),
-    "masters": Ink(letter="M", style="green"),
-    "matrix_state": Ink(letter="S", style="bright_green"),
-    "adamw_state": Ink(letter="A", style="yellow"),
-    "activations": Ink(letter="C", style="magenta"),
-    "logits": Ink(letter="L", style="bright_magenta"),
-    "workspace": Ink(letter="K", style="bright_blue"),
-    "exchange": Ink(letter="X", style="bright_yellow"),
+    "weights": Ink(letter="W", style="dodger_blue2"),
+    "gradients": Ink(letter="G", style="sky_blue2"),
+    "padding": Ink(letter="P", style="red3"),
+    "masters": Ink(letter="M", style="green3"),
+    "matrix_state": Ink(letter="S", style="pale_green1"),
+    "adamw_state": Ink(letter="A", style="gold3"),
+    "activations": Ink(letter="C", style="medium_purple2"),
+    "logits": Ink(letter="L", style="plum2"),
+    "workspace": Ink(letter="K", style="grey62"),
+    "exchange": Ink(letter="X", style="indian_red1"),
 }
 _WIDEST = 120
 
@@ -96,7 +96,10 @@ class PlanView:
         yield "batch", Text(describe_batch(study.layout, study.config.train.seq_length, times=times))
         elements = sum(matrix.elements for matrix in plan.matrices)
         ranks = mesh.pp * mesh.cells
-        few = f"; more ranks than matrices: {ranks - self._busy():,} of {ranks:,} ranks update none"
+        few = (
+            f"; more ranks than matrices: {ranks - self._busy():,} of {ranks:,} ranks update none, and updating takes "
+            f"{balance.grid:.1f} times an even share of it"
+        )
         yield (
             "matrices",
             Text(

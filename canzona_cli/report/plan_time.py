@@ -12,17 +12,17 @@ from canzona_cli.report.stacked import Ink, legend, stacked
 from canzona_cli.report.text import step_time
 
 PHASES = {
-    "data": Ink(letter="D", style="bright_black"),
-    "forward": Ink(letter="F", style="blue"),
-    "backward": Ink(letter="B", style="cyan"),
-    "pipeline": Ink(letter="P", style="bright_black"),
-    "grad_reduce": Ink(letter="R", style="yellow"),
-    "norm_clip": Ink(letter="N", style="white"),
-    "exchange": Ink(letter="X", style="magenta"),
-    "matrix_update": Ink(letter="U", style="green"),
-    "adamw_update": Ink(letter="A", style="bright_green"),
-    "param_gather": Ink(letter="G", style="red"),
-    "other": Ink(letter="O", style="bright_black"),
+    "data": Ink(letter="D", style="grey50"),
+    "forward": Ink(letter="F", style="dodger_blue2"),
+    "backward": Ink(letter="B", style="sky_blue2"),
+    "pipeline": Ink(letter="P", style="grey42"),
+    "grad_reduce": Ink(letter="R", style="gold3"),
+    "norm_clip": Ink(letter="N", style="grey85"),
+    "exchange": Ink(letter="X", style="medium_purple2"),
+    "matrix_update": Ink(letter="U", style="green3"),
+    "adamw_update": Ink(letter="A", style="pale_green1"),
+    "param_gather": Ink(letter="G", style="indian_red1"),
+    "other": Ink(letter="O", style="grey50"),
 }
 """The phases that follow one another, in order."""
 STREAMS = {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}

@@ -14,7 +14,7 @@ INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "
 def test_an_even_map_is_full_everywhere() -> None:
     rows = list(heat_map([1.0] * 8, 2, 40))
     assert [row.plain for row in rows] == ["█" * 16] * 2
-    assert {str(span.style) for row in rows for span in row.spans} == {"green"}
+    assert {str(span.style) for row in rows for span in row.spans} == {"green3"}
 
 
 def test_a_map_has_a_row_for_each_host_and_a_column_for_each_owner() -> None:
