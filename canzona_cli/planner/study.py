@@ -104,7 +104,8 @@ class Study:
             },
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
-                "worst_rank": asdict(self.memory.worst),
+                "worst_rank": self.memory.worst.rank,
+                "worst_place": asdict(self.memory.worst),
                 "capacity_bytes": self.memory.capacity,
                 "exchange_buffer_bytes": self.memory.exchange_buffers,
             },
