@@ -4,17 +4,24 @@ A chunk is a bucket as the simulator needs it: how long its reduction and its ga
 stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.models import qwen3
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes
-from canzona_cli.planner.model_time import Module
-from canzona_cli.planner.types import Bucket, Matrix
+from canzona_cli.planner.model_time import Module, Part
+from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.planner.types import Bucket, Kind, Matrix
 
-MLP = ("gate", "up", "fc1", "down")
+PART_OF: Mapping[Kind, Part] = MappingProxyType(
+    {"proj": "proj", "gate": "fc1", "up": "fc1", "fc1": "fc1", "down": "fc2"}
+)
+"""The module a matrix belongs to where that is not qkv, which is ready last and needed first: the cautious guess for
+matrices of other models."""
+_REGISTERED: tuple[Part, ...] = ("embedding", "proj", "qkv", "fc1", "fc2", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +34,6 @@ class Chunk:
     gather: Transfer
 
 
-def bucket_elements(config: RunConfig, layout: Layout, stage: int) -> int | None:
-    """Where Megatron closes a bucket: only on the first stage, and only for overlap."""
-    if not config.parallel.overlap_grad_reduce or stage > 0:
-        return None
-    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
-
-
 class Buffers:
     """Builds a stage's chunks."""
 
@@ -41,7 +41,7 @@ class Buffers:
         self._config, self._layout, self._stage, self._modules = config, layout, stage, modules
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
         self._width, self._grad = element_bytes(config)
-        self._limit = bucket_elements(config, layout, stage)
+        self._limit = bucket_elements(config, layout) if stage == 0 else None
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
@@ -89,26 +89,28 @@ class Buffers:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """(elements, module) in registration order; norms belong to the attention of their layer."""
+        """(elements, module) in registration order; norms count to the module behind them."""
         model, found = self._config.model, []
-        norms = qwen3.norm_parameters(model)
-        for number, module in enumerate(self._modules):
-            if module.part == "attention":
-                found.append((norms, number))
-            if module.part in ("embedding", "output") or layers:
-                found.append((module.weights, number))
+        norms = {"qkv": qwen3.norm_parameters(model) - model.hidden_size, "fc1": model.hidden_size}
+        order = sorted(
+            range(len(self._modules)), key=lambda n: (self._modules[n].layer, _REGISTERED.index(self._modules[n].part))
+        )
+        for number in order:
+            module = self._modules[number]
+            own = module.weights if layers or module.part in ("embedding", "output") else 0
+            found.append((own + norms.get(module.part, 0), number))
         return [(size, number) for size, number in found if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(elements, module) of each bucket: last registered first, closed once it holds enough."""
         found: list[tuple[int, int]] = []
-        filled, first = 0, 0
+        filled, first = 0, len(self._modules)
         for size, module in reversed(parameters):
-            filled, first = filled + size, module
+            filled, first = filled + size, min(first, module)
             if self._limit is not None and filled >= self._limit:
                 found.append((filled, first))
-                filled = 0
+                filled, first = 0, len(self._modules)
         return [*found, (filled, first)] if filled else found
 
     def _module(self, matrix: Matrix) -> int:
-        return self._number["mlp" if matrix.kind in MLP else "attention", matrix.layer]
+        return self._number[PART_OF.get(matrix.kind, "qkv"), matrix.layer]

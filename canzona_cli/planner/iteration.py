@@ -4,7 +4,7 @@ One rank stands for each pipeline stage. The first forward pass waits module by 
 last backward pass hands gradients over module by module; micro-batches in between run undisturbed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal
 
 from canzona_cli.config.schema import Layout
@@ -25,6 +25,7 @@ class IterationTimeline:
         chunks: by stage, in the order of the gradient buffers (last registered parameters first).
         begin_s: by stage, what is done before the first forward.
         tail_s: by stage, what follows the gradient reduction before its result is complete.
+        first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
     """
 
     def __init__(
@@ -37,17 +38,23 @@ class IterationTimeline:
         overlap_gather: bool,
         begin_s: Sequence[float],
         tail_s: Sequence[float],
+        first_matrices_early: bool = False,
     ) -> None:
         self._layout, self._stages, self._chunks, self._tail = layout, stages, chunks, tail_s
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
+        self._first_early = first_matrices_early and overlap_gather
         self._timeline = Timeline()
         self._last: list[int] = []
         for stage, seconds in enumerate(begin_s):
             self._last.append(self._timeline.add("other", ("compute", stage), seconds=seconds))
         self._sent: dict[tuple[Pass, int, int], int] = {}
         self._build()
-        self._ran = self._timeline.run()
-        self._computed = [self._ran[last].end for last in self._last]
+        ran = self._timeline.run()
+        self._computed = [ran[last].end for last in self._last]
+        self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
+        for task, when in zip(self._timeline.tasks, ran, strict=True):
+            held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
+            self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
         self.reduced_s = [self._reduced(stage) + tail_s[stage] for stage in range(layout.pp)]
         """By stage: when its gradients are reduced."""
 
@@ -120,6 +127,8 @@ class IterationTimeline:
             if number >= 0 and number not in gathered:
                 gathered[number] = self._transfer(stage, "param_gather", chunks[number].gather, after)
 
+        if self._first_early and chunks:
+            gather(len(chunks) - 1, [self._last[stage]])
         needed: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             needed.setdefault(chunk.module, []).insert(0, number)
@@ -142,18 +151,18 @@ class IterationTimeline:
                 self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
 
     def _module(self, stage: int, direction: Pass, module: Module, after: Sequence[int]) -> None:
-        exchange = self._stages[stage].tp
+        exchange = self._stages[stage].exchange
         if direction == "forward":
-            seconds, collectives = module.forward_s, module.collectives
+            seconds, exchanges = module.forward_s, module.exchanges
         else:
             seconds = module.backward_s + module.again_s
-            collectives = module.collectives + module.collectives_again
+            exchanges = module.exchanges + module.exchanges_again
         task = self._timeline.add(
             direction,
             ("compute", stage),
-            seconds=seconds + collectives * exchange.latency_s,
+            seconds=seconds + exchanges * exchange.latency_s,
             link=(stage, exchange.link),
-            link_s=collectives * exchange.link_s,
+            link_s=exchanges * exchange.link_s,
             after=after,
         )
         self._last[stage] = task
@@ -176,16 +185,14 @@ class IterationTimeline:
         ends = [ran.end for phase, ran in self._on(("data", stage)) if phase == "grad_reduce"]
         return max([self._computed[stage], *ends])
 
-    def _on(self, stream: tuple[str, int]) -> Iterator[tuple[str, Ran]]:
-        for task, ran in zip(self._timeline.tasks, self._ran, strict=True):
-            if task.stream == stream:
-                yield task.phase, ran
+    def _on(self, stream: Hashable) -> Iterator[tuple[str, Ran]]:
+        return ((phase, ran) for phase, ran, _ in self._streams.get(stream, ()))
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
         """(whether it is waiting, phase, start, end) without gaps."""
-        for phase, ran in self._on(("compute", stage)):
-            if ran.held_by is not None:
-                yield True, self._timeline.tasks[ran.held_by].phase, ran.ready, ran.start
+        for phase, ran, held_by in self._streams["compute", stage]:
+            if held_by is not None:
+                yield True, held_by, ran.ready, ran.start
             yield False, phase, ran.start, ran.end
 
 

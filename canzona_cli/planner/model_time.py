@@ -1,10 +1,12 @@
 """Seconds a stage's modules take forward and backward, from shapes and the profile's achieved rates.
 
-A layer is two modules, attention and MLP, as a bucket's parameters may be ready (or needed) between them. Matrix
-products run at the profile's achieved rate for their size, core attention at a share of the peak, everything
-elementwise at memory bandwidth; tensor-parallel collectives are kept apart, for they use a link.
+A module is what one weight of Megatron's belongs to, because a bucket of gradients may be complete (a bucket of
+weights needed) between any two. Matrix products run at the profile's achieved rate for their size, core attention at a
+share of the peak, everything elementwise at memory bandwidth; tensor-parallel collectives are kept apart, for they use
+a link.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -14,7 +16,7 @@ from canzona_cli.planner.cost import Unit, matmul_rate, matmul_seconds, memory_r
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes
 
-Part = Literal["embedding", "attention", "mlp", "output"]
+Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 """Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et al. 2024
@@ -37,14 +39,15 @@ class Module:
     """Over the whole model; the embedding is before layer 0, the output layer after the last."""
     forward_s: float
     backward_s: float
-    """Without recomputation."""
+    """Without what recomputation repeats."""
     again_s: float
     """Forward work that the backward repeats (activation recomputation)."""
     weights: int
-    """Elements on this rank."""
-    collectives: int
-    """Tensor-parallel exchanges of the residual stream in the forward, and in the backward; recomputation may add."""
-    collectives_again: int
+    """Elements on this rank that are its own: a tied output layer has none where the embedding is on its stage."""
+    exchanges: int
+    """Tensor-parallel exchanges in the forward, and as many in the backward."""
+    exchanges_again: int
+    """Those that recomputation repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +56,36 @@ class StageTime:
 
     modules: tuple[Module, ...]
     """In forward order."""
-    tp: Transfer
-    """One tensor-parallel exchange: an all-reduce of the residual stream, or its two halves."""
+    exchange: Transfer
+    """One tensor-parallel exchange: half of an all-reduce of the residual stream."""
     hop: Transfer
     """Handing the residual stream to the next stage."""
 
     @property
     def forward_s(self) -> float:
         """One micro-batch, tensor-parallel exchanges included."""
-        return sum(module.forward_s + module.collectives * self.tp.seconds for module in self.modules)
+        return sum(module.forward_s + module.exchanges * self.exchange.seconds for module in self.modules)
 
     @property
     def backward_s(self) -> float:
         return sum(
-            module.backward_s + module.again_s + (module.collectives + module.collectives_again) * self.tp.seconds
+            module.backward_s + module.again_s + (module.exchanges + module.exchanges_again) * self.exchange.seconds
             for module in self.modules
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A module of a layer, before it is one of a certain layer."""
+
+    part: Part
+    products_s: float
+    weights: int
+    moved: float
+    """Elements through memory in the forward pass, elementwise."""
+    core_s: float = 0.0
+    """Core attention, forward."""
+    core_backward_s: float = 0.0
 
 
 @lru_cache(maxsize=64)
@@ -77,102 +94,125 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
     With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t under
     sequence parallelism, per micro-batch and rank:
-    - attention: products T x h x (a+2g)d/t and T x ad/t x h; core attention 2 T s ad/t FLOPs forward (causal);
-      elementwise 5 T h/x (norm, residual) and 4 T (a+g)d/t (QK-norm, rotary) elements through memory;
-    - mlp: products T x h x 2f/t and T x f/t x h; elementwise 5 T h/x and 3 T f/t;
+    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm and
+      rotary embedding 4 T (a+g)d/t elements through memory; proj: product T x ad/t x h, residual 3 T h/x;
+    - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements, and adds
-      every weight's gradient to its buffer once a micro-batch.
+      every weight's gradient to its buffer once a micro-batch;
+    - half an all-reduce of the residual stream before qkv and fc1 and behind proj, fc2 and the embedding (an
+      all-gather, and a reduce-scatter, under sequence parallelism), and the same in the backward.
     """
     model, t, cluster = config.model, layout.tp, config.cluster
     width, grad = element_bytes(config)
-    unit: Unit = config.train.precision
     tokens = layout.micro_batch_size * config.train.seq_length // layout.cp
     stream = tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
-    heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
-    ffn, hidden = model.ffn_hidden_size // t, model.hidden_size
-    passes = ELEMENTWISE_PASSES[cluster.transformer_engine] * width / memory_rate(cluster)
-    accumulate = 2 * grad / memory_rate(cluster)
-
-    def products(*shapes: tuple[int, int]) -> float:
-        return sum(matmul_seconds(cluster, tokens, inputs, outputs, unit) for outputs, inputs in shapes)
-
-    core_flops = 2.0 * tokens * config.train.seq_length * heads
-    peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
-    slower = 1.0 if cluster.transformer_engine else UNFUSED_ATTENTION
-    core_forward = slower * core_flops / (ATTENTION_FORWARD * peak)
-    core_backward = slower * 2.5 * core_flops / (ATTENTION_BACKWARD * peak)
-
-    full = layout.recompute == "full"
-    attention_products = products((heads + 2 * groups, hidden), (hidden, heads))
-    attention_moves = passes * (5 * stream + 4 * tokens * (heads + groups))
-    attention_weights = hidden * (2 * heads + 2 * groups)
-    attention_forward = attention_products + core_forward + attention_moves
-    mlp_products = products((2 * ffn, hidden), (hidden, ffn))
-    mlp_moves = passes * (5 * stream + 3 * tokens * ffn)
-    mlp_forward = mlp_products + mlp_moves
+    pass_s = ELEMENTWISE_PASSES[cluster.transformer_engine] * width / memory_rate(cluster)
+    accumulate_s = 2 * grad / memory_rate(cluster)
     exchanges = 1 if t > 1 else 0
+    full = layout.recompute == "full"
+
     layers = model.num_layers // layout.pp
     modules = []
     for layer in range(stage * layers, (stage + 1) * layers):
-        modules.append(
-            Module(
-                part="attention",
-                layer=layer,
-                forward_s=attention_forward,
-                backward_s=2 * attention_products
-                + core_backward
-                + 2 * attention_moves
-                + accumulate * attention_weights,
-                again_s={"none": 0.0, "selective": core_forward, "full": attention_forward}[layout.recompute],
-                weights=attention_weights,
-                collectives=exchanges,
-                collectives_again=exchanges if full else 0,
+        for piece in _layer(config, layout):
+            forward = piece.products_s + piece.core_s + pass_s * piece.moved
+            backward = 2 * piece.products_s + piece.core_backward_s + 2 * pass_s * piece.moved
+            modules.append(
+                Module(
+                    part=piece.part,
+                    layer=layer,
+                    forward_s=forward,
+                    backward_s=backward + accumulate_s * piece.weights,
+                    again_s={"none": 0.0, "selective": piece.core_s, "full": forward}[layout.recompute],
+                    weights=piece.weights,
+                    exchanges=exchanges,
+                    exchanges_again=exchanges if full else 0,
+                )
             )
-        )
-        modules.append(
-            Module(
-                part="mlp",
-                layer=layer,
-                forward_s=mlp_forward,
-                backward_s=2 * mlp_products + 2 * mlp_moves + accumulate * 3 * ffn * hidden,
-                again_s=mlp_forward if full else 0.0,
-                weights=3 * ffn * hidden,
-                collectives=exchanges,
-                collectives_again=exchanges if full else 0,
-            )
-        )
     vocabulary = model.vocab_size // t
     if stage == 0:
-        modules.insert(0, _embedding(model.hidden_size * vocabulary, passes * 2 * stream, exchanges))
-    if stage == layout.pp - 1:
-        product, logits = products((vocabulary, hidden)), tokens * vocabulary / memory_rate(cluster)
-        modules.append(
-            Module(
-                part="output",
-                layer=model.num_layers,
-                forward_s=product + logits * LOSS_FORWARD_BYTES + passes * 2 * stream,
-                backward_s=2 * product + logits * LOSS_BACKWARD_BYTES + accumulate * vocabulary * hidden,
-                again_s=0.0,
-                weights=0 if stage == 0 and model.tied_embeddings else vocabulary * hidden,
-                collectives=exchanges,
-                collectives_again=0,
-            )
+        embedding = Module(
+            part="embedding",
+            layer=-1,
+            forward_s=2 * pass_s * stream,
+            backward_s=2 * pass_s * stream,
+            again_s=0.0,
+            weights=vocabulary * model.hidden_size,
+            exchanges=exchanges,
+            exchanges_again=0,
         )
-    links, geometry = Links(cluster=cluster), Groups.of(layout, cluster)
-    # Under sequence parallelism the exchange is a reduce-scatter and an all-gather: the same bytes on the same link.
-    exchange = links.all_reduce(tokens * hidden * width, geometry.tp) if t > 1 else Transfer()
-    hop = links.point_to_point(stream * width, crosses=geometry.stage_crosses)
-    return StageTime(modules=tuple(modules), tp=exchange, hop=hop if layout.pp > 1 else Transfer())
+        modules.insert(0, embedding)
+    if stage == layout.pp - 1:
+        product = _product(config, tokens, model.hidden_size, vocabulary)
+        logits = tokens * vocabulary / memory_rate(cluster)
+        weights = vocabulary * model.hidden_size
+        output = Module(
+            part="output",
+            layer=model.num_layers,
+            forward_s=product + logits * LOSS_FORWARD_BYTES + 2 * pass_s * stream,
+            backward_s=2 * product + logits * LOSS_BACKWARD_BYTES + 2 * pass_s * stream + accumulate_s * weights,
+            again_s=0.0,
+            weights=0 if stage == 0 and model.tied_embeddings else weights,
+            exchanges=exchanges,
+            exchanges_again=0,
+        )
+        modules.append(output)
+    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=_hop(config, layout, stream))
 
 
-def _embedding(weights: int, moves_s: float, exchanges: int) -> Module:
-    return Module(
-        part="embedding",
-        layer=-1,
-        forward_s=moves_s,
-        backward_s=moves_s,
-        again_s=0.0,
-        weights=weights,
-        collectives=exchanges,
-        collectives_again=0,
+def _layer(config: RunConfig, layout: Layout) -> Iterator[_Piece]:
+    """One layer's modules in forward order."""
+    model, t, cluster = config.model, layout.tp, config.cluster
+    tokens = layout.micro_batch_size * config.train.seq_length // layout.cp
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
+    stream = tokens * hidden // (t if layout.sequence_parallel else 1)
+    heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
+
+    unit: Unit = config.train.precision
+    peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
+    core_s = 2.0 * tokens * config.train.seq_length * heads / peak
+    if not cluster.transformer_engine:
+        core_s *= UNFUSED_ATTENTION
+    yield _Piece(
+        part="qkv",
+        products_s=_product(config, tokens, hidden, heads + 2 * groups),
+        weights=hidden * (heads + 2 * groups),
+        moved=2 * stream + 4 * tokens * (heads + groups),
+        core_s=core_s / ATTENTION_FORWARD,
+        core_backward_s=2.5 * core_s / ATTENTION_BACKWARD,
     )
+    yield _Piece(
+        part="proj", products_s=_product(config, tokens, heads, hidden), weights=hidden * heads, moved=3 * stream
+    )
+    yield _Piece(
+        part="fc1",
+        products_s=_product(config, tokens, hidden, 2 * ffn),
+        weights=2 * ffn * hidden,
+        moved=2 * stream + 3 * tokens * ffn,
+    )
+    yield _Piece(part="fc2", products_s=_product(config, tokens, ffn, hidden), weights=ffn * hidden, moved=3 * stream)
+
+
+def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float:
+    return matmul_seconds(config.cluster, tokens, inputs, outputs, config.train.precision)
+
+
+def _exchange(config: RunConfig, layout: Layout) -> Transfer:
+    """Half an all-reduce of the whole residual stream."""
+    if layout.tp == 1:
+        return Transfer()
+    width, _ = element_bytes(config)
+    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
+    size = float(layout.micro_batch_size * config.train.seq_length // layout.cp * config.model.hidden_size * width)
+    if layout.sequence_parallel:
+        return links.all_gather(size, group)
+    whole = links.all_reduce(size, group)
+    return Transfer(latency_s=whole.latency_s / 2, link=whole.link, link_s=whole.link_s / 2)
+
+
+def _hop(config: RunConfig, layout: Layout, stream: int) -> Transfer:
+    if layout.pp == 1:
+        return Transfer()
+    width, _ = element_bytes(config)
+    crosses = Groups.of(layout, config.cluster).stage_crosses
+    return Links(cluster=config.cluster).point_to_point(stream * width, crosses=crosses)

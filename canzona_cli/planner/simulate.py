@@ -8,7 +8,7 @@ is simulated for every rank that has its own. See `assumptions` for what is left
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.planner.buffers import Buffers, Chunk
 from canzona_cli.planner.cost import adamw_seconds, memory_rate
 from canzona_cli.planner.iteration import IterationTimeline
-from canzona_cli.planner.links import Groups, Links, strided
+from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.memory import element_bytes, stage_weights
 from canzona_cli.planner.model_time import stage_time
 from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
@@ -39,6 +39,9 @@ IN_STEP = (
     "other",
 )
 """The breakdown's phases that add up to a step."""
+
+ENGINE: tuple[Simulated, ...] = ("canzona", "asc")
+"""Strategies that canzona's own engine executes; the others are Megatron's, as they are."""
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
@@ -63,10 +66,10 @@ class StrategyResult:
     strategy: Simulated
     iteration_s: float
     optimizer_s: float
-    """The optimizer step with its exchange as if hidden under nothing: norm and clip, exchange (total), matrix update,
-    AdamW's update, and what the next forward waits for gathered parameters."""
+    """From reduced gradients to the next forward, with the exchange as if hidden under nothing: norm and clip, exchange
+    (total), matrix update, AdamW's update, and what the forward waits for gathered parameters."""
     optimizer_exposed_s: float
-    """What the iteration waits for it: the same with the exchange's exposed part only."""
+    """The same with the exchange's exposed part only: how much longer an iteration is for it."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`; the `_total`s ran (partly) under others."""
     mean_phases: Mapping[str, float]
@@ -135,14 +138,21 @@ class _Simulation:
     def result(self) -> StrategyResult:
         config, layout = self._config, self._layout
         stages = [stage_time(config, layout, stage) for stage in range(layout.pp)]
-        chunks = [self._chunks(stage) for stage in range(layout.pp)]
+        cells = [cell for stage in range(layout.pp) for cell in self._cells(stage)]
         gathers = self._strategy != "sc"
         overlap = config.parallel.overlap_grad_reduce
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
+        chunks = [self._chunks(stage) for stage in range(layout.pp)]
+        early = [0.0] * layout.pp
+        if overlap_gather and self._strategy in ENGINE:
+            for stage in range(layout.pp):
+                window = max(cell.update.matrix_update_s for cell in cells if cell.stage == stage)
+                chunks[stage], early[stage] = _gathered_early(chunks[stage], self._others(stage), window)
         iteration = IterationTimeline(
             layout,
             stages,
             chunks,
+            first_matrices_early=self._strategy in ENGINE,
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             begin_s=[self._zero_s(stage) for stage in range(layout.pp)],
@@ -150,21 +160,19 @@ class _Simulation:
         )
         gather_s = [0.0 if overlap_gather or not gathers else _gathered(found) for found in chunks]
 
-        cells = [cell for stage in range(layout.pp) for cell in self._cells(stage)]
+        by_stage = [[n for n, cell in enumerate(cells) if cell.stage == stage] for stage in range(layout.pp)]
+        before = [iteration.phases(stage) for stage in range(layout.pp)]
         agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
         normed = max(iteration.reduced_s[c.stage] + c.elements * NORM_BYTES / self._rate for c in cells) + agree
         adamw = [adamw_seconds(self._adamw_elements(stage), config.cluster) for stage in range(layout.pp)]
         clipped = [normed + c.elements * CLIP_BYTES / self._rate for c in cells]
         updated = [end + c.update.seconds + adamw[c.stage] for end, c in zip(clipped, cells, strict=True)]
-        done = [
-            max(end for end, c in zip(updated, cells, strict=True) if c.stage == stage) + gather_s[stage]
-            for stage in range(layout.pp)
-        ]
+        done = [max(updated[number] for number in by_stage[stage]) + gather_s[stage] for stage in range(layout.pp)]
         end = max(done) + agree
 
         def phases(number: int) -> dict[str, float]:
             cell = cells[number]
-            found = dict(iteration.phases(cell.stage))
+            found = dict(before[cell.stage])
             own_end = updated[number]
             # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
             gathered = done[cell.stage] - own_end if gather_s[cell.stage] else 0.0
@@ -174,21 +182,23 @@ class _Simulation:
             found["matrix_update"] = cell.update.matrix_update_s
             found["adamw_update"] = adamw[cell.stage]
             found["param_gather"] += gathered
-            found["param_gather_total"] += gathered
+            found["param_gather_total"] += gathered + early[cell.stage]
             found["other"] += end - own_end - gathered
             return found
 
         slowest = max(range(len(cells)), key=lambda n: (updated[n] + gather_s[cells[n].stage], -n))
         least = min(range(len(cells)), key=lambda n: (updated[n], n))
         mine = phases(slowest)
-        exposed = sum(mine[name] for name in ("norm_clip", "exchange", "matrix_update", "adamw_update", "param_gather"))
-        events = [self._events(iteration, cells[slowest], clipped[slowest], adamw, gather_s)]
-        if updated[least] < updated[slowest]:
-            events.append(self._events(iteration, cells[least], clipped[least], adamw, gather_s))
+        # Waiting for another stage's backward is measured under norm_clip, but no part of the optimizer step. The rank
+        # that waits longest in all decides: another stage may gather longer than the one that updates last.
+        longest = max(range(len(cells)), key=lambda n: (updated[n] + phases(n)["param_gather"], -n))
+        exposed = updated[longest] - max(iteration.reduced_s) + phases(longest)["param_gather"]
+        shown = [slowest, least] if updated[least] < updated[slowest] else [slowest]
+        events = [self._events(iteration, cells[n], clipped[n], adamw, gather_s, early) for n in shown]
         return StrategyResult(
             strategy=self._strategy,
             iteration_s=end,
-            optimizer_s=exposed - mine["exchange"] + mine["exchange_total"],
+            optimizer_s=exposed + cells[longest].update.exchange_hidden_s,
             optimizer_exposed_s=exposed,
             phases=MappingProxyType(_ordered(mine)),
             mean_phases=MappingProxyType(self._mean([(cell.ranks, phases(n)) for n, cell in enumerate(cells)])),
@@ -204,6 +214,10 @@ class _Simulation:
             return buffers.everything(sharded=self._strategy == "adamw")
         even = self._strategy == "layerwise" or self._config.engine.layout == "aligned"
         return [*buffers.others(), *buffers.matrices(self._buckets, self._matrices, even=even)]
+
+    def _others(self, stage: int) -> int:
+        """How many of the stage's chunks are AdamW's own; they come first."""
+        return len(self._chunks(stage)) - sum(bucket.stage == stage for bucket in self._buckets)
 
     def _cells(self, stage: int) -> list[_Cell]:
         tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
@@ -289,15 +303,21 @@ class _Simulation:
         clipped: float,
         adamw: Sequence[float],
         gather_s: Sequence[float],
+        early: Sequence[float],
     ) -> list[Event]:
         rank, stage = self._rank(cell), cell.stage
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
-        found += [(stream, phase, clipped + a, clipped + b) for stream, phase, a, b in cell.update.segments]
-        updated = clipped + cell.update.seconds
-        found.append(("compute", "adamw_update", updated, updated + adamw[stage]))
+        # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
+        first = adamw[stage] if self._strategy in ENGINE else 0.0
+        begin = clipped + first
+        found += [(stream, phase, begin + a, begin + b) for stream, phase, a, b in cell.update.segments]
+        updated = clipped + cell.update.seconds + adamw[stage]
+        found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - adamw[stage], updated))))
+        if early[stage]:
+            found.append(("data", "param_gather", begin, begin + early[stage]))
         if gather_s[stage]:
-            found.append(("data", "param_gather", updated + adamw[stage], updated + adamw[stage] + gather_s[stage]))
+            found.append(("data", "param_gather", updated, updated + gather_s[stage]))
         return [
             Event(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
             for stream, phase, start, end in _merged(found)
@@ -319,12 +339,29 @@ def assumptions() -> tuple[str, ...]:
         "Tensor-parallel collectives of forward and backward are not hidden.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
         "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule.",
+        "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
+        "start gathering the first layer's matrices with the last update.",
         "Matrices are split the same way and updated by the same arithmetic under every strategy; layerwise and sc "
         "repeat it on every tensor-parallel rank after a synchronous gather in fp32.",
         "Two micro-groups are in flight; exchanged gradients have the gradient buffer's type, weights the model's.",
         "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
         "Gradients are clipped in every step.",
     )
+
+
+def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tuple[list[Chunk], float]:
+    """What is left to gather in the forward once AdamW's `others` have had `window` seconds, and what was gathered.
+
+    In the order the forward needs them, which is from the last chunk of a buffer to its first.
+    """
+    left, spent = list(chunks), 0.0
+    for number in reversed(range(others)):
+        seconds = chunks[number].gather.seconds
+        done = min(seconds, window - spent)
+        spent += done
+        rest = Transfer(link=chunks[number].gather.link, link_s=seconds - done)
+        left[number] = replace(chunks[number], gather=rest)
+    return left, spent
 
 
 def _gathered(chunks: Sequence[Chunk]) -> float:
