@@ -15,7 +15,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.in_flight import CudaWatcher, HostWatcher, Watcher
-from canzona_cli.megatron.timers import Phase, PhaseTimer, Span, TotalPhase
+from canzona_cli.megatron.timers import PhaseTimer, Span
+from canzona_cli.planner.phases import Phase, TotalPhase
 
 _PHASE_OF_TIMER: dict[str, Phase] = {
     "forward-compute": "forward",

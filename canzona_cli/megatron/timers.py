@@ -11,26 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 
-Phase = Literal[
-    "data",
-    "forward",
-    "backward",
-    "pipeline",
-    "grad_reduce",
-    "norm_clip",
-    "exchange",
-    "matrix_update",
-    "adamw_update",
-    "param_gather",
-    "other",
-]
-TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
-
-IN_STEP: tuple[Phase, ...] = get_args(Phase)
+from canzona_cli.planner.phases import Phase, TotalPhase
 
 _TOTAL_OF: dict[str, TotalPhase] = {
     "grad_reduce": "grad_reduce_total",

@@ -19,26 +19,12 @@ from canzona_cli.planner.iteration import IterationTimeline
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.memory import element_bytes, stage_weights
 from canzona_cli.planner.model_time import stage_time
+from canzona_cli.planner.phases import IN_STEP
 from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
 from canzona_cli.planner.update import RankUpdate, UpdateModel
 
 Simulated = Strategy | Literal["adamw"]
 Stream = Literal["compute", "data", "exchange"]
-
-IN_STEP = (
-    "data",
-    "forward",
-    "backward",
-    "pipeline",
-    "grad_reduce",
-    "norm_clip",
-    "exchange",
-    "matrix_update",
-    "adamw_update",
-    "param_gather",
-    "other",
-)
-"""The breakdown's phases that add up to a step."""
 
 ENGINE: tuple[Simulated, ...] = ("canzona", "asc")
 """Strategies that canzona's own engine executes; the others are Megatron's, as they are."""

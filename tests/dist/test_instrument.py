@@ -19,7 +19,8 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.instrument import _PHASE_OF_TIMER, _leaves
-from canzona_cli.megatron.timers import IN_STEP, Phase, StepTiming
+from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.planner.phases import IN_STEP, Phase
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import Trainee, train_step
 from tests.dist.jobs import SMALL, build

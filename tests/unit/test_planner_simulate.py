@@ -19,7 +19,8 @@ from canzona_cli.planner.iteration import IterationTimeline
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
 from canzona_cli.planner.model_time import Module, StageTime, stage_time
-from canzona_cli.planner.simulate import IN_STEP, Simulated, StrategyResult, assumptions, simulate
+from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.planner.simulate import Simulated, StrategyResult, assumptions, simulate
 from canzona_cli.planner.subject import bucket_elements
 from canzona_cli.planner.types import Assignment, Bucket, Cell, Matrix, MicroGroup, PlanSettings
 from tests.unit.sizes import H100, Size, layout, run

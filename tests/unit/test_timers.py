@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.megatron.timers import IN_STEP, HostClock, Phase, PhaseTimer, StepTiming
+from canzona_cli.megatron.timers import HostClock, PhaseTimer, StepTiming
+from canzona_cli.planner.phases import IN_STEP, Phase
 
 
 class HandClock(HostClock):
