@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from canzona_cli.cluster import fit
+from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.baselines import imbalance, layerwise, padding_fraction, paper_contiguous
@@ -112,7 +113,7 @@ def speed_table() -> None:
         if not job.fits:
             row(*job.cells, *["does not fit"], *[""] * (len(columns) - 1))
             continue
-        study = study_run(job.config)
+        study = study_run(*resolve(job.config))
         result = study.planned.result
         row(
             *job.cells,

@@ -55,9 +55,10 @@ def plan(
     from rich.console import Console
     from rich.text import Text
 
+    from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.models.shapes import load_shapes
-    from canzona_cli.planner.compare import study_run
+    from canzona_cli.planner.compare import study_run, with_shapes
     from canzona_cli.planner.plan_file import default_path
     from canzona_cli.planner.planner import plannable
 
@@ -67,9 +68,9 @@ def plan(
     for warning in (*composed.warnings, *notes):
         errors.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     _check_places(dry_run, out, plot)
-    study = study_run(
-        config, None if compare is None else compare.value, None if shapes is None else load_shapes(shapes)
-    )
+    own = None if shapes is None else load_shapes(shapes)
+    config, layout = resolve(config if own is None else with_shapes(config, own))
+    study = study_run(config, layout, None if compare is None else compare.value, own)
     written = None
     if not dry_run:
         written = out or default_path(study.config, study.plan)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import AdamWConfig, BufferLayout, EngineConfig, Layout, RunConfig, Strategy
 from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.baselines import layerwise
@@ -25,23 +24,28 @@ LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def study_run(config: RunConfig, compare: Comparison | None = None, shapes: ModelShapes | None = None) -> Study:
-    """Resolve, plan and simulate a run.
+def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
+    """`config` under the name of the user's own shapes, with a model like them for memory and forward and backward."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
+    return replace(config, name=name, model=shapes.stand_in(config.model))
+
+
+def study_run(
+    config: RunConfig, layout: Layout, compare: Comparison | None = None, shapes: ModelShapes | None = None
+) -> Study:
+    """Plan and simulate a run.
 
     Args:
-        config: of strategy canzona or asc, see `planner.plannable`.
+        config: resolved (`cluster.fit.resolve`), of strategy canzona or asc (`planner.plannable`).
+        layout: what it was resolved to.
         compare: what to plan besides; strategies are always compared.
-        shapes: the user's own, planned instead of `config.model`.
+        shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
 
     Raises:
-        ConfigError: the run, or its engine settings, are impossible.
-        DoesNotFit: no layout, or no plan, fits the profile's memory.
+        ConfigError: the engine settings are impossible.
+        DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
-    if shapes is not None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
-        config = replace(config, name=name, model=shapes.stand_in(config.model))
-    config, layout = resolve(config)
     plan = make_plan(config, layout, shapes)
     other = plan_unbounded(
         _with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes

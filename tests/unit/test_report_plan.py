@@ -78,12 +78,13 @@ def test_a_lane_shows_little_as_faint() -> None:
 def test_the_report_of_a_study_is_a_renderable_of_any_width() -> None:
     from dataclasses import replace
 
+    from canzona_cli.cluster.fit import resolve
     from canzona_cli.planner.compare import study_run
     from canzona_cli.report.plan import PlanView
     from tests.unit import sizes
 
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
-    study = study_run(replace(config, cluster=replace(config.cluster, gpus_per_node=4)), "alpha")
+    study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "alpha")
     for width in (60, 80, 120, 300):
         for colour in (None, "truecolor"):
             console = Console(width=width, color_system=colour, force_terminal=colour is not None, legacy_windows=False)
