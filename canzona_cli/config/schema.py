@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Strategy = Literal["canzona", "asc", "layerwise", "sc"]
-OptimizerName = Literal["adamw", "muon", "shampoo", "soap"]
+OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
 Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 Device = Literal["cpu", "cuda"]
 BufferLayout = Literal["contiguous", "owner", "aligned"]
-Splitting = Literal["fused", "split", "per_head"]
+Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
+Reduction = Literal["reduce", "all_to_all", "even"]
+"""How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; Megatron's
+reduce-scatter of equal shards."""
+NonFinite = Literal["stop", "skip"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
 
@@ -78,6 +82,8 @@ class TrainConfig:
     """bf16: bf16 weights with fp32 masters. fp32: everything in fp32."""
     grad_reduce_dtype: Precision = "fp32"
     """What data-parallel gradient reduction adds up in."""
+    non_finite: NonFinite = "stop"
+    """What NaN or infinite gradients do: stop all ranks before any weight changes, or skip that step (and count it)."""
     seed: int = 1234
     eval_interval: int = 100
     """Steps between validations; 0 for none. Validation also runs before step 1 and after the last step."""
@@ -134,8 +140,8 @@ class MuonConfig(OptimizerBase):
     """How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols))."""
     scale_factor: float = 0.2
     """Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025)."""
-    split_qkv: bool = True
-    """Update q, k and v as separate matrices."""
+    stack: bool = False
+    """Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +150,17 @@ class ShampooConfig(OptimizerBase):
 
     name: Literal["shampoo"]
     shampoo_beta: float = 0.95
+    """Decay of the Kronecker factors."""
     precondition_frequency: int = 10
     """Steps between refreshes of the inverse roots."""
+    max_preconditioner_dim: int = 8192
+    """A side longer than this is not preconditioned."""
+    grafting: Literal["none", "sgd", "adam"] = "adam"
+    """Whose update's norm a Shampoo update is given."""
+    shampoo_eps: float = 1e-12
+    """Added to the factors' eigenvalues, relative to the largest."""
+    stagger: bool = True
+    """Spread refreshes of different matrices over the period, so that no step has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +169,32 @@ class SoapConfig(OptimizerBase):
 
     name: Literal["soap"]
     shampoo_beta: float = 0.95
+    """Decay of the Kronecker factors."""
     precondition_frequency: int = 10
     """Steps between refreshes of the eigenbases."""
+    max_preconditioner_dim: int = 8192
+    """A side longer than this is not preconditioned."""
+    stagger: bool = True
+    """Spread refreshes of different matrices over the period, so that no step has all of them."""
 
 
-OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(OptimizerBase):
+    """A user's own torch optimizer on whole matrices, AdamW on the rest."""
+
+    name: Literal["custom"]
+    source: str
+    """FILE.py:Class, or module:Class of an installed package that `allow` names. Called with the matrices, lr,
+    weight_decay and `options`."""
+    allow: tuple[str, ...] = ()
+    """Packages a class may be taken from; files need no entry."""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further keyword arguments of the class."""
+    cost_like: Literal["adamw", "muon", "shampoo", "soap"] = "muon"
+    """Whose update costs and state sizes plans assume for it; `cluster.measured_updates` (custom) is taken before."""
+
+
+OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig | CustomConfig
 """Which one is told by `name`."""
 
 
@@ -172,13 +208,18 @@ class EngineConfig:
     """Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, no
     padding), aligned (equal padded shards, Megatron's own collectives)."""
     splitting: Splitting = "split"
-    """What counts as one matrix: fused weights as Megatron stores them; q, k, v, gate, up apart; attention by head."""
+    """What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v apart (all that sc and layerwise
+    can); split: gate and up apart too; per_head: q, k and v by head, gate and up apart."""
     alpha: float = 1.0
     """Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both."""
     grouping: Grouping = "auto"
     """How micro-groups are cut: registration order, balanced, greedy with rollback (the paper's), auto (searched)."""
     c_max_mib: float | None = None
     """Largest fused exchange of one rank, MiB; auto when null."""
+    reduction: Reduction | None = None
+    """How gradients get to their owners; null: chosen for each bucket by its shares."""
+    exchange_dtype: Precision = "fp32"
+    """What gradients travel in between TP ranks; bf16 halves the exchange and rounds them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
             "muon_coefficient_type": optimizer.coefficients,
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
-            "muon_split_qkv": optimizer.split_qkv,
+            "muon_split_qkv": config.engine.splitting != "fused",
             # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for every tp.
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if bf16 else "highest",

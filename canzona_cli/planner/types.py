@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Precision, Splitting, Strategy
+from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Precision, Reduction, Splitting, Strategy
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
 Execution = Literal["hosted"]
@@ -105,6 +105,7 @@ class Bucket:
     """Of the buffer, padding included."""
     padding: int
     ranges: tuple[Range, ...]
+    reduction: Reduction = "reduce"
 
 
 @dataclass(frozen=True, kw_only=True)
