@@ -7,6 +7,7 @@ shapes are canonical: they do not depend on the tensor-parallel size, and neithe
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
@@ -48,7 +49,8 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
 
     split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate and up are
     units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head: every head of q, k and v
-    is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one. fused: as Megatron stores them.
+    is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one. fused: as Megatron stores them. qkv:
+    q, k and v as in split, fc1 as in fused, which is what Megatron's own Muon updates.
 
     Raises:
         ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
@@ -93,6 +95,12 @@ def number(blocks: Sequence[Block], layout: Layout) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices, in registration order."""
+    return tuple((matrix.rows, matrix.cols) for matrix in _layer(model, splitting))
+
+
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
     """Those of one pipeline stage, in order; they are consecutive."""
     return tuple(matrix for matrix in matrices if matrix.stage == stage)
@@ -102,25 +110,25 @@ _PROJ = "self_attention.linear_proj.weight"
 _QKV = "self_attention.linear_qkv.weight"
 _FC1 = "mlp.linear_fc1.weight"
 _FC2 = "mlp.linear_fc2.weight"
-# Kind, dimension TP cuts, parameter and unit, in the order of `qwen3.fused_shapes` and `qwen3.split_shapes`.
+# Kind, dimension TP cuts, parameter and unit, in the order of the shapes in `qwen3`.
 _Row = tuple[Kind, Literal[0, 1], str, int]
+_PROJ_QKV: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("q", 0, _QKV, 1), ("k", 0, _QKV, 1), ("v", 0, _QKV, 1))
 _FUSED: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("qkv", 0, _QKV, 1), ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
-_SPLIT: tuple[_Row, ...] = (
-    ("proj", 1, _PROJ, 0),
-    ("q", 0, _QKV, 1),
-    ("k", 0, _QKV, 1),
-    ("v", 0, _QKV, 1),
-    ("gate", 0, _FC1, 2),
-    ("up", 0, _FC1, 3),
-    ("down", 1, _FC2, 4),
-)
+_QKV_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
+_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("gate", 0, _FC1, 2), ("up", 0, _FC1, 3), ("down", 1, _FC2, 4))
+
+
+def _rows(model: ModelConfig, splitting: Splitting) -> Iterator[tuple[_Row, tuple[int, int]]]:
+    if splitting == "fused":
+        return zip(_FUSED, qwen3.fused_shapes(model), strict=True)
+    if splitting == "qkv":
+        return zip(_QKV_SPLIT, qwen3.qkv_split_shapes(model), strict=True)
+    return zip(_SPLIT, qwen3.split_shapes(model), strict=True)
 
 
 def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
-    rows = _FUSED if splitting == "fused" else _SPLIT
-    shapes = qwen3.fused_shapes(model) if splitting == "fused" else qwen3.split_shapes(model)
     found = []
-    for (kind, shard_dim, parameter, unit), (outputs, inputs) in zip(rows, shapes, strict=True):
+    for (kind, shard_dim, parameter, unit), (outputs, inputs) in _rows(model, splitting):
         heads = outputs // model.head_dim if splitting == "per_head" and parameter == _QKV else 0
         for head in range(heads or 1):
             found.append(

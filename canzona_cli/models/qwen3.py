@@ -121,3 +121,9 @@ def split_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_query_groups * model.head_dim
     return ((hidden, queries), (queries, hidden), *((keys, hidden),) * 2, *((ffn, hidden),) * 2, (hidden, ffn))
+
+
+def qkv_split_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices with qkv split and fc1 fused: proj, q, k, v, fc1, down."""
+    proj, q, k, v, *_, down = split_shapes(model)
+    return proj, q, k, v, (2 * model.ffn_hidden_size, model.hidden_size), down

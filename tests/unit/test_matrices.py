@@ -12,7 +12,7 @@ from canzona_cli.cluster.layout_rules import possible_tp
 from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.errors import ConfigError
 from canzona_cli.models import qwen3
-from canzona_cli.models.matrices import matrices, stage_matrices
+from canzona_cli.models.matrices import layer_shapes, matrices, stage_matrices
 from canzona_cli.models.shapes import load_shapes
 from tests.unit.sizes import SHAPES, Size, layout, model
 
@@ -86,6 +86,22 @@ def test_q_k_and_v_keep_together_while_gate_and_up_may_part() -> None:
     assert len(set(units.values())) == 5
     later = {m.unit for m in matrices(model("tiny"), layout(), "split") if m.layer == 2}
     assert later.isdisjoint(units.values())
+
+
+def test_qkv_splitting_is_what_megatrons_muon_updates() -> None:
+    found = {m.kind: m for m in matrices(model("tiny"), layout(tp=2), "qkv") if m.layer == 1}
+    assert list(found) == ["proj", "q", "k", "v", "fc1", "down"]
+    assert found["q"].unit == found["k"].unit == found["v"].unit
+    assert len({m.unit for m in found.values()}) == 4
+    assert (found["fc1"].rows, found["fc1"].cols, found["fc1"].shard_dim) == (2 * 768, 256, 0)
+    later = {m.unit for m in matrices(model("tiny"), layout(), "qkv") if m.layer == 2}
+    assert later.isdisjoint({m.unit for m in found.values()})
+
+
+@pytest.mark.parametrize("splitting", SPLITTINGS)
+def test_layers_have_the_shapes_of_their_matrices(splitting: Splitting) -> None:
+    whole = matrices(model("tiny"), layout(), splitting)
+    assert layer_shapes(model("tiny"), splitting) == tuple((m.rows, m.cols) for m in whole if m.layer == 3)
 
 
 def test_heads_live_whole_on_the_rank_that_computes_their_query_group() -> None:
