@@ -24,28 +24,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.corpus import cache_root, ensure_corpus
 from canzona_cli.launch.files import RunFiles
-from canzona_cli.megatron import instrument, model, optimizer, parallel
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron import parallel
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.assemble import assemble, executes_plan, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
-from canzona_cli.training.loop import step_metrics
+from canzona_cli.training.loop import Totals, step_metrics
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import Trainee, train_step
 
 WARM_UP = 5
-
-
-def assemble(config: RunConfig, world: World, *, timed: bool) -> Trainee:
-    timer = PhaseTimer(world.device)
-    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
-    updater = optimizer.build_optimizer(wrapped, config, world)
-    if timed:
-        instrument.attach(wrapped, updater, timer)
-    schedule = optimizer.build_schedule(updater, config)
-    return Trainee(config=config, world=world, model=wrapped, optimizer=updater, schedule=schedule, timer=timer)
 
 
 def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
@@ -80,7 +69,7 @@ def canzona_step(trainee: Trainee, batches: Iterator[Batch], files: RunFiles, jo
     """The body of `canzona_cli.training.loop.train`."""
     started = time.perf_counter()
     result = train_step(trainee, batches, stop_requested=lambda: trainee.world.rank == 0 and files.stop_requested())
-    journal.step(step_metrics(trainee, step, result, time.perf_counter() - started))
+    journal.step(step_metrics(trainee, step, result, time.perf_counter() - started, Totals()))
 
 
 def main() -> None:
@@ -93,10 +82,11 @@ def main() -> None:
     steps = arguments.steps + WARM_UP
     config, layout = fit.resolve(compose_run([*arguments.overrides, f"train.steps={steps}"]).config)
     corpus = ensure_corpus(config)
-    world = parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+    world = join(config, layout)
+    plan = make_plan(config, layout) if executes_plan(config) else None
     facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
     data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
-    bare, ours = (assemble(config, world, timed=timed) for timed in (False, True))
+    bare, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
     bare_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
     wall: dict[str, list[float]] = {"bare": [], "canzona": []}
     processor: dict[str, list[float]] = {"bare": [], "canzona": []}

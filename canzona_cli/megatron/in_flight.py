@@ -27,6 +27,11 @@ class Watcher(Protocol):
         """The training thread had to wait for the collective and has just gone on."""
 
 
+def watcher_for(device: torch.device) -> Watcher:
+    """The one for the device's communication library."""
+    return CudaWatcher() if device.type == "cuda" else HostWatcher()
+
+
 class HostWatcher:
     """For gloo: one thread looks every millisecond while something is in flight.
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from canzona_cli.megatron.in_flight import CudaWatcher, HostWatcher, Watcher
+from canzona_cli.megatron.in_flight import Watcher, watcher_for
 from canzona_cli.megatron.timers import PhaseTimer, Span
 from canzona_cli.planner.phases import Phase, TotalPhase
 
@@ -33,11 +33,14 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 }
 
 
-def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer, timer: PhaseTimer) -> None:
-    """Time everything: schedule, gradient reduction, parameter gathering, updates and their TP traffic."""
+def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
+    """Time everything: schedule, gradient reduction, parameter gathering, updates and their TP traffic.
+
+    Args:
+        optimizer: one of Megatron's own; None for one that tells `timer` its phases itself.
+    """
     get_model_config(model).timers = MegatronTimers(timer)
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    watcher: Watcher = CudaWatcher() if on_gpu else HostWatcher()
+    watcher = watcher_for(next(model.parameters()).device)
     for group in model.bucket_groups:
         _Communication(
             group, timer, watcher, start="start_grad_sync", finish="finish_grad_sync", handle="grad_reduce_handle",
@@ -47,6 +50,8 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer, timer: 
             group, timer, watcher, start="start_param_sync", finish="finish_param_sync", handle="param_gather_handle",
             phase="param_gather", total="param_gather_total",
         )  # fmt: skip
+    if optimizer is None:
+        return
     for leaf in _leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         leaf.step_with_ready_grads = _in_phase(timer, phase, leaf.step_with_ready_grads)

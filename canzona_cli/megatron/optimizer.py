@@ -1,4 +1,6 @@
-"""Megatron's own optimizers, unmodified: AdamW by `DistributedOptimizer`, Muon by its two ways."""
+"""Gradient buffers of every strategy, and Megatron's own optimizers, unmodified: AdamW by `DistributedOptimizer`, Muon
+by its two ways.
+"""
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -11,11 +13,23 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import MuonConfig, RunConfig
+from canzona_cli.megatron import owner_bucket_group
+from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.plan import Plan
 
 
-def wrap_data_parallel(model: torch.nn.Module, config: RunConfig, world: World) -> DistributedDataParallel:
-    """Gradient buffers, bucketed reduction and parameter gathering as the strategy needs them."""
+def wrap_data_parallel(
+    model: torch.nn.Module, config: RunConfig, world: World, plan: Plan | None = None
+) -> DistributedDataParallel:
+    """Gradient buffers, bucketed reduction and parameter gathering as the strategy needs them.
+
+    Args:
+        plan: of strategies canzona and asc, whose buckets the matrices then lie in.
+
+    Raises:
+        PlanMismatch: the plan is for another model.
+    """
     mcore = get_model_config(model)
     sharded = not _is_sc(config)
     ddp_config = DistributedDataParallelConfig(
@@ -28,16 +42,24 @@ def wrap_data_parallel(model: torch.nn.Module, config: RunConfig, world: World) 
     )
     layout = None
     if sharded:
-        params = [p for p in model.parameters() if p.requires_grad]
-        layer_wise = _is_layer_wise(config)
-        if layer_wise:
-            tag_params_for_buffer_routing([model])
-        compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
         dp_size = torch.distributed.get_world_size(world.groups.dp_cp)
-        layout = compute.compute_full_param_layout(params, _bucket_size(config, world, dp_size), dp_size, ddp_config)
+        bucket_size = _bucket_size(config, world, dp_size)
+        if plan is not None:
+            matrices = named_matrix_parameters(model, plan, world.pp_rank)
+            tag_matrices(model, matrices)
+            layout = full_param_layout(model, plan, world.pp_rank, world, ddp_config, bucket_size)
+        else:
+            params = [p for p in model.parameters() if p.requires_grad]
+            layer_wise = _is_layer_wise(config)
+            if layer_wise:
+                tag_params_for_buffer_routing([model])
+            compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
+            layout = compute.compute_full_param_layout(params, bucket_size, dp_size, ddp_config)
     wrapped = DistributedDataParallel(
         config=mcore, ddp_config=ddp_config, module=model, pg_collection=world.groups, full_param_layout=layout
     )
+    if plan is not None:
+        owner_bucket_group.install(wrapped, plan, world.pp_rank)
     mcore.no_sync_func = wrapped.no_sync
     mcore.finalize_model_grads_func = finalize_model_grads
     if overlaps_param_gather(config):
@@ -48,8 +70,36 @@ def wrap_data_parallel(model: torch.nn.Module, config: RunConfig, world: World) 
 def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: World) -> MegatronOptimizer:
     """The optimizer of the run's strategy over `model`'s buffers."""
     optimizer = config.optimizer
-    bf16 = config.train.precision == "bf16"
-    settings: dict[str, object] = {
+    settings = _adamw_settings(config)
+    if isinstance(optimizer, MuonConfig):
+        settings |= {
+            "optimizer": "muon",
+            "muon_momentum": optimizer.momentum,
+            "muon_nesterov": optimizer.nesterov,
+            "muon_num_ns_steps": optimizer.ns_steps,
+            "muon_coefficient_type": optimizer.coefficients,
+            "muon_scale_mode": optimizer.scale_mode,
+            "muon_extra_scale_factor": optimizer.scale_factor,
+            "muon_split_qkv": config.engine.splitting != "fused",
+            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for every tp.
+            "muon_tp_mode": "duplicated",
+            "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
+            "use_distributed_optimizer": False,
+            "use_layer_wise_distributed_optimizer": _is_layer_wise(config),
+        }
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
+    )
+
+
+def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
+    """Megatron's settings for AdamW by `DistributedOptimizer`."""
+    return MegatronOptimizerConfig(**_adamw_settings(config))
+
+
+def _adamw_settings(config: RunConfig) -> dict[str, object]:
+    optimizer, bf16 = config.optimizer, config.train.precision == "bf16"
+    return {
         "optimizer": "adam",
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
@@ -63,25 +113,6 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
         "use_distributed_optimizer": True,
         "overlap_param_gather": overlaps_param_gather(config),
     }
-    if isinstance(optimizer, MuonConfig):
-        settings |= {
-            "optimizer": "muon",
-            "muon_momentum": optimizer.momentum,
-            "muon_nesterov": optimizer.nesterov,
-            "muon_num_ns_steps": optimizer.ns_steps,
-            "muon_coefficient_type": optimizer.coefficients,
-            "muon_scale_mode": optimizer.scale_mode,
-            "muon_extra_scale_factor": optimizer.scale_factor,
-            "muon_split_qkv": config.engine.splitting != "fused",
-            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for every tp.
-            "muon_tp_mode": "duplicated",
-            "muon_fp32_matmul_prec": "medium" if bf16 else "highest",
-            "use_distributed_optimizer": False,
-            "use_layer_wise_distributed_optimizer": _is_layer_wise(config),
-        }
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
-    )
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass
 
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles
@@ -41,17 +42,19 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
     def stop_requested() -> bool:
         return world.rank == 0 and files.stop_requested()
 
+    totals = Totals()
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
         result = train_step(trainee, batches, stop_requested=stop_requested)
         elapsed = time.perf_counter() - started
+        totals.add(result)
         record.step, record.loss = step, result.loss
         finished = step == settings.steps
         if not math.isfinite(result.loss):
-            journal.step(step_metrics(trainee, step, result, elapsed))
+            journal.step(step_metrics(trainee, step, result, elapsed, totals))
             raise NonFiniteLoss(step, result.loss)
         if step % trainee.config.run.log_interval == 0 or finished or result.stop:
-            journal.step(step_metrics(trainee, step, result, elapsed))
+            journal.step(step_metrics(trainee, step, result, elapsed, totals))
         if result.stop and not finished:
             # At once: whoever asked is waiting, and a validation may take as long as many steps.
             return False
@@ -72,15 +75,29 @@ def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: i
     journal.stage("train", f"step {step}")
 
 
-def step_metrics(trainee: Trainee, step: int, result: StepResult, elapsed: float) -> StepMetrics:
+@dataclass
+class Totals:
+    """Counts over the run so far."""
+
+    skipped: int = 0
+    fallbacks: int = 0
+
+    def add(self, result: StepResult) -> None:
+        self.skipped += result.skipped
+        self.fallbacks += result.fallbacks
+
+
+def step_metrics(trainee: Trainee, step: int, result: StepResult, elapsed: float, totals: Totals) -> StepMetrics:
     """The metrics line of a step that took `elapsed` seconds."""
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=step,
         loss=result.loss,
         lr=result.lr,
-        grad_norm=result.grad_norm,
+        grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
         tokens_per_s=tokens / elapsed,
         step_s=elapsed,
         tokens=step * tokens,
+        skipped=totals.skipped,
+        fallbacks=totals.fallbacks,
     )

@@ -21,13 +21,17 @@ class StepMetrics:
     loss: float
     """Mean over the global batch, nats per token."""
     lr: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float | None
+    """Before clipping; None where it is not finite."""
     tokens_per_s: float
     """Of the whole job."""
     step_s: float
     tokens: int
     """Trained on so far."""
+    skipped: int = 0
+    """Steps so far that changed nothing because their gradients were not finite."""
+    fallbacks: int = 0
+    """Matrix updates so far that were replaced by what their optimizer does when it fails."""
 
 
 class RankRecord:
@@ -103,7 +107,8 @@ class Journal:
         append_json_line(self._files.metrics, {**vars(metrics), "time": time.time()})
         if self._board is not None:
             for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
-                self._board.add_scalar(f"train/{key}", getattr(metrics, key), metrics.step)
+                if (value := getattr(metrics, key)) is not None:
+                    self._board.add_scalar(f"train/{key}", value, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
         if not self._writes:

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.data import Batch
@@ -40,6 +41,10 @@ class StepResult:
     """The rate the step used."""
     stop: bool
     """Somebody asked the run to stop after this step."""
+    skipped: bool = False
+    """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
+    fallbacks: int = 0
+    """Matrices, on all ranks, whose update was replaced by what their optimizer does when it fails."""
 
 
 def train_step(
@@ -59,11 +64,18 @@ def train_step(
     lr = optimizer.param_groups[0]["lr"]
     with timer.phase("norm_clip"):
         # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
-        _, grad_norm, _ = optimizer.step()
+        updated, grad_norm, _ = optimizer.step()
     trainee.schedule.step(increment=1)
-    loss, stop = _agree(trainee.world, losses, stop_requested=stop_requested())
+    facts = _agree(trainee, losses, stop_requested=stop_requested())
     timer.end_step()
-    return StepResult(loss=loss, grad_norm=float(grad_norm), lr=float(lr), stop=stop)
+    return StepResult(
+        loss=facts.loss,
+        grad_norm=float(grad_norm),
+        lr=float(lr),
+        stop=facts.stop,
+        skipped=not updated,
+        fallbacks=facts.fallbacks,
+    )
 
 
 @torch.no_grad()
@@ -72,8 +84,7 @@ def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int)
     trainee.model.eval()
     losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
     trainee.model.train()
-    loss, _ = _agree(trainee.world, losses, stop_requested=False)
-    return loss
+    return _agree(trainee, losses, stop_requested=False).loss
 
 
 def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
@@ -108,13 +119,23 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     return mean, mean.detach().clone()
 
 
-def _agree(world: World, losses: list[torch.Tensor], *, stop_requested: bool) -> tuple[float, bool]:
-    """Average the losses of all last stages, and spread a stop request, in one small reduction."""
-    facts = torch.zeros(3, device=world.device)
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    loss: float
+    stop: bool
+    fallbacks: int
+
+
+def _agree(trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool) -> _Facts:
+    """Average the losses of all last stages, spread a stop request, add up fallbacks, in one small reduction."""
+    world, optimizer = trainee.world, trainee.optimizer
+    facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
         facts[1] = 1.0
     facts[2] = float(stop_requested)
+    if isinstance(optimizer, CanzonaOptimizer) and trainee.model.training:
+        facts[3] = optimizer.matrices.fallbacks()
     torch.distributed.all_reduce(facts)
-    total, count, stops = facts.tolist()
-    return total / count, stops > 0
+    total, count, stops, fallbacks = facts.tolist()
+    return _Facts(loss=total / count, stop=stops > 0, fallbacks=round(fallbacks))

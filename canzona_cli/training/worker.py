@@ -46,38 +46,25 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    import torch
-
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
-    from canzona_cli.megatron import instrument, model, optimizer, parallel
-    from canzona_cli.megatron.timers import PhaseTimer
+    from canzona_cli.megatron import parallel
+    from canzona_cli.planner.plan_file import read_plan
+    from canzona_cli.training.assemble import assemble, executes_plan, join
     from canzona_cli.training.data import CorpusFacts, build_datasets
     from canzona_cli.training.loop import train
     from canzona_cli.training.measure import gather_breakdown
-    from canzona_cli.training.step import Trainee
 
     config = load_resolved(files.config)
     layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
     corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
-    torch.manual_seed(config.train.seed)
-    world = parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+    plan = read_plan(files.plan) if executes_plan(config) else None
+    world = join(config, layout)
     journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard)
 
     journal.stage("build model", config.model.name)
-    timer = PhaseTimer(world.device)
-    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
-    updater = optimizer.build_optimizer(wrapped, config, world)
-    instrument.attach(wrapped, updater, timer)
-    trainee = Trainee(
-        config=config,
-        world=world,
-        model=wrapped,
-        optimizer=updater,
-        schedule=optimizer.build_schedule(updater, config),
-        timer=timer,
-    )
+    trainee = assemble(config, world, plan)
 
     journal.stage("build data", str(corpus["prefix"]))
     facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
@@ -85,7 +72,7 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
 
     finished = train(trainee, datasets, files, journal, record)
     journal.stage("finish")
-    breakdown = gather_breakdown(config, world, timer.timings())
+    breakdown = gather_breakdown(config, world, trainee.timer.timings())
     if breakdown is not None:
         journal.breakdown(breakdown)
     journal.close()

@@ -9,8 +9,10 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.megatron import instrument, model, optimizer, parallel
-from canzona_cli.megatron.timers import PhaseTimer, StepTiming
+from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.assemble import assemble as assemble_trainee
+from canzona_cli.training.assemble import executes_plan, join
 from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.step import Trainee, train_step, validate
 from tests.dist.ranks import run_ranks
@@ -62,19 +64,8 @@ def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
 def build(config: RunConfig, layout: Layout) -> Trainee:
     """The model and all that updates it, as a worker builds them."""
     logging.disable(logging.WARNING)
-    world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-    timer = PhaseTimer(world.device)
-    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
-    updater = optimizer.build_optimizer(wrapped, config, world)
-    instrument.attach(wrapped, updater, timer)
-    return Trainee(
-        config=config,
-        world=world,
-        model=wrapped,
-        optimizer=updater,
-        schedule=optimizer.build_schedule(updater, config),
-        timer=timer,
-    )
+    plan = make_plan(config, layout) if executes_plan(config) else None
+    return assemble_trainee(config, join(config, layout), plan)
 
 
 def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:

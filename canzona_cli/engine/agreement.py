@@ -1,0 +1,74 @@
+"""Before anything is built: all ranks have the same plan, and it is for this model on these ranks."""
+
+import torch
+
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
+from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.plan import Mesh, Plan, first_difference
+
+
+class PlanRefused(ConfigError):
+    """The plan cannot be executed here."""
+
+    headline = "The plan does not fit this run"
+
+
+def agree_on_plan(plan: Plan | None, model: torch.nn.Module, world: World) -> Plan:
+    """This rank's plan, once every rank has found it to be the same and to fit. Collective.
+
+    Raises:
+        PlanRefused: on all ranks together, with the first difference that each refusing rank found.
+    """
+    everyone: list[tuple[str | None, Problem | None]] = [(None, None)] * world.world_size
+    own = plan.hash if plan is not None else None
+    torch.distributed.all_gather_object(everyone, (own, _own_problem(plan, model, world)))
+    problems = [problem for _, problem in everyone if problem is not None]
+    if not problems and len({digest for digest, _ in everyone}) > 1:
+        problems = _disagreement(plan, everyone)
+    if problems:
+        # Ranks that found the same say it once.
+        raise PlanRefused(*dict.fromkeys(problems))
+    assert plan is not None
+    return plan
+
+
+def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Problem | None:
+    fix = "start the run anew: `canzona train` plans it for these ranks"
+    if plan is None:
+        return Problem(key="plan", reason="there is none, and strategies canzona and asc execute one", fix=fix)
+    planned, found = plan.subject.layout, Mesh.of(world.layout)
+    for name in ("tp", "pp", "cp", "dp"):
+        here, there = getattr(found, name), getattr(planned, name)
+        if here != there:
+            return Problem(
+                key="plan",
+                value=plan.name,
+                reason=f"it is for {name} = {there}, these ranks have {name} = {here}",
+                fix=fix,
+            )
+    try:
+        named_matrix_parameters(model, plan, world.pp_rank)
+    except PlanMismatch as mismatch:
+        return Problem(key="plan", value=plan.name, reason=str(mismatch), fix=fix)
+    return None
+
+
+def _disagreement(plan: Plan | None, everyone: list[tuple[str | None, Problem | None]]) -> list[Problem]:
+    """What differs between rank 0's plan and the first other one."""
+    other = next(rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0])
+    plans: list[Plan | None] = [None] * len(everyone)
+    torch.distributed.all_gather_object(plans, plan)
+    first, second = plans[0], plans[other]
+    assert first is not None
+    assert second is not None
+    difference = first_difference(first, second)
+    told = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    return [
+        Problem(
+            key="plan",
+            value=f"{first.name} and {second.name}",
+            reason=f"ranks 0 and {other} have different plans; they differ first in {told}",
+            fix="give every machine the same canzona version and the same run directory",
+        )
+    ]

@@ -1,0 +1,72 @@
+"""Memory of the micro-group pipeline, allocated once: messages in two sets, because two exchanges are in flight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from canzona_cli.engine.routes import Route
+
+SETS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """One direction's send and receive buffers, flat."""
+
+    sends: tuple[torch.Tensor, ...]
+    receives: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
+        """Large enough for every route; no memory where nothing is sent or received."""
+        sent = max((route.sent for route in routes), default=0)
+        received = max((route.received for route in routes), default=0)
+        sets = min(SETS, len(routes))
+        return cls(
+            sends=tuple(torch.zeros(sent, dtype=dtype, device=device) for _ in range(sets)),
+            receives=tuple(torch.zeros(received, dtype=dtype, device=device) for _ in range(sets)),
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (*self.sends, *self.receives))
+
+
+class Exchange:
+    """One all-to-all of one micro-group over the TP group, on its part of the message buffers.
+
+    Args:
+        number: of the micro-group; even and odd ones use different buffers.
+    """
+
+    def __init__(
+        self, route: Route, messages: Messages, number: int, group: torch.distributed.ProcessGroup | None
+    ) -> None:
+        self._route, self._group = route, group
+        self._work: torch.distributed.Work | None = None
+        if not messages.sends:
+            self.send = self.receive = torch.empty(0)
+            return
+        place = number % len(messages.sends)
+        self.send = messages.sends[place][: route.sent]
+        self.receive = messages.receives[place][: route.received]
+
+    def start(self) -> torch.distributed.Work | None:
+        """Sends the packed messages; the handle to watch, None where nothing travels."""
+        if self._route.travels:
+            self._work = torch.distributed.all_to_all_single(
+                self.receive,
+                self.send,
+                list(self._route.receive_splits),
+                list(self._route.send_splits),
+                group=self._group,
+                async_op=True,
+            )
+        return self._work
+
+    def wait(self) -> None:
+        """Until everything has arrived (on a GPU: the current stream waits, the host does not)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

@@ -1,0 +1,129 @@
+"""The optimizer of a canzona run: Megatron's DistributedOptimizer for AdamW's parameters, the plan for the matrices."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from canzona_cli.config.schema import NonFinite
+from canzona_cli.engine.matrix_optimizer import MatrixOptimizer
+from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.megatron.owner_bucket_group import adamw_groups
+from canzona_cli.megatron.timers import PhaseTimer
+
+
+class NonFiniteGradients(WorkerCrashed):
+    """A gradient is NaN or infinite; no weight and no state has changed in this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """A parameter with a non-finite gradient."""
+
+    rank: int
+    name: str
+
+
+class CanzonaOptimizer(ChainedOptimizer):
+    """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
+
+    AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are updated. The
+    norm is the step's one host synchronisation; it comes before any state changes.
+
+    Args:
+        stats_group: ranks over which every gradient element is counted once: all of them.
+    """
+
+    def __init__(
+        self,
+        adamw: MegatronOptimizer,
+        matrices: MatrixOptimizer,
+        model: DistributedDataParallel,
+        stats_group: torch.distributed.ProcessGroup,
+        timer: PhaseTimer,
+        non_finite: NonFinite,
+    ) -> None:
+        super().__init__([adamw, matrices])
+        self._adamw, self.matrices, self._model = adamw, matrices, model
+        self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
+        self.skipped = 0
+        """Steps skipped so far for non-finite gradients, the same on every rank."""
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, int | None]:
+        """Update everything once.
+
+        Returns:
+            Whether weights were updated, the global gradient norm before clipping, and None (zeros are not counted).
+
+        Raises:
+            NonFiniteGradients: on every rank together, with non_finite="stop".
+        """
+        self._adamw.prepare_grads()
+        norm = self._norm()
+        if not math.isfinite(norm):
+            if self._non_finite == "stop":
+                raise NonFiniteGradients(*self._culprits())
+            self.skipped += 1
+            self._start_gathering_unchanged()
+            return False, norm, None
+        clip = self.config.clip_grad
+        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0
+        if scale < 1.0 and self._adamw.get_parameters():
+            clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=clip, total_norm=norm)
+        self.matrices.set_gradient_scale(scale)
+        self.step_with_ready_grads()
+        return True, norm, None
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """AdamW, its gathering, the matrices."""
+        with self._timer.phase("adamw_update"):
+            self._adamw.step_with_ready_grads()
+        if self._model.ddp_config.overlap_param_gather:
+            for group in adamw_groups(self._model):
+                group.start_param_sync()
+        return self.matrices.step_with_ready_grads()
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Global norm of the reduced gradients, before clipping."""
+        return self._norm()
+
+    def _norm(self) -> float:
+        gradients = [*self._adamw.get_grads_for_grad_norm(), *self.matrices.gradients_for_norm()]
+        norms = torch._foreach_norm(gradients, 2, torch.float32) if gradients else []
+        device = self.get_loss_scale().device
+        squares = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
+        torch.distributed.all_reduce(squares, group=self._stats_group)
+        return math.sqrt(value) if (value := float(squares.item())) >= 0 else math.nan
+
+    def _start_gathering_unchanged(self) -> None:
+        """A skipped step leaves every rank's parameters as they are; the hooks of the next forward must know."""
+        for group in self._model.bucket_groups:
+            group.param_gather_dispatched = True
+
+    def _culprits(self) -> list[Problem]:
+        """The parameters with non-finite gradients on all ranks, told on every rank. Collective."""
+        own = [
+            name
+            for name, parameter in self._model.module.named_parameters()
+            if not bool(torch.isfinite(parameter.main_grad).all())
+        ]
+        everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size(self._stats_group))]
+        torch.distributed.all_gather_object(everyone, own, group=self._stats_group)
+        ranks = [rank for rank, names in enumerate(everyone) if names]
+        first = next((names[0] for names in everyone if names), "unknown")
+        count = len({name for names in everyone for name in names})
+        return [
+            Problem(
+                key="gradients",
+                value="not finite",
+                reason=f"{count} parameters have NaN or infinite gradients, the first is {first}, on ranks {ranks[:8]}; "
+                "no weight has changed",
+                fix="lower optimizer.lr or look at the data of this step; train.non_finite=skip leaves such steps out",
+            )
+        ]

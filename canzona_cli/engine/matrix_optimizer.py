@@ -1,0 +1,329 @@
+"""The matrices' part of an optimizer step: micro-groups in a pipeline, then gathering over the data-parallel ranks."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from canzona_cli.engine.buffers import Exchange, Messages
+from canzona_cli.engine.fallbacks import Fallbacks
+from canzona_cli.engine.fragments import Fragments, is_replicated
+from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratch_elements
+from canzona_cli.engine.routes import Route, from_hosts, to_hosts
+from canzona_cli.megatron.owner_bucket_group import matrix_groups
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.types import Matrix
+
+SCRATCH_BYTES = 256 << 20
+"""Where nothing travels (tp = 1) a micro-group is updated in batches that need no more scratch than this."""
+
+_log = logging.getLogger(__name__)
+
+
+class MatrixOptimizer(MegatronOptimizer):
+    """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
+
+    A host keeps the fp32 master and all optimizer state of the matrices it hosts; nobody else has any.
+
+    Args:
+        plan: whose groups of this stage and this owner are executed, in their order.
+        owner: this rank's place among the data-parallel (and context-parallel) ranks.
+        wiring: of this rank; its `masters` must be those of `hosted_matrices`.
+        exchange_dtype: what gradients travel in.
+        make_optimizer: called once for each group in which this rank hosts something.
+    """
+
+    def __init__(
+        self,
+        config: MegatronOptimizerConfig,
+        model: DistributedDataParallel,
+        plan: Plan,
+        stage: int,
+        owner: int,
+        wiring: Wiring,
+        exchange_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        make_optimizer: MakeOptimizer,
+        fallbacks: Fallbacks,
+    ) -> None:
+        self.config = config
+        self.is_stub_optimizer = False
+        self.model_chunks = [model]
+        self._model, self._wiring = model, wiring
+        self._hosts = {
+            matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
+        }
+        self._tp = plan.subject.layout.tp
+        self._overlap = bool(model.ddp_config.overlap_param_gather)
+        batches = self._batches(plan, stage, owner)
+        routes = [self._routes(batch) for batch in batches]
+        self._gradients = Messages.for_routes([out for out, _ in routes], exchange_dtype, wiring.device)
+        self._weights = Messages.for_routes([back for _, back in routes], weight_dtype, wiring.device)
+        self._scratch = torch.empty(
+            max((self._scratch_elements(batch) for batch in batches), default=0),
+            dtype=torch.float32,
+            device=wiring.device,
+        )
+        self._owned = tuple(matrix for batch in batches for matrix in batch)
+        with torch.no_grad():
+            self._gather_whole(self._owned)
+        self.groups = [
+            HostedGroup(
+                wiring,
+                batch,
+                [self._hosts[matrix.index] for matrix in batch],
+                (out, self._gradients),
+                (back, self._weights),
+                self._scratch,
+                number,
+                make_optimizer,
+            )
+            for number, (batch, (out, back)) in enumerate(zip(batches, routes, strict=True))
+        ]
+        self._slices = self._gradient_slices(plan, stage, owner)
+        self._scale = 1.0
+        self._fallbacks = fallbacks
+
+    # --- one step ---
+
+    def gradients_for_norm(self) -> list[torch.Tensor]:
+        """What this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
+        return self._slices
+
+    def set_gradient_scale(self, scale: float) -> None:
+        """What the next step multiplies gradients by: the clipping coefficient."""
+        self._scale = scale
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Gradients are used where Megatron reduced them; nothing is copied."""
+        return False
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update all matrices of this rank's owner and start gathering what the next forward needs first."""
+        self.repair()
+        self._update()
+        self._gather()
+        return True
+
+    def _update(self) -> None:
+        """While group i is updated, the gradients of i + 1 and the weights of i - 1 travel."""
+        groups, scale = self.groups, self._scale
+        for group in groups[:2]:
+            group.send_gradients()
+        for number, group in enumerate(groups):
+            group.receive_gradients(scale)
+            group.step()
+            group.send_weights()
+            if number + 2 < len(groups):
+                groups[number + 2].send_gradients()
+            if number:
+                groups[number - 1].receive_weights()
+        if groups:
+            groups[-1].receive_weights()
+
+    def _gather(self) -> None:
+        """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""
+        buckets = matrix_groups(self._model)
+        for bucket in reversed(buckets) if not self._overlap else buckets[-1:]:
+            self._model._start_bucket_group_param_sync(bucket, force_sync=False)
+
+    # --- what went wrong in an update ---
+
+    def fallbacks(self) -> torch.Tensor:
+        """Of the last step and the matrices hosted here: updates that were not finite, and what their optimizers had to
+        do otherwise. A count on the device."""
+        told = torch.tensor(float(self._fallbacks.take()), device=self._wiring.device)
+        counts = [torch.isfinite(group.finite).logical_not().sum() for group in self.groups if group.hosted]
+        return told + torch.stack(counts).sum() if counts else told
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Give matrices whose last update was not finite their previous weights back, and a new optimizer state.
+
+        Fragments of such an update were never written, so the model's own weights are the previous ones; the master is
+        made of them again. Every rank of the TP group knows the flags and takes part.
+        """
+        flagged = [(matrix, flag) for group in self.groups for matrix, flag in group.flags()]
+        if not flagged:
+            return
+        values = torch.stack([flag.float() for _, flag in flagged])
+        broken = [
+            matrix for (matrix, _), good in zip(flagged, torch.isfinite(values).tolist(), strict=True) if not good
+        ]
+        if not broken:
+            return
+        self._gather_whole(sorted(broken, key=lambda matrix: matrix.index))
+        for group in self.groups:
+            for place, matrix in enumerate(group.hosted):
+                if matrix in broken:
+                    assert group.optimizer is not None
+                    group.optimizer.state.pop(self._wiring.masters[matrix.index], None)
+                    group.finite[place] = 1.0
+                    _log.warning(
+                        "%s keeps its weight: its update was not finite; its optimizer state starts anew", matrix.name
+                    )
+            for matrix, flag in group.flags():
+                if matrix in broken:
+                    flag.fill_(1.0)
+
+    # --- whole matrices ---
+
+    @torch.no_grad()
+    def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
+        """Masters of `matrices` from the model's weights; every TP rank calls it with the same ones that travel."""
+        fragments, masters, rank = self._wiring.fragments, self._wiring.masters, self._wiring.rank
+        # A few at a time: this needs memory beside the pipeline's own.
+        for batch in _runs(matrices, SCRATCH_BYTES // 4):
+            hosts = [self._hosts[matrix.index] for matrix in batch]
+            route = to_hosts(
+                batch, hosts, senders=fragments.senders, elements=fragments.elements, rank=rank, tp=self._tp
+            )
+            messages = Messages.for_routes([route], torch.float32, self._wiring.device)
+            exchange = Exchange(route, messages, 0, self._wiring.tp_group)
+            for parcel in route.sends:
+                weight = fragments.weight(parcel.matrix)
+                exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)
+            exchange.start()
+            exchange.wait()
+            for parcel in route.receives:
+                view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
+                view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
+            for matrix, host in zip(batch, hosts, strict=True):
+                if host == rank and rank in fragments.senders(matrix, host):
+                    own = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
+                    own.copy_(fragments.weight(matrix))
+
+    # --- set-up ---
+
+    def _batches(self, plan: Plan, stage: int, owner: int) -> list[tuple[Matrix, ...]]:
+        groups = sorted((g for g in plan.groups if (g.stage, g.owner) == (stage, owner)), key=lambda g: g.index)
+        batches = [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
+        if self._tp > 1:
+            return batches
+        return [tuple(run) for batch in batches for run in _runs(batch, SCRATCH_BYTES // 4, self._one_scratch)]
+
+    def _one_scratch(self, matrix: Matrix) -> int:
+        return self._scratch_elements((matrix,))
+
+    def _scratch_elements(self, batch: Sequence[Matrix]) -> int:
+        hosts = [self._hosts[matrix.index] for matrix in batch]
+        return scratch_elements(self._wiring.fragments, self._wiring.rank, batch, hosts)
+
+    def _routes(self, batch: Sequence[Matrix]) -> tuple[Route, Route]:
+        fragments, rank = self._wiring.fragments, self._wiring.rank
+        hosts = [self._hosts[matrix.index] for matrix in batch]
+        return (
+            to_hosts(batch, hosts, senders=fragments.senders, elements=fragments.elements, rank=rank, tp=self._tp),
+            from_hosts(batch, hosts, holders=fragments.holders, elements=fragments.elements, rank=rank, tp=self._tp),
+        )
+
+    def _gradient_slices(self, plan: Plan, stage: int, owner: int) -> list[torch.Tensor]:
+        """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
+        fragments = self._wiring.fragments
+        if any(is_replicated(matrix) and self._tp > 1 for matrix in self._owned):
+            held = [m for m in self._owned if self._wiring.rank in fragments.holders(m)]
+            return [fragments.gradient(m) for m in held if not is_replicated(m) or self._wiring.rank == 0]
+        buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
+        found = []
+        for bucket, group in zip(buckets, matrix_groups(self._model), strict=True):
+            data = group.buckets[0].grad_data
+            found += [data[part.start : part.end] for part in bucket.ranges if part.owner == owner]
+        return found
+
+    # --- MegatronOptimizer ---
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+        """Of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        return [
+            params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups
+        ]
+
+    @property
+    def masters(self) -> Mapping[int, torch.nn.Parameter]:
+        """fp32 weights of the matrices hosted here, by index in the plan."""
+        return self._wiring.masters
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of message buffers and gradient scratch."""
+        return self._gradients.bytes + self._weights.bytes + self._scratch.nbytes
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        return list(self._wiring.masters.values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Megatron's gradient buffers are zeroed by the model; masters have gradients only while they are updated."""
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1, device=self._wiring.device)
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: object = None) -> None:
+        """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
+        self._gather_whole(self._owned)
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
+
+    def state_dict(self) -> dict[str, object]:
+        """State of the matrices hosted here, whole, by name: {"master": fp32, "state": the optimizer's own}."""
+        self.repair()
+        found: dict[str, object] = {}
+        for group in self.groups:
+            for matrix in group.hosted:
+                assert group.optimizer is not None
+                master = self._wiring.masters[matrix.index]
+                found[matrix.name] = {"master": master.detach(), "state": dict(group.optimizer.state.get(master, {}))}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
+        """The inverse of `state_dict`: each matrix hosted here is looked up by name.
+
+        Raises:
+            KeyError: a matrix hosted here is not in it.
+        """
+        for group in self.groups:
+            for matrix in group.hosted:
+                assert group.optimizer is not None
+                saved = state_dict[matrix.name]
+                master, kept, state = self._wiring.masters[matrix.index], saved["master"], saved["state"]
+                assert isinstance(kept, torch.Tensor)
+                assert isinstance(state, Mapping)
+                master.copy_(kept)
+                group.optimizer.state[master] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+                }
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        raise NotImplementedError("canzona saves whole matrices (state_dict), not Megatron's sharded optimizer state")
+
+
+def hosted_matrices(plan: Plan, stage: int, owner: int, host: int) -> list[Matrix]:
+    """What a rank keeps masters and state of."""
+    return [
+        matrix
+        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
+        if (matrix.stage, cell.owner, cell.host) == (stage, owner, host)
+    ]
+
+
+def _runs(
+    matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
+) -> list[list[Matrix]]:
+    """Consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    runs: list[list[Matrix]] = []
+    filled = 0
+    for matrix in matrices:
+        if not runs or filled + size(matrix) > limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append(matrix)
+        filled += size(matrix)
+    return runs

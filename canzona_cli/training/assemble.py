@@ -1,0 +1,53 @@
+"""What a worker has before its first step: model, optimizer, schedule, timer."""
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.engine.agreement import agree_on_plan
+from canzona_cli.engine.build import build_canzona
+from canzona_cli.megatron import instrument, model, optimizer, parallel
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.planner.plan import Plan
+from canzona_cli.training.step import Trainee
+
+
+def executes_plan(config: RunConfig) -> bool:
+    """Whether the run's updates follow a plan of ours; AdamW, sc and layerwise are Megatron's own."""
+    return config.optimizer.name != "adamw" and config.engine.strategy in ("canzona", "asc")
+
+
+def join(config: RunConfig, layout: Layout) -> World:
+    """Seed this process and meet the other ranks."""
+    torch.manual_seed(config.train.seed)
+    return parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+
+
+def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:
+    """Build everything on this rank. Collective.
+
+    Args:
+        plan: what strategies canzona and asc execute; None for the others.
+        timed: cut the step into the phases of the breakdown.
+
+    Raises:
+        PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not everywhere the
+            same.
+    """
+    timer = PhaseTimer(world.device)
+    built = model.build_model(config, world)
+    if executes_plan(config):
+        plan = agree_on_plan(plan, built, world)
+    else:
+        plan = None
+    wrapped = optimizer.wrap_data_parallel(built, config, world, plan)
+    updater: MegatronOptimizer
+    if plan is None:
+        updater = optimizer.build_optimizer(wrapped, config, world)
+    else:
+        updater = build_canzona(wrapped, config, world, plan, timer)
+    if timed:
+        instrument.attach(wrapped, updater if plan is None else None, timer)
+    schedule = optimizer.build_schedule(updater, config)
+    return Trainee(config=config, world=world, model=wrapped, optimizer=updater, schedule=schedule, timer=timer)
