@@ -1,0 +1,232 @@
+"""Megatron's gradient and parameter buffers as a plan lays them out.
+
+Matrices get buffers of their own (Megatron separates parameters by the tag `is_managed_by_layer_wise_optimizer`),
+filled exactly as the plan's buckets say; everything else lies as Megatron's `DistributedOptimizer` wants it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+
+from canzona_cli.megatron.model import _global_names
+from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.geometry import align, stage_parameters
+from canzona_cli.planner.plan import Mesh, Plan
+from canzona_cli.planner.types import Bucket, Matrix
+
+TAG = "is_managed_by_layer_wise_optimizer"
+"""The parameter attribute by which Megatron separates buffers."""
+
+
+class PlanMismatch(RuntimeError):
+    """The plan is for another model, layout or buffer than the one at hand."""
+
+    def __init__(self, *, key: str, planned: object, found: object) -> None:
+        self.key, self.planned, self.found = key, planned, found
+        super().__init__(f"{key}: planned {planned}, found {found}")
+
+
+def named_matrix_parameters(model: torch.nn.Module, plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
+
+    Layers are numbered over the whole model; order is that of registration.
+
+    Raises:
+        PlanMismatch: the first difference between model and plan, or within the plan's buckets of this stage.
+    """
+    tp = plan.subject.layout.tp
+    trainable = {name: param for name, param in global_parameters(model) if param.requires_grad}
+    members: dict[str, list[Matrix]] = {}
+    for matrix in plan.matrices:
+        if matrix.stage == stage:
+            members.setdefault(matrix.parameter, []).append(matrix)
+    for name, matrices in members.items():
+        planned = _fragment_shape(matrices, tp)
+        if name not in trainable:
+            raise PlanMismatch(key=name, planned=f"a fragment of shape {planned}", found="no such trainable parameter")
+        if tuple(trainable[name].shape) != planned:
+            raise PlanMismatch(key=name, planned=planned, found=tuple(trainable[name].shape))
+    for name, param in trainable.items():
+        if name not in members and _is_matrix(name, param):
+            raise PlanMismatch(key=name, planned="nothing", found=f"a matrix of shape {tuple(param.shape)}")
+    places = placements(plan, stage)
+    placed = [name for bucket in places for name in bucket]
+    if sorted(placed) != sorted(members):
+        different = next(iter(sorted(set(placed) ^ set(members)) or sorted(placed)))
+        raise PlanMismatch(
+            key=different, planned="in one bucket", found=f"in {placed.count(different)} buckets of stage {stage}"
+        )
+    return {name: param for name, param in trainable.items() if name in members}
+
+
+def tag_matrices(model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]) -> None:
+    """Mark `matrices` for buffers of their own, and everything else trainable for AdamW's.
+
+    Before `DistributedDataParallel` is built. Megatron's own rule would also take routers for matrices.
+    """
+    chosen = set(matrices.values())
+    for param in model.parameters():
+        if param.requires_grad:
+            setattr(param, TAG, param in chosen)
+
+
+def full_param_layout(
+    model: torch.nn.Module,
+    plan: Plan,
+    stage: int,
+    world: World,
+    ddp_config: DistributedDataParallelConfig,
+    bucket_size: int | None,
+) -> FullParamLayout:
+    """Where every parameter of this rank lies, for `DistributedDataParallel(full_param_layout=...)`.
+
+    Args:
+        model: with its matrices already marked by `tag_matrices`.
+        bucket_size: what `DistributedDataParallel` settles on for the other parameters; None for one bucket.
+
+    Raises:
+        PlanMismatch: the plan is for other ranks or another model.
+    """
+    if Mesh.of(world.layout) != plan.subject.layout:
+        raise PlanMismatch(key="parallel", planned=plan.subject.layout, found=Mesh.of(world.layout))
+    matrices = named_matrix_parameters(model, plan, stage)
+    shards = world.groups.dp_cp.size()
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    layouts = {}
+    for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
+        if key.is_managed_by_layer_wise_optimizer:
+            assert set(params) == set(matrices.values()), "tag_matrices was not called with the plan's matrices"
+            layouts[key] = _matrix_layout(params, indices, matrices, plan, stage)
+        else:
+            layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
+                params, bucket_size, shards, ddp_config, indices
+            )
+    return FullParamLayout(layouts=layouts)
+
+
+def placements(plan: Plan, stage: int) -> tuple[Mapping[str, tuple[int, int]], ...]:
+    """For each bucket of a stage, where its parameters lie: name to (start, end), offsets within the bucket.
+
+    Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
+
+    Raises:
+        PlanMismatch: ranges that overlap, leave the bucket, or do not hold what the assignment says they do.
+    """
+    buckets = stage_buckets(plan, stage)
+    return tuple(_placed(bucket, plan) for bucket in buckets)
+
+
+def stage_buckets(plan: Plan, stage: int) -> tuple[Bucket, ...]:
+    """A stage's buckets, in the order their gradients become ready."""
+    return tuple(sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index))
+
+
+def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under their names in the whole model, whatever wraps it."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    return _global_names(model)
+
+
+def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
+    parts = name.split(".")
+    return param.dim() == 2 and "layers" in parts and "router" not in parts
+
+
+def _fragment_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
+    """Of the parameter that holds `matrices` one above the other, on one TP rank."""
+    rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
+    if first.shard_dim == 1:
+        return rows, first.cols // tp
+    # A head's matrix lies whole on one rank, and every rank holds as many heads.
+    cut_by_rows = first.shard_dim == 0 or first.home is not None
+    return (rows // tp if cut_by_rows else rows), first.cols
+
+
+def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
+    mesh, cells = plan.subject.layout, plan.assignment.cells
+    where = f"bucket {bucket.index} of stage {bucket.stage}"
+    _check_ranges(bucket, mesh, where)
+    parameters = {item.name: item for item in stage_parameters(plan.matrices, bucket.stage, mesh.tp)}
+    range_of = {index: part for part in bucket.ranges for index in part.matrices}
+    found: dict[str, tuple[int, int]] = {}
+    position = 0
+    for name in bucket.parameters:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.matrices[0] not in range_of:
+            raise PlanMismatch(key=name, planned=f"in {where}", found="no range of its matrices there")
+        # A parameter opens a range, or follows its predecessor in it at the next aligned element.
+        start = position = max(align(position), range_of[parameter.matrices[0]].start)
+        for part in parameter.parts:
+            end = position + part.elements
+            for index in part.matrices:
+                held = range_of.get(index)
+                if held is None or held.owner != cells[index].owner or not held.start <= position <= end <= held.end:
+                    raise PlanMismatch(
+                        key=plan.matrices[index].name,
+                        planned=f"[{position}, {end}) of {where} on owner {cells[index].owner}",
+                        found="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
+                    )
+            position = end
+        found[name] = (start, position)
+    used = sum(end - start for start, end in found.values())
+    if used != bucket.elements - bucket.padding:
+        raise PlanMismatch(
+            key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", found=f"{used} elements"
+        )
+    return found
+
+
+def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
+    ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
+    if any(before > after for before, after in pairwise(ends)):
+        raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", found=ends[1:-1])
+    if bucket.elements % mesh.owners or bucket.elements % align(1):
+        raise PlanMismatch(
+            key=where, planned=f"a multiple of {mesh.owners} ranks and of {align(1)} elements", found=bucket.elements
+        )
+    outside = [part.owner for part in bucket.ranges if not 0 <= part.owner < mesh.owners]
+    if outside:
+        raise PlanMismatch(key=where, planned=f"owners below {mesh.owners}", found=f"owner {outside[0]}")
+
+
+def _matrix_layout(
+    params: Sequence[torch.nn.Parameter],
+    indices: list[int],
+    matrices: Mapping[str, torch.nn.Parameter],
+    plan: Plan,
+    stage: int,
+) -> PerBufferParamLayout:
+    """The plan's buckets one behind the other."""
+    where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+    bounds: list[tuple[int, int]] = []
+    used: list[int] = []
+    offset = 0
+    for number, (bucket, places) in enumerate(zip(stage_buckets(plan, stage), placements(plan, stage), strict=True)):
+        for name, (start, end) in places.items():
+            where[matrices[name]] = (offset + start, offset + end, number)
+        bounds.append((offset, offset + bucket.elements))
+        used.append(bucket.elements - bucket.padding)
+        offset += bucket.elements
+    names = {param: name for name, param in matrices.items()}
+    # Megatron makes buckets while it walks parameters backwards, and wants each finished before the next one starts.
+    backwards = list(reversed(params))
+    for last, param in pairwise(backwards):
+        if where[param][2] not in (where[last][2], where[last][2] + 1):
+            raise PlanMismatch(
+                key=names[param],
+                planned=f"bucket {where[param][2]}",
+                found=f"registered next to bucket {where[last][2]}",
+            )
+    return PerBufferParamLayout(
+        param_index_map={param: where[param] for param in backwards},
+        bucket_indices=bounds,
+        per_bucket_numel_unpadded=used,
+        param_indices=indices,
+        num_optimizer_shards=plan.subject.layout.owners,
+    )

@@ -1,0 +1,187 @@
+"""A model in a plan's buckets on real ranks, beside the same model whose gradients are simply all-reduced."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.megatron import parallel
+from canzona_cli.megatron.matrix_buffers import (
+    full_param_layout,
+    global_parameters,
+    named_matrix_parameters,
+    tag_matrices,
+)
+from canzona_cli.megatron.model import build_model
+from canzona_cli.megatron.owner_bucket_group import adamw_groups, install, matrix_groups
+from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import make_plan
+from tests.dist.jobs import SMALL
+
+Named = dict[str, torch.Tensor]
+
+
+def case(*overrides: str) -> tuple[RunConfig, Layout]:
+    """`SMALL` under Muon and canzona; two micro-batches for two data-parallel ranks."""
+    fixed = (*SMALL, "optimizer=muon", "engine.strategy=canzona", "train.precision=fp32")
+    return fit.resolve(compose_run([*fixed, *overrides], training=False).config)
+
+
+def planned(config: RunConfig, layout: Layout, reduction: Reduction | None = None) -> Plan:
+    """The run's plan; with `reduction`, all of its buckets travel that way."""
+    plan = make_plan(config, layout)
+    if reduction is None:
+        return plan
+    return replace(plan, buckets=tuple(replace(bucket, reduction=reduction) for bucket in plan.buckets))
+
+
+def start(config: RunConfig, layout: Layout) -> World:
+    logging.disable(logging.WARNING)
+    return parallel.initialize(layout, "cpu", seed=config.train.seed)
+
+
+def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
+    """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
+    model = build_model(config, world)
+    stage = world.pp_rank
+    tag_matrices(model, named_matrix_parameters(model, plan, stage))
+    overlap = config.parallel.overlap_grad_reduce
+    ddp_config = _ddp_config(config, overlap_grad_reduce=overlap, overlap_param_gather=overlap, sharded=True)
+    bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None
+    ddp = DistributedDataParallel(
+        config=get_model_config(model),
+        ddp_config=ddp_config,
+        module=model,
+        pg_collection=world.groups,
+        full_param_layout=full_param_layout(model, plan, stage, world, ddp_config, bucket_size),
+    )
+    install(ddp, plan, stage)
+    get_model_config(model).no_sync_func = ddp.no_sync
+    get_model_config(model).finalize_model_grads_func = finalize_model_grads
+    return ddp
+
+
+def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
+    """The same model; nothing is reduced."""
+    model = build_model(config, world)
+    ddp_config = _ddp_config(config, overlap_grad_reduce=False, overlap_param_gather=False, sharded=False)
+    return DistributedDataParallel(
+        config=get_model_config(model), ddp_config=ddp_config, module=model, pg_collection=world.groups
+    )
+
+
+def _ddp_config(
+    config: RunConfig, *, overlap_grad_reduce: bool, overlap_param_gather: bool, sharded: bool
+) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        use_distributed_optimizer=sharded,
+        bucket_size=config.parallel.bucket_elements,
+        average_in_collective=False,
+    )
+
+
+def iterate(ddp: DistributedDataParallel, config: RunConfig, world: World, *, seed: int) -> None:
+    """Forward and backward over all micro-batches; other tokens for every seed and data-parallel rank."""
+    ddp.zero_grad_buffer()
+    generator = torch.Generator().manual_seed(1000 * seed + world.dp_rank)
+    layout, length = world.layout, config.train.seq_length
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, config.model.vocab_size, world),
+        data_iterator=_tokens(generator, config.model.vocab_size, layout.micro_batch_size, length),
+        model=[ddp],
+        num_microbatches=layout.num_microbatches,
+        seq_length=length,
+        micro_batch_size=layout.micro_batch_size,
+        forward_only=False,
+    )
+
+
+def _tokens(generator: torch.Generator, vocab_size: int, batch: int, length: int) -> Iterator[torch.Tensor]:
+    while True:
+        yield torch.randint(vocab_size, (batch, length + 1), generator=generator)
+
+
+def _forward_step(vocab_size: int, world: World, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> object:
+    text = next(batches)
+    cp, rank = world.groups.cp.size(), world.groups.cp.rank()
+    # Megatron gives context-parallel rank r the r-th piece from the front and the r-th from the back.
+    position = torch.arange(text.shape[1] - 1).view(2 * cp, -1)[[rank, 2 * cp - 1 - rank]].flatten()
+    inputs, labels = text[:, position], text[:, position + 1]
+    output = model(inputs, position.expand(len(text), -1), None, labels=labels)
+    return output, _loss
+
+
+def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = losses.float().mean()
+    return mean, mean.detach().clone()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Of every parameter: gradients summed by a plain all-reduce, and what bounds the error of other sums."""
+
+    reduced: Named
+    exact: Named
+    """Summed in fp64."""
+    magnitude: Named
+    """Sum of the absolute values of what was added."""
+
+
+def reference(plain: DistributedDataParallel, world: World) -> Reference:
+    """After `iterate(plain, ...)`: mean over data-parallel ranks. Collective."""
+    group = world.groups.dp_cp
+    reduced, exact, magnitude = {}, {}, {}
+    for name, param in global_parameters(plain):
+        local = main_grad(param) / group.size()
+        reduced[name], exact[name], magnitude[name] = local.clone(), local.double(), local.double().abs()
+        for sum_of in (reduced, exact, magnitude):
+            torch.distributed.all_reduce(sum_of[name], group=group)
+    return Reference(reduced, exact, magnitude)
+
+
+def main_grad(param: torch.nn.Parameter) -> torch.Tensor:
+    grad = param.main_grad  # type: ignore[attr-defined]
+    assert isinstance(grad, torch.Tensor)
+    return grad
+
+
+def owned_gradients(ddp: DistributedDataParallel) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Gradients this rank is responsible for: (parameter, slice of it flattened, values)."""
+    names = {param: name for name, param in global_parameters(ddp)}
+    for group in matrix_groups(ddp):
+        yield from _within(group.buckets[0], [(part.start, part.end) for part in group.owned], names)
+    for other in adamw_groups(ddp):
+        ranks = other.intra_distributed_optimizer_instance_group
+        for bucket in other.buckets:
+            shard = bucket.grad_data.numel() // ranks.size()
+            yield from _within(bucket, [(ranks.rank() * shard, (ranks.rank() + 1) * shard)], names)
+
+
+def _within(
+    bucket: object, ranges: list[tuple[int, int]], names: dict[torch.nn.Parameter, str]
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    for param, (first, last) in bucket.param_to_index.items():  # type: ignore[attr-defined]
+        for start, end in ranges:
+            begin, stop = max(start, first) - first, min(end, last) - first
+            if begin < stop:
+                yield names[param], slice(begin, stop), main_grad(param).view(-1)[begin:stop]
+
+
+def equal_on_all_replicas(ddp: DistributedDataParallel, world: World) -> bool:
+    """Whether every data-parallel rank has bitwise the same parameters. Collective."""
+    flat = torch.cat([param.detach().view(-1) for param in ddp.module.parameters()])
+    copies = [torch.empty_like(flat) for _ in range(world.groups.dp_cp.size())]
+    torch.distributed.all_gather(copies, flat, group=world.groups.dp_cp)
+    return all(torch.equal(copy, flat) for copy in copies)

@@ -1,0 +1,163 @@
+"""Gradients reach their owners and parameters come back, in Megatron's own data-parallel wrapper on real ranks."""
+
+import warnings
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.megatron.adamw import build_adamw
+from canzona_cli.megatron.matrix_buffers import global_parameters
+from canzona_cli.megatron.owner_bucket_group import adamw_groups, matrix_groups
+from canzona_cli.planner.plan import Plan
+from tests.dist.owner_support import (
+    case,
+    equal_on_all_replicas,
+    iterate,
+    owned_gradients,
+    planned,
+    reference,
+    start,
+    wrap,
+    wrap_plain,
+)
+from tests.dist.ranks import run_ranks
+
+COMBINATIONS: list[tuple[str, Reduction]] = [
+    ("owner", "reduce"),
+    ("owner", "all_to_all"),
+    ("contiguous", "reduce"),
+    ("contiguous", "all_to_all"),
+    ("aligned", "even"),
+    ("aligned", "reduce"),
+    ("aligned", "all_to_all"),
+]
+
+
+def _two_steps(config: RunConfig, layout: Layout, plan: Plan, *, ulps: float | None) -> int:
+    """Two iterations with new weights between them; how many matrix buckets this rank has.
+
+    ulps: how far sums may be off, in units of the magnitude of what was added; None for bitwise equality with a plain
+    all-reduce.
+    """
+    world = start(config, layout)
+    ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
+    overlap = config.parallel.overlap_grad_reduce
+    for step in range(2):
+        iterate(ddp, config, world, seed=step)
+        iterate(plain, config, world, seed=step)
+        expected = reference(plain, world)
+        seen = 0
+        for name, piece, values in owned_gradients(ddp):
+            seen += values.numel()
+            if ulps is None:
+                assert torch.equal(values, expected.reduced[name].view(-1)[piece]), f"step {step}: {name}"
+            else:
+                error = (values.double() - expected.exact[name].view(-1)[piece]).abs()
+                assert (error <= ulps * expected.magnitude[name].view(-1)[piece]).all(), f"step {step}: {name}"
+        # Every element has exactly one owner.
+        total = torch.tensor(seen)
+        torch.distributed.all_reduce(total, group=world.groups.dp_cp)
+        assert total == sum(param.numel() for param in ddp.module.parameters())
+
+        changed = 0.0
+        for group in matrix_groups(ddp):
+            for part in group.owned:
+                data = group.buckets[0].param_data[part.start : part.end]
+                data.add_(torch.randn(data.shape, generator=torch.Generator().manual_seed(part.start)), alpha=0.02)
+                changed += data.double().sum().item()
+        groups = adamw_groups(ddp) if overlap else adamw_groups(ddp) + matrix_groups(ddp)
+        for group in groups:
+            group.start_param_sync()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*already been dispatched.*")
+            if overlap and step == 0:
+                # The forward pass gathers.
+                iterate(ddp, config, world, seed=2)
+            elif overlap:
+                ddp.start_param_sync(force_sync=True)
+        assert equal_on_all_replicas(ddp, world)
+        kept = sum(
+            group.buckets[0].param_data[part.start : part.end].double().sum().item()
+            for group in matrix_groups(ddp)
+            for part in group.owned
+        )
+        assert kept == changed, "gathering changed an owner's own weights"
+        for (_, ours), (_, theirs) in zip(global_parameters(ddp), global_parameters(plain), strict=True):
+            theirs.data.copy_(ours.data)
+    return len(matrix_groups(ddp))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("buffers", "reduction"), COMBINATIONS)
+def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Reduction, overlap: bool) -> None:
+    """Bitwise: two numbers have one sum, and the scale is a power of two."""
+    config, layout = case("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower())
+    assert layout.num_microbatches == 2
+    plan = planned(config, layout, reduction)
+    buckets = run_ranks(2, lambda: _two_steps(config, layout, plan, ulps=None))
+    assert buckets == ([len(plan.buckets)] * 2)
+    assert len(plan.buckets) > 2 or not overlap
+
+
+def _adamw_step(config: RunConfig, layout: Layout, plan: Plan) -> list[int]:
+    """One AdamW step against torch's own on the all-reduced gradients; elements in each of its parameter groups."""
+    world = start(config, layout)
+    ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
+    settings = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+    optimizer = build_adamw(
+        ddp,
+        world,
+        OptimizerConfig(
+            optimizer="adam",
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+            params_dtype=torch.float32,
+            overlap_param_gather=config.parallel.overlap_grad_reduce,
+            **settings,
+        ),
+    )
+    for group in optimizer.param_groups:
+        # As Megatron's scheduler does.
+        group["weight_decay"] = 0.1 * group["wd_mult"]
+    before = {name: param.detach().clone() for name, param in global_parameters(ddp)}
+    iterate(ddp, config, world, seed=0)
+    iterate(plain, config, world, seed=0)
+    expected = reference(plain, world).reduced
+    if world.layout.pp > 1 and config.model.tied_embeddings and (world.is_first_stage or world.is_last_stage):
+        name = "embedding.word_embeddings.weight" if world.is_first_stage else "output_layer.weight"
+        torch.distributed.all_reduce(expected[name], group=world.groups.embd)
+    assert optimizer.step()[0]
+    if config.parallel.overlap_grad_reduce:
+        for group in adamw_groups(ddp):
+            group.start_param_sync()
+            group.finish_param_sync()
+    matrices = {param for group in matrix_groups(ddp) for param in group.params}
+    for name, param in global_parameters(ddp):
+        if param in matrices:
+            assert torch.equal(param, before[name]), f"AdamW touched {name}"
+            continue
+        alone = torch.nn.Parameter(before[name])
+        alone.grad = expected[name]
+        decay = 0.0 if alone.dim() == 1 else 0.1
+        torch.optim.AdamW([alone], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
+        torch.testing.assert_close(param.detach(), alone.detach(), rtol=1e-6, atol=1e-8, msg=name)
+    return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_adamw_updates_everything_but_matrices(overlap: str) -> None:
+    config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
+    plan = planned(config, layout)
+    for groups in run_ranks(2, lambda: _adamw_step(config, layout, plan)):
+        # Embedding (its half), and norms.
+        assert len(groups) == 2
+
+
+def test_adamw_works_on_a_pipeline_stage_that_has_only_norms() -> None:
+    config, layout = case("gpus=3", "parallel.pp=3", "model.num_layers=3")
+    plan = planned(config, layout)
+    first, middle, last = run_ranks(3, lambda: _adamw_step(config, layout, plan))
+    assert middle[0] == 0
+    assert min(first[0], last[0], middle[1]) > 0
