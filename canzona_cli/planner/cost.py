@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.planner.types import Algorithm, Matrix
 
 Unit = Literal["bf16", "tf32", "fp32"]
@@ -25,6 +25,11 @@ ADAMW_BYTES = {True: 30, False: 86}
 """Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and both moments
 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment 12, second 8 + 12, root
 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
+GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
+"""Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the gradient's norm
+4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that 4."""
+GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
+"""Kernels of the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +57,26 @@ class Work:
 
 def algorithm(config: RunConfig) -> Algorithm:
     """What a run's update costs depend on."""
-    optimizer = config.optimizer
+    optimizer, precision = config.optimizer, config.train.precision
     if isinstance(optimizer, MuonConfig):
-        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=config.train.precision)
+        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=precision)
     if isinstance(optimizer, ShampooConfig | SoapConfig):
-        return Algorithm(name=optimizer.name, refresh_period=optimizer.precondition_frequency)
+        return Algorithm(
+            name=optimizer.name,
+            refresh_period=optimizer.precondition_frequency,
+            max_preconditioner_dim=optimizer.max_preconditioner_dim,
+            grafting=optimizer.grafting if isinstance(optimizer, ShampooConfig) else "none",
+        )
+    if isinstance(optimizer, CustomConfig):
+        like = optimizer.cost_like
+        return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
     return Algorithm(name="adamw")
 
 
 def label(a: Algorithm) -> str:
-    """What a measurement of an algorithm is filed under: muon/standard/5, soap."""
+    """What a measurement of an algorithm is filed under: muon/standard/5, soap, custom."""
+    if a.custom:
+        return "custom"
     return f"muon/{a.newton_schulz}/{a.ns_steps}" if a.name == "muon" else a.name
 
 
@@ -182,13 +197,13 @@ def _muon(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Per element 50 bytes of momentum, weight and casts; statistics are read and written once, 12 bytes."""
+    """Per element 50 bytes of momentum, weight and casts, and grafting; statistics are read and written once, 12."""
     sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
     squares = sum(side * side for side in sides)
     step = Work(
         products=tuple(_sided(rows, cols, sides, 1, 1)),
-        traffic=50 * rows * cols + 12 * squares,
-        launches=8 + 3 * len(sides),
+        traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 12 * squares,
+        launches=8 + 3 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
     refresh = Work(
         products=tuple((1, side, side, side) for side in sides),

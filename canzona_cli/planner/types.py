@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema import BufferLayout, Grouping, OptimizerName, Precision, Reduction, Splitting, Strategy
+from canzona_cli.config.schema import BufferLayout, Grouping, Precision, Reduction, Splitting, Strategy
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
 Execution = Literal["hosted"]
@@ -47,13 +47,18 @@ class Matrix:
 class Algorithm:
     """What an update costs depends on."""
 
-    name: OptimizerName
+    name: Literal["adamw", "muon", "shampoo", "soap"]
+    """Whose update is priced; for a user's own optimizer the one it is like."""
+    custom: bool = False
+    """A user's own: measurements are looked up under its own label."""
     ns_steps: int = 5
     newton_schulz: Literal["standard", "gram"] = "standard"
     refresh_period: int = 10
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192
     """Shampoo and SOAP: a side longer than this is not preconditioned."""
+    grafting: Literal["none", "sgd", "adam"] = "none"
+    """Shampoo: whose update's norm it is given."""
     precision: Precision = "bf16"
     """Muon: what its products are in. Shampoo and SOAP are fp32, with TF32 where there is any."""
 
@@ -105,7 +110,9 @@ class Bucket:
     """Of the buffer, padding included."""
     padding: int
     ranges: tuple[Range, ...]
+    """Ascending; what lies between two is padding. An owner may have none, or several."""
     reduction: Reduction = "reduce"
+    """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +137,7 @@ class PlanSettings:
     c_max_bytes: int | None = None
     """Largest fused exchange of one rank; null: chosen by `auto`."""
     grouping: Grouping = "auto"
+    reduction: Reduction | None = None
+    """Of every bucket; null: chosen for each, see `planner.reduction`."""
+    exchange_dtype: Precision = "fp32"
+    """What gradients travel in between TP ranks."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import CustomConfig
 from canzona_cli.models.matrices import matrices
 from canzona_cli.planner.cost import (
     MEMORY_EFFICIENCY,
@@ -215,6 +216,25 @@ def test_what_a_run_says_is_what_is_priced() -> None:
     assert algorithm(run("tiny", 2, precision="fp32")).precision == "fp32"
     soap = compose_run(["recipe=32b", "optimizer=soap", "optimizer.precondition_frequency=7"], training=False).config
     assert algorithm(soap) == Algorithm(name="soap", refresh_period=7)
+    dims = ["optimizer.max_preconditioner_dim=64", "optimizer.grafting=sgd"]
+    shampoo = compose_run(["recipe=32b", "optimizer=shampoo", *dims], training=False).config
+    assert algorithm(shampoo) == Algorithm(name="shampoo", max_preconditioner_dim=64, grafting="sgd")
+
+
+def test_a_users_own_optimizer_is_priced_like_the_one_it_names_until_it_is_measured() -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like="soap")
+    how = algorithm(replace(run("32b", 256), optimizer=own))
+    assert (how.name, how.custom, label(how)) == ("soap", True, "custom")
+    assert seconds(how, 512, 256, H100) == seconds(SOAP, 512, 256, H100)
+    profile = replace(H100, measured_updates=(("custom", 512, 256, 0.25), ("soap", 512, 256, 0.5)))
+    assert seconds(how, 512, 256, profile) == 0.25
+
+
+def test_grafting_is_memory_traffic_on_top() -> None:
+    none, sgd, adam = (work(replace(SHAMPOO, grafting=g), 300, 200)[0] for g in ("none", "sgd", "adam"))
+    assert sgd.traffic - none.traffic == 16 * 300 * 200
+    assert adam.traffic - none.traffic == 64 * 300 * 200
+    assert none.flops == sgd.flops == adam.flops
 
 
 @pytest.mark.parametrize("profile", ["h100-80g", "h200", "cpu"])
