@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.models import qwen3
-from canzona_cli.planner.memory import placement, stage_weights
+from canzona_cli.planner.memory import matrix_shapes, placement, stage_weights
 
 BEST_EFFICIENCY = 0.65
 """Share of the bf16 peak that large matrix products of a layer reach."""
@@ -145,7 +145,7 @@ def _update(config: RunConfig, layout: Layout, peak: float) -> dict[str, float]:
     if config.optimizer.name == "adamw":
         return {"matrix_update": 0.0, "adamw_update": (weights.matrices + weights.others) / shards * adamw_s}
     layers = config.model.num_layers // layout.pp
-    shapes = qwen3.split_shapes(config.model)
+    shapes = matrix_shapes(config)
     flops = layers * sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
     whole = layers * sum(rows * cols for rows, cols in shapes)
     if held is None:

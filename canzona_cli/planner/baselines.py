@@ -66,6 +66,7 @@ def layerwise(matrices: Sequence[Matrix], layout: Layout, bucket_elements: int |
                     elements=bucket.elements,
                     padding=bucket.elements - used,
                     ranges=tuple(ranges),
+                    reduction="even",
                 )
             )
     return Layerwise(owners=tuple(owner_of), buckets=tuple(found))

@@ -26,6 +26,8 @@ def buckets(
     - aligned: every owner's parameters in a shard of its own, all as long as the fullest;
     - strategy asc: natural order, whatever the layout.
 
+    An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by `reduction`.
+
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
@@ -159,6 +161,7 @@ def _aligned(owned: Sequence[_Owned], stage: int, index: int, shards: int) -> Bu
         elements=shard * shards,
         padding=shard * shards - sum(item.parameter.elements for item in owned),
         ranges=tuple(ranges),
+        reduction="even",
     )
 
 

@@ -13,6 +13,7 @@ from canzona_cli.models import qwen3
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes
 from canzona_cli.planner.model_time import Module, Part
+from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.subject import bucket_elements
 from canzona_cli.planner.types import Bucket, Kind, Matrix
 
@@ -41,6 +42,7 @@ class Buffers:
         self._config, self._layout, self._stage, self._modules = config, layout, stage, modules
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
         self._width, self._grad = element_bytes(config)
+        self._reductions = ReductionModel(config, layout)
         self._limit = bucket_elements(config, layout) if stage == 0 else None
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
@@ -52,31 +54,13 @@ class Buffers:
         """The buffer of what AdamW updates beside the matrices: embedding, norms, output layer."""
         return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
 
-    def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix], *, even: bool) -> list[Chunk]:
-        """The matrices' buckets, in the order they fill; `even`: equal padded shards on Megatron's own collectives."""
-        return [self._bucket(bucket, matrices, even=even) for bucket in buckets if bucket.stage == self._stage]
+    def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
+        """The matrices' buckets, in the order they fill."""
+        return [self._bucket(bucket, matrices) for bucket in buckets if bucket.stage == self._stage]
 
-    def _bucket(self, bucket: Bucket, matrices: Sequence[Matrix], *, even: bool) -> Chunk:
+    def _bucket(self, bucket: Bucket, matrices: Sequence[Matrix]) -> Chunk:
         module = min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices)
-        if even:
-            return self._even(bucket.elements, module, sharded=True)
-        shares: dict[int, int] = {}
-        for part in bucket.ranges:
-            shares[part.owner] = shares.get(part.owner, 0) + part.end - part.start
-        # Whoever owns least sends most: every share but its own.
-        least = min(shares.values()) if len(shares) == self._group.size else 0
-        moved = sum(shares.values()) - least
-        return Chunk(
-            module=module,
-            reduce=self._per_owner(moved * self._grad, len(shares)),
-            gather=self._per_owner(moved * self._width, len(shares)),
-        )
-
-    def _per_owner(self, size: float, owners: int) -> Transfer:
-        """One reduce (broadcast) for each owner, grouped into one launch; each adds the work of issuing it."""
-        whole = self._links.through(size, self._group)
-        issue = (owners - 1) * self._config.cluster.launch_us * 1e-6 if self._group.size > 1 else 0.0
-        return Transfer(latency_s=whole.latency_s + issue, link=whole.link, link_s=whole.link_s)
+        return Chunk(module=module, reduce=self._reductions.reduce(bucket), gather=self._reductions.gather(bucket))
 
     def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
         if not sharded:

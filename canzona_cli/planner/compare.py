@@ -70,7 +70,13 @@ def study_run(
 
 
 def _with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
-    return replace(config, engine=replace(config.engine, strategy=strategy))
+    return replace(config, engine=_possible(replace(config.engine, strategy=strategy)))
+
+
+def _possible(engine: EngineConfig) -> EngineConfig:
+    """Without the even collectives that were asked for where shards are not equal."""
+    equal = engine.layout == "aligned" and engine.strategy != "asc"
+    return engine if equal or engine.reduction != "even" else replace(engine, reduction=None)
 
 
 def _compared(
@@ -128,7 +134,7 @@ def _variants(
 ) -> Iterator[Variant]:
     engine = config.engine
     if compare == "layouts":
-        engines: dict[str, EngineConfig] = {name: replace(engine, layout=name) for name in LAYOUTS}
+        engines: dict[str, EngineConfig] = {name: _possible(replace(engine, layout=name)) for name in LAYOUTS}
     elif compare == "alpha":
         engines = {f"alpha {alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
     else:

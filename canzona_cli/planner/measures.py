@@ -7,8 +7,18 @@ from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.baselines import padding_fraction
-from canzona_cli.planner.memory import capacity, element_bytes, factor_bytes, stage_weights, transient
+from canzona_cli.planner.memory import (
+    capacity,
+    element_bytes,
+    exchange_bytes,
+    factor_bytes,
+    moment_bytes,
+    stage_weights,
+    transient,
+)
 from canzona_cli.planner.plan import Mesh, Plan
+from canzona_cli.planner.reduction import shares
+from canzona_cli.planner.step_buffers import StepBuffers, step_buffers
 
 _FP32 = 4
 
@@ -82,8 +92,8 @@ class PlanMemory:
     What is never alive together counts once, see `memory.Transient`."""
     worst: Place
     capacity: int
-    exchange_buffers: int
-    """Buffers of the busiest two micro-groups, of which `parts` counts what does not fit where activations were."""
+    buffers: StepBuffers
+    """Of that rank; `parts` counts what does not fit where activations were."""
 
     @property
     def total(self) -> int:
@@ -139,9 +149,7 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
 def _byte_balance(plan: Plan) -> float:
     busiest = even = 0.0
     for bucket in plan.buckets:
-        held: dict[int, int] = {}
-        for part in bucket.ranges:
-            held[part.owner] = held.get(part.owner, 0) + part.end - part.start
+        held = shares(bucket)
         busiest += max(held.values())
         even += sum(held.values()) / plan.subject.layout.owners
     return busiest / even if even else 1.0
@@ -150,7 +158,7 @@ def _byte_balance(plan: Plan) -> float:
 def _exchanged(config: RunConfig, plan: Plan) -> list[int]:
     """Bytes each rank sends inside its TP group in a step: by stage, then cell."""
     mesh = plan.subject.layout
-    width, grad = element_bytes(config)
+    width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
     stored = [0] * (mesh.pp * mesh.owners)  # fragment elements of an owner's matrices on each of its TP ranks
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
@@ -177,17 +185,22 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     mesh, algorithm = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
     master = _FP32 if config.train.precision == "bf16" else 0
-    moments = _FP32 * (2 if algorithm.name == "soap" else 1)
+    moments = moment_bytes(algorithm)
     hosted, factors = [0] * mesh.cells, [0] * mesh.cells
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         if matrix.stage == stage:
             place = cell.owner * mesh.tp + cell.host
             hosted[place] += matrix.elements
             factors[place] += factor_bytes(algorithm, matrix.rows, matrix.cols)
-    buffers = _exchange_buffers(plan, stage, width, grad)
-    state = [(master + moments) * hosted[i] + factors[i] + buffers[i] for i in range(mesh.cells)]
-    worst = max(range(mesh.cells), key=state.__getitem__)
-    weights, needed = stage_weights(config, layout, stage), transient(config, layout, stage)
+    buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
+    # With fp32 weights too: nowhere else is a hosted matrix whole.
+    state = [(_FP32 + moments) * hosted[i] + factors[i] for i in range(mesh.cells)]
+
+    def parts(cell: int) -> dict[str, int]:
+        return needed.parts(exchange=buffers[cell].update, reduction=buffers[cell].reduction)
+
+    worst = max(range(mesh.cells), key=lambda cell: (state[cell] + sum(parts(cell).values()), -cell))
+    weights = stage_weights(config, layout, stage)
     # Fragments as planned, which a user's own shapes make other than `stage_weights` has them.
     fragments = sum(matrix.fragment_elements(mesh.tp) for matrix in plan.matrices if matrix.stage == stage)
     stored = fragments + weights.others
@@ -199,39 +212,13 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
                 "weights": width * stored,
                 "gradients": grad * stored,
                 "padding": (width + grad) * padding,
-                "masters": master * (hosted[worst] + adamw),
+                "masters": _FP32 * hosted[worst] + master * adamw,
                 "matrix_state": moments * hosted[worst] + factors[worst],
                 "adamw_state": 2 * _FP32 * adamw,
-                **needed.parts(exchange=buffers[worst]),
+                **parts(worst),
             }
         ),
         worst=Place.of(mesh, stage, worst),
         capacity=capacity(config),
-        exchange_buffers=buffers[worst],
+        buffers=buffers[worst],
     )
-
-
-def _exchange_buffers(plan: Plan, stage: int, width: int, grad: int) -> list[int]:
-    """Bytes by cell: gradients of two successive micro-groups, and weights of two, sent and received."""
-    mesh = plan.subject.layout
-    by_owner: dict[int, list[tuple[int, ...]]] = {}
-    for group in sorted(plan.groups, key=lambda group: (group.stage, group.owner, group.index)):
-        if group.stage == stage:
-            by_owner.setdefault(group.owner, []).append(group.matrices)
-    buffers = [0] * mesh.cells
-    if mesh.tp == 1:
-        return buffers
-    for owner, groups in by_owner.items():
-        busy = [[0] * mesh.tp for _ in groups]  # elements a host holds of each group, whole and as fragments
-        for number, members in enumerate(groups):
-            for index in members:
-                matrix = plan.matrices[index]
-                busy[number][plan.assignment.cells[index].host] += matrix.elements
-                fragment = matrix.fragment_elements(mesh.tp)
-                for host in range(mesh.tp):
-                    busy[number][host] += fragment
-        for host in range(mesh.tp):
-            held = [group[host] for group in busy]
-            pairs = [a + b for a, b in zip(held, [*held[1:], 0], strict=True)]
-            buffers[owner * mesh.tp + host] = (grad + width) * max(pairs)
-    return buffers

@@ -12,12 +12,16 @@ from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.models import qwen3
+from canzona_cli.models.matrices import layer_shapes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.placement import Placement, balance, layerwise
 from canzona_cli.planner.types import Algorithm
 
 GIB = 1 << 30
+BATCH_BYTES = 256 << 20
+"""With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
 _FP32 = 4
+_HOSTED = ("canzona", "asc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,31 +113,45 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         overlap = config.parallel.overlap_grad_reduce and stage == 0  # Megatron buckets only the first stage
         sizes = tuple(rows * cols // layout.tp for rows, cols in qwen3.fused_shapes(model))
         return layerwise(sizes, layers, shards, bucket if overlap else None)
-    return balance(qwen3.split_shapes(model), layers, shards * layout.tp, in_order=config.engine.strategy == "asc")
+    return balance(matrix_shapes(config), layers, shards * layout.tp, in_order=config.engine.strategy == "asc")
+
+
+def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
+    splitting = config.engine.splitting
+    if config.engine.strategy not in _HOSTED and splitting != "fused":
+        splitting = "qkv"
+    return layer_shapes(config.model, splitting)
+
+
+def hosted(config: RunConfig) -> bool:
+    """Whether matrices are updated whole by canzona's engine."""
+    return config.optimizer.name != "adamw" and config.engine.strategy in _HOSTED
 
 
 def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
     """Masters and moments on the worst rank of a stage.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps master and momentum, 8 bytes (4),
-    plus its factors:
+    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
+    and its factors, see `moment_bytes` and `factor_bytes`:
     - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike;
-    - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded.
+    - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded. What asc and
+      canzona host has a master with fp32 weights too: nowhere else is the matrix whole.
     """
     weights = stage_weights(config, layout, stage)
     master = _FP32 if config.train.precision == "bf16" else 0
     adamw, shards = master + 2 * _FP32, layout.dp * layout.cp
     if config.optimizer.name == "adamw":
         return adamw * math.ceil((weights.matrices + weights.others) / shards)
-    moments = 2 * _FP32 if config.optimizer.name == "soap" else _FP32
+    kept = (_FP32 if hosted(config) else master) + moment_bytes(algorithm(config))
     held = placement(config, layout, stage)
     if held is None:
         layers = config.model.num_layers // layout.pp
-        factors = layers * sum(_factors(config, rows, cols) for rows, cols in qwen3.split_shapes(config.model))
-        return (master + moments) * weights.matrices + factors + adamw * weights.others
+        factors = layers * sum(_factors(config, rows, cols) for rows, cols in matrix_shapes(config))
+        return kept * weights.matrices + factors + adamw * weights.others
     factors = sum(count * _factors(config, rows, cols) for (rows, cols), count in held.worst_shapes.items())
-    return (master + moments) * held.worst + factors + adamw * math.ceil(weights.others / shards)
+    return kept * held.worst + factors + adamw * math.ceil(weights.others / shards)
 
 
 def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
@@ -188,11 +206,19 @@ class Transient:
     """Of one layer's backward pass, on top of activations; logits are gone by then."""
     update: int
     """Of the optimizer step, when activations and logits are gone."""
+    adamw: int = 0
+    """Of AdamW's update where that goes before the matrices'."""
 
-    def parts(self, *, exchange: int = 0) -> dict[str, int]:
-        """What is never alive together counts once: the later ones only beyond what has been freed by then."""
+    def parts(self, *, exchange: int = 0, reduction: int = 0) -> dict[str, int]:
+        """What is never alive together counts once: the later ones only beyond what has been freed by then.
+
+        Args:
+            exchange: what the engine holds while it updates matrices (`step_buffers`).
+            reduction: what it holds while gradients are reduced, under the backward pass.
+        """
         freed = self.activations + self.logits
-        workspace = max(0, self.working - self.logits, self.update - freed)
+        working = self.working + reduction - self.logits
+        workspace = max(0, working, max(self.update, self.adamw) - freed)
         return {
             "activations": self.activations,
             "logits": self.logits,
@@ -207,13 +233,39 @@ def element_bytes(config: RunConfig) -> tuple[int, int]:
     return width, _FP32 if config.train.grad_reduce_dtype == "fp32" else width
 
 
+def exchange_bytes(config: RunConfig) -> tuple[int, int]:
+    """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""
+    return _width(config), 2 if config.engine.exchange_dtype == "bf16" else _FP32
+
+
+def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
+    """Of `step_buffers`, what no plan can do without: groups of one matrix a host, batches of one matrix."""
+    held = placement(config, layout, stage)
+    if held is None or not hosted(config):
+        return 0
+    shapes = matrix_shapes(config)
+    largest = max(math.prod(shape) for shape in shapes)
+    if layout.tp > 1:
+        return 2 * sum(exchange_bytes(config)) * 2 * largest + 2 * _FP32 * largest
+    batch = min(_FP32 * held.worst, max(BATCH_BYTES, _FP32 * largest))
+    if element_bytes(config)[1] != _FP32:
+        return 2 * batch
+    if config.engine.splitting == "fused":
+        return batch
+    model = config.model
+    interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
+    share = interleaved / sum(math.prod(shape) for shape in shapes)
+    return batch + min(int(_FP32 * held.worst * share), batch)
+
+
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
-    parts = transient(config, layout, stage).parts()
-    del parts["exchange"]  # known only once there is a plan
+    parts = transient(config, layout, stage).parts(exchange=least_step_bytes(config, layout, stage))
+    # What groups take beyond that is known only once there is a plan.
+    parts["workspace"] += parts.pop("exchange")
     return {
         "weights": width * stored,
         "gradients": grad * stored,
@@ -245,6 +297,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         logits=logits,
         working=working,
         update=_update_workspace(config, layout, weights, held),
+        adamw=_adamw_workspace(config, layout, weights) if hosted(config) else 0,
     )
 
 
@@ -252,10 +305,13 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     """What the optimizer step needs on top of its state, when activations are gone.
 
     Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
-    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three squares of the long side.
+    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three squares of the longest side
+    they precondition. What canzona's engine copies besides is in `step_buffers`.
     """
-    shards, width = layout.dp * layout.cp, _width(config)
+    shards = layout.dp * layout.cp
     local = weights.matrices + weights.others
+    if hosted(config):
+        return _main_gradients(config, layout, weights) + _matrix_workspace(config)
     # Reduced in bf16, gradients are copied to fp32 for the masters.
     copies = _FP32 * (local if held is None and config.optimizer.name != "adamw" else math.ceil(local / shards))
     copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
@@ -263,12 +319,41 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(local / shards)
     if config.optimizer.name == "adamw":
         return copies + foreach
-    split = config.engine.strategy in ("canzona", "asc")
-    shapes = qwen3.split_shapes(config.model) if split else qwen3.fused_shapes(config.model)
+    return copies + _matrix_workspace(config)
+
+
+def _matrix_workspace(config: RunConfig) -> int:
+    """Of the largest matrix's update; one optimizer instance updates all, one after another."""
+    how, width, shapes = algorithm(config), _width(config), matrix_shapes(config)
     rows, cols = max(shapes, key=math.prod)
-    if config.optimizer.name == "muon":
-        return copies + (2 * _FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
-    return copies + 2 * _FP32 * rows * cols + 3 * _FP32 * max(rows, cols) ** 2
+    if how.name == "muon":
+        return (2 * _FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    if how.name == "adamw":
+        return 3 * _FP32 * rows * cols
+    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    return 2 * _FP32 * rows * cols + 3 * _FP32 * max(sides, default=0) ** 2
+
+
+def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
+    """Reduced in bf16, a rank's share of the other parameters' gradients is copied to fp32, until the step is over."""
+    if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32":
+        return 0
+    return _FP32 * math.ceil(weights.others / (layout.dp * layout.cp))
+
+
+def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
+    """Of AdamW on the parameters that are no matrices; torch's foreach version makes an fp32 temporary of them."""
+    foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(weights.others / (layout.dp * layout.cp))
+    return _main_gradients(config, layout, weights) + foreach
+
+
+def moment_bytes(algorithm: Algorithm) -> int:
+    """Bytes of fp32 state per element of a matrix.
+
+    Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
+    """
+    two = algorithm.name in ("soap", "adamw") or (algorithm.name == "shampoo" and algorithm.grafting == "adam")
+    return 2 * _FP32 if two else _FP32
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:

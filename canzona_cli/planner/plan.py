@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
+from typing import get_args
 
-from canzona_cli.config.schema import Layout
+from canzona_cli.config.schema import Layout, Reduction
 from canzona_cli.planner.types import (
     Algorithm,
     Assignment,
@@ -22,7 +23,7 @@ from canzona_cli.planner.types import (
     Range,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the content and its meaning; a plan of another version is not read."""
 
 Scalar = str | int | float | bool | None
@@ -143,7 +144,7 @@ class Plan:
             ],
             "buckets": [
                 {
-                    **{name: getattr(bucket, name) for name in ("index", "stage", "elements", "padding")},
+                    **{name: getattr(bucket, name) for name in ("index", "stage", "elements", "padding", "reduction")},
                     "parameters": list(bucket.parameters),
                     "ranges": [[part.start, part.end, part.owner, list(part.matrices)] for part in bucket.ranges],
                 }
@@ -183,6 +184,7 @@ def content_hash(content: Mapping[str, object]) -> str:
 
 
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
+_REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 _MATRIX = tuple(field.name for field in fields(Matrix))
 
 
@@ -225,6 +227,7 @@ def _build(content: Mapping[str, object]) -> Plan:
                 padding=_int(row["padding"]),
                 parameters=tuple(str(name) for name in _list(row["parameters"])),
                 ranges=tuple(_range(part) for part in _list(row["ranges"])),
+                reduction=_reduction(row["reduction"]),
             )
             for row in _rows(content["buckets"])
         ),
@@ -241,13 +244,26 @@ def _build(content: Mapping[str, object]) -> Plan:
 
 
 def _check(plan: Plan) -> None:
-    """What the engine relies on: every matrix once in the list, in the grid, and in one micro-group of its owner."""
+    """What the engine relies on: every matrix once in the list, in the grid, in one range of a bucket and in one
+    micro-group of its owner.
+    """
     mesh, cells = plan.subject.layout, plan.assignment.cells
     for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
         if matrix.index != index or not 0 <= matrix.stage < mesh.pp:
             raise ValueError(f"matrix {matrix.name} is out of place")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
+    ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
+    if sorted(ranged) != list(range(len(plan.matrices))):
+        raise ValueError("the buckets do not have every matrix exactly once")
+    for bucket in plan.buckets:
+        end = 0
+        for part in bucket.ranges:
+            if not end <= part.start < part.end <= bucket.elements:
+                raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has ranges that overlap or leave it")
+            if any((plan.matrices[i].stage, cells[i].owner) != (bucket.stage, part.owner) for i in part.matrices):
+                raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} gives a matrix to another owner")
+            end = part.end
     grouped = [index for group in plan.groups for index in group.matrices]
     if sorted(grouped) != list(range(len(plan.matrices))):
         raise ValueError("the micro-groups do not have every matrix exactly once")
@@ -300,6 +316,13 @@ def _execution(value: object) -> Execution:
     if value != "hosted":
         raise ValueError(f"{value!r} is not a way to update a matrix")
     return "hosted"
+
+
+def _reduction(value: object) -> Reduction:
+    for known in _REDUCTIONS:
+        if value == known:
+            return known
+    raise ValueError(f"{value!r} is not a way to reduce gradients")
 
 
 def _range(value: object) -> Range:

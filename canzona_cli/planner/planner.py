@@ -1,6 +1,6 @@
 """From a run to its `Plan`: matrices, costs, owners and hosts, buckets, micro-groups. No torch, no clock, no chance."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -13,10 +13,21 @@ from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import GIB, capacity, element_bytes, factor_bytes, stage_weights, transient
+from canzona_cli.planner.memory import (
+    GIB,
+    capacity,
+    element_bytes,
+    exchange_bytes,
+    factor_bytes,
+    least_step_bytes,
+    moment_bytes,
+    stage_weights,
+    transient,
+)
 from canzona_cli.planner.micro_groups import Link, micro_groups
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.subject import bucket_elements, subject
+from canzona_cli.planner.reduction import ReductionModel
+from canzona_cli.planner.subject import bucket_elements, settings, subject
 from canzona_cli.planner.types import Matrix
 
 COST_DIGITS = 9
@@ -62,24 +73,24 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
     """
     config, _ = plannable(config)
     members = _matrices(config, layout, shapes)
-    roomy = _plan(config, layout, shapes, members, _memory_cap(config, layout, members, careful=False))
-    if plan_memory(config, layout, roomy).fits:
-        return roomy
-    plan = _plan(config, layout, shapes, members, _memory_cap(config, layout, members, careful=True))
-    memory = plan_memory(config, layout, plan)
-    if not memory.fits:
-        raise DoesNotFit(
-            Problem(
-                key="gpus",
-                value=config.gpus,
-                reason=(
-                    f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan "
-                    f"and {config.cluster.name} has {memory.capacity / GIB:.2f} GiB to use"
-                ),
-                fix="use more GPUs, train.recompute=full, a smaller engine.c_max_mib, or more tensor or pipeline ranks",
-            )
+    for careful in (False, True):
+        memory_cap = _memory_cap(config, layout, members, careful=careful)
+        for c_max_bytes in _capacities(config, layout, members):
+            plan = _plan(config, layout, shapes, members, memory_cap, c_max_bytes)
+            memory = plan_memory(config, layout, plan)
+            if memory.fits:
+                return plan
+    raise DoesNotFit(
+        Problem(
+            key="gpus",
+            value=config.gpus,
+            reason=(
+                f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan "
+                f"and {config.cluster.name} has {memory.capacity / GIB:.2f} GiB to use"
+            ),
+            fix="use more GPUs, train.recompute=full, or more tensor or pipeline ranks",
         )
-    return plan
+    )
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
@@ -109,22 +120,37 @@ def _plan(
     shapes: ModelShapes | None,
     members: tuple[Matrix, ...],
     memory_cap: int | None,
+    c_max_bytes: int | None = None,
 ) -> Plan:
+    """A plan; with `c_max_bytes` one that saves memory: groups of at most that, no all-to-all that nobody asked for."""
     about = subject(config, layout, shapes)
-    mesh, settings, limit = about.layout, about.settings, bucket_elements(config, layout)
+    mesh, asked, limit = about.layout, about.settings, bucket_elements(config, layout)
     costs = update_costs(config, members)
-    width = max(element_bytes(config))
-    assignment = assign(members, costs, layout, settings, memory_cap, bucket_elements=limit, bytes_per_element=width)
+    width = max(exchange_bytes(config))
+    frugal = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
+    assignment = assign(members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width)
     return Plan(
         subject=about,
         matrices=members,
         costs=costs,
         assignment=assignment,
         execution=tuple("hosted" for _ in members),
-        buckets=buckets(members, assignment, layout, settings, limit),
-        groups=micro_groups(members, costs, assignment, layout, settings, width, _exchange_link(config, layout)),
+        buckets=ReductionModel(config, layout).choose(
+            buckets(members, assignment, layout, asked, limit), asked, scratch=c_max_bytes is None
+        ),
+        groups=micro_groups(members, costs, assignment, layout, frugal, width, _exchange_link(config, layout)),
         lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
     )
+
+
+def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int | None]:
+    """C_max of `make_plan`'s attempts: what was asked for or nothing, then down to the largest matrix."""
+    yield None
+    largest = max(matrix.elements for matrix in members) * max(exchange_bytes(config))
+    asked = settings(config).c_max_bytes
+    for times in (8, 4, 2, 1):
+        if asked is None or times * largest < asked:
+            yield times * largest
 
 
 def _exchange_link(config: RunConfig, layout: Layout) -> Link:
@@ -146,11 +172,12 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
         factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
     width, grad = element_bytes(config)
     master = _FP32 if config.train.precision == "bf16" else 0
-    state = master + _FP32 * (2 if how.name == "soap" else 1) + factors
+    state = _FP32 + moment_bytes(how) + factors
     left = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
         adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * _FP32)
         stored = (width + grad) * (weights.matrices + weights.others)
-        left.append(capacity(config) - stored - adamw - sum(transient(config, layout, stage).parts().values()))
+        needed = transient(config, layout, stage).parts(exchange=least_step_bytes(config, layout, stage))
+        left.append(capacity(config) - stored - adamw - sum(needed.values()))
     return max(1, int(min(left) / state))

@@ -198,8 +198,7 @@ class _Simulation:
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage).modules)
         if self._strategy in ("adamw", "sc"):
             return buffers.everything(sharded=self._strategy == "adamw")
-        even = self._strategy == "layerwise" or self._config.engine.layout == "aligned"
-        return [*buffers.others(), *buffers.matrices(self._buckets, self._matrices, even=even)]
+        return [*buffers.others(), *buffers.matrices(self._buckets, self._matrices)]
 
     def _others(self, stage: int) -> int:
         """How many of the stage's chunks are AdamW's own; they come first."""
@@ -320,6 +319,7 @@ def assumptions() -> tuple[str, ...]:
         "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
         "bisection bandwidth.",
+        "Where a bucket's gradients travel all-to-all, each owner adds the copies up before the next bucket travels.",
         "Rings and per-owner chains send each byte once through every rank; an all-to-all takes as long as its busiest "
         "sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not hidden.",
@@ -329,7 +329,7 @@ def assumptions() -> tuple[str, ...]:
         "start gathering the first layer's matrices with the last update.",
         "Matrices are split the same way and updated by the same arithmetic under every strategy; layerwise and sc "
         "repeat it on every tensor-parallel rank after a synchronous gather in fp32.",
-        "Two micro-groups are in flight; exchanged gradients have the gradient buffer's type, weights the model's.",
+        "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type.",
         "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
         "Gradients are clipped in every step.",
     )

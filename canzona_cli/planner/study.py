@@ -107,7 +107,9 @@ class Study:
                 "worst_rank": self.memory.worst.rank,
                 "worst_place": asdict(self.memory.worst),
                 "capacity_bytes": self.memory.capacity,
-                "exchange_buffer_bytes": self.memory.exchange_buffers,
+                "exchange_buffer_bytes": self.memory.buffers.exchange,
+                "update_scratch_bytes": self.memory.buffers.gradients + self.memory.buffers.guard,
+                "reduction_scratch_bytes": self.memory.buffers.reduction,
             },
             "communication": asdict(self.communication),
             "strategies": {

@@ -69,4 +69,6 @@ def settings(config: RunConfig) -> PlanSettings:
         alpha=engine.alpha,
         c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
         grouping=engine.grouping,
+        reduction=engine.reduction,
+        exchange_dtype=engine.exchange_dtype,
     )

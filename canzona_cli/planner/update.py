@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.cost import algorithm, memory_rate
 from canzona_cli.planner.links import Groups, Links
-from canzona_cli.planner.memory import element_bytes
+from canzona_cli.planner.memory import element_bytes, exchange_bytes
 from canzona_cli.planner.types import Assignment, Matrix, MicroGroup
 
+_FP32 = 4
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
 """Stream, phase, start, end; seconds from the beginning of the update."""
 
-FRAGMENT_BYTES = {"muon": 64, "shampoo": 24, "soap": 24}
+FRAGMENT_BYTES = {"adamw": 28, "muon": 64, "shampoo": 24, "soap": 24}
 """Memory traffic per element, beside writing the weight, of what a duplicated update does on its own fragment only:
 decay, weight and, for Muon, momentum and scaling. The cost of a hosted update has it for the whole matrix."""
 
@@ -54,9 +55,10 @@ class UpdateModel:
     def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-        self._width, self._grad = element_bytes(config)
+        self._width, self._grad = exchange_bytes(config)
+        self._buffer = element_bytes(config)[1]
         self._rate = memory_rate(config.cluster)
-        self._fragment_bytes = FRAGMENT_BYTES[config.optimizer.name] + self._width
+        self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
         """One owner's micro-groups, in order: its TP ranks' updates, by host."""
@@ -73,7 +75,7 @@ class UpdateModel:
         for number, load in enumerate(loads):
             for host, rank in enumerate(ranks):
                 rank.wait(gradients[number])
-                rank.work("exchange", load.hosted[host] * 2 * self._grad / self._rate)
+                rank.work("exchange", load.hosted[host] * (self._grad + _FP32) / self._rate)
                 rank.work("matrix_update", load.seconds[host])
                 rank.work("exchange", load.hosted[host] * 2 * self._width / self._rate)
             weights.append(channel.run(self._weights_s(load)))
@@ -127,7 +129,7 @@ class UpdateModel:
 
     def _send_gradients(self, load: "_Load", ranks: Sequence["_Rank"], channel: "_Channel") -> float:
         for rank, stored in zip(ranks, load.stored, strict=True):
-            rank.work("exchange", stored * 2 * self._grad / self._rate)
+            rank.work("exchange", stored * (self._buffer + self._grad) / self._rate)
         given, taken = ([elements * self._grad for elements in side] for side in (load.given, load.taken))
         return channel.run(self._links.all_to_all(given, taken, self._group).seconds)
 

@@ -13,6 +13,8 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError
+from canzona_cli.models.shapes import load_shapes
+from canzona_cli.planner.compare import study_run, with_shapes
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
 from canzona_cli.planner.planner import make_plan, plannable
@@ -51,7 +53,7 @@ def refusal(path: Path, config: RunConfig, layout: Layout) -> str:
 
 
 @pytest.mark.parametrize("layout_name", ["owner", "contiguous", "aligned"])
-@pytest.mark.parametrize("splitting", ["split", "fused", "per_head"])
+@pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
 def test_json_round_trip(layout_name: str, splitting: str) -> None:
     config, layout = resolved(layout=layout_name, splitting=splitting)
     plan = make_plan(config, layout)
@@ -129,6 +131,7 @@ CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
     "settings.layout": lambda c: replace(c, engine=replace(c.engine, layout="contiguous")),
     "settings.alpha": lambda c: replace(c, engine=replace(c.engine, alpha=0.5)),
     "settings.splitting": lambda c: replace(c, engine=replace(c.engine, splitting="fused")),
+    "settings.exchange_dtype": lambda c: replace(c, engine=replace(c.engine, exchange_dtype="bf16")),
     "settings.strategy": lambda c: replace(c, engine=replace(c.engine, strategy="asc")),
     "buffers.bucket_elements": lambda c: replace(c, parallel=replace(c.parallel, bucket_elements=1 << 20)),
     "buffers.precision": lambda c: replace(c, train=replace(c.train, precision="fp32")),
@@ -163,7 +166,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, this canzona reads version 1" in refusal(written, *planned[:2])
+    assert "version 99, this canzona reads version 2" in refusal(written, *planned[:2])
 
 
 def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
@@ -208,6 +211,70 @@ def test_a_matrix_outside_of_the_grid_or_in_two_groups_is_damaged(planned: tuple
     twice["micro_groups"][0]["matrices"].append(twice["micro_groups"][1]["matrices"][0])  # type: ignore[attr-defined, index]
     with pytest.raises(ValueError, match="exactly once"):
         Plan.from_content(twice)
+
+
+def test_buckets_that_overlap_or_disagree_with_the_matrices_are_damaged(
+    planned: tuple[RunConfig, Layout, Plan],
+) -> None:
+    def content() -> dict[str, list[dict[str, list[list[object]]]]]:
+        return json.loads(planned[2].to_json())  # type: ignore[no-any-return]
+
+    changed = content()
+    changed["buckets"][0]["ranges"][0][2] = (planned[2].buckets[0].ranges[0].owner + 1) % 4
+    with pytest.raises(ValueError, match="to another owner"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["ranges"][1][0] = 0
+    with pytest.raises(ValueError, match="overlap"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["ranges"].pop()
+    with pytest.raises(ValueError, match="buckets do not have every matrix"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["reduction"] = "magic"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not a way to reduce"):
+        Plan.from_content(changed)
+
+
+@pytest.mark.parametrize("layout_name", ["owner", "contiguous", "aligned"])
+@pytest.mark.parametrize(("tp", "dp"), [(4, 8), (1, 32)])
+def test_fewer_matrices_than_ranks(tp: int, dp: int, layout_name: str) -> None:
+    """Some cells update nothing, some owners have no micro-group, and buckets lack owners."""
+    config = sizes.run("tiny", tp * dp, strategy="canzona", tp=tp)
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=1),
+        engine=replace(config.engine, layout=layout_name),  # type: ignore[arg-type]
+        parallel=replace(config.parallel, bucket_elements=200_000),
+    )
+    config, layout = resolve(config)
+    plan = make_plan(config, layout)
+    assert Plan.from_content(json.loads(plan.to_json())) == plan
+    assert len(plan.matrices) == 7 < tp * dp == layout.world_size
+    assert sum(load > 0 for load in plan.loads(0)) <= 7
+    assert {group.owner for group in plan.groups} == {cell.owner for cell in plan.assignment.cells} < set(range(dp))
+    assert sorted(index for group in plan.groups for index in group.matrices) == list(range(7))
+    ranged = {part.owner for bucket in plan.buckets for part in bucket.ranges}
+    assert ranged == {cell.owner for cell in plan.assignment.cells}
+    wanted = "even" if layout_name == "aligned" else "reduce"
+    assert {bucket.reduction for bucket in plan.buckets} == {wanted}
+    study = study_run(config, layout)
+    assert study.balance.gap <= 1
+    assert study.memory.total > 0
+
+
+def test_fewer_matrices_of_ones_own_than_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "name: own\nhidden_size: 256\nembedding: 98304\nlayers: 1\nhead_dim: 32\nmatrices:\n"
+        "  - {name: up, rows: 512, cols: 256, shard: rows}\n  - {name: down, rows: 256, cols: 512, shard: cols}\n"
+    )
+    shapes = load_shapes(path)
+    config, layout = resolve(with_shapes(sizes.run("tiny", 32, strategy="canzona", tp=4), shapes))
+    plan = make_plan(config, layout, shapes)
+    assert len(plan.groups) == len(plan.matrices) == 2
+    assert study_run(config, layout, shapes=shapes).planned.result.iteration_s > 0
 
 
 def test_adamw_has_nothing_to_plan() -> None:

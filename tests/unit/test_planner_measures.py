@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.planner.measures import balance, communication, plan_memory
 from canzona_cli.planner.memory import GIB, estimate
@@ -16,9 +16,18 @@ from tests.unit import sizes
 
 
 def planned(
-    size: sizes.Size, gpus: int, *, tp: int | None = None, pp: int | None = None, **engine: object
+    size: sizes.Size,
+    gpus: int,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    micro_batch_size: int | None = None,
+    recompute: Recompute | None = None,
+    **engine: object,
 ) -> tuple[RunConfig, Layout, Plan]:
-    config = sizes.run(size, gpus, strategy="canzona", tp=tp, pp=pp)
+    config = sizes.run(
+        size, gpus, strategy="canzona", tp=tp, pp=pp, micro_batch_size=micro_batch_size, recompute=recompute
+    )
     config, layout = resolve(replace(config, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
     return config, layout, make_plan(config, layout)
 
@@ -60,18 +69,19 @@ def test_one_owner_moves_no_gradients_and_one_host_exchanges_nothing() -> None:
     assert moved.dp_reduce_bytes > 0
 
 
-@pytest.mark.parametrize("splitting", ["split", "fused", "per_head"])
-def test_exchange_is_every_fragment_that_is_not_on_its_host(splitting: str) -> None:
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
+def test_exchange_is_every_fragment_that_is_not_on_its_host(splitting: str, width: int) -> None:
     """Over all ranks, each fragment goes to its host as a gradient and comes back as a weight."""
     from canzona_cli.planner.measures import _exchanged
 
-    config, _, plan = planned("tiny", 8, tp=4, splitting=splitting)
+    config, _, plan = planned("tiny", 8, tp=4, splitting=splitting, exchange_dtype="bf16" if width == 2 else "fp32")
     wanted = 0
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         if matrix.home is None:
-            wanted += (4 + 2) * matrix.elements * 3 // 4
+            wanted += (width + 2) * matrix.elements * 3 // 4
         elif matrix.home != cell.host:
-            wanted += (4 + 2) * matrix.elements
+            wanted += (width + 2) * matrix.elements
     assert sum(_exchanged(config, plan)) == wanted
 
 
@@ -108,13 +118,13 @@ def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
     config = replace(config, optimizer=kind(name=name, lr=1e-3))  # type: ignore[arg-type]
     plan = plan_unbounded(config, layout)
     memory = plan_memory(config, layout, plan)
-    moments = 4 if name == "shampoo" else 8
     hosted = [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         if (cell.owner, cell.host) == (memory.worst.owner, memory.worst.host)
     ]
-    wanted = sum(moments * m.elements + 8 * (m.rows**2 + m.cols**2) for m in hosted)
+    # SOAP's two moments; Shampoo's momentum and, for grafting, Adam's second one.
+    wanted = sum(8 * m.elements + 8 * (m.rows**2 + m.cols**2) for m in hosted)
     assert memory.parts["matrix_state"] == wanted
 
 
@@ -138,3 +148,24 @@ def test_a_plan_that_no_rank_has_room_for_does_not_fit() -> None:
     full = replace(config, cluster=replace(config.cluster, memory_gib=needed / GIB + config.cluster.reserved_gib))
     with pytest.raises(DoesNotFit):
         make_plan(full, layout)
+
+
+def test_a_hosted_matrix_has_a_master_with_fp32_weights_too() -> None:
+    config, layout = resolve(sizes.run("tiny", 4, strategy="canzona", tp=2, precision="fp32"))
+    memory = plan_memory(config, layout, make_plan(config, layout))
+    assert memory.parts["masters"] == memory.parts["matrix_state"] > 0
+    assert estimate(config, layout).parts["optimizer"] >= memory.parts["masters"] + memory.parts["matrix_state"]
+
+
+def test_a_plan_that_does_not_fit_with_its_groups_gets_smaller_ones() -> None:
+    config, layout, _ = planned("8b", 8, tp=8, micro_batch_size=1, recompute="full", grouping="balanced")
+    free = plan_unbounded(config, layout)
+    roomy = plan_memory(config, layout, free)
+    assert roomy.parts["exchange"] > GIB / 2
+    tight = replace(config.cluster, memory_gib=(roomy.total - GIB / 2) / GIB + config.cluster.reserved_gib)
+    config = replace(config, cluster=tight)
+    plan = make_plan(config, layout)
+    assert plan_memory(config, layout, plan).fits
+    assert len(plan.groups) > len(free.groups)
+    assert plan.assignment == free.assignment
+    assert plan.subject.settings.c_max_bytes is None

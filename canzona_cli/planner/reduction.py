@@ -1,0 +1,134 @@
+"""How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.memory import element_bytes
+from canzona_cli.planner.types import Bucket, PlanSettings
+
+SIMILAR = 1.25
+"""All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
+WORTH = 0.95
+"""And chosen where it takes no more than this part of the per-owner reductions: it needs memory that they do not."""
+_FP32 = 4
+
+
+def even_shards(settings: PlanSettings) -> bool:
+    """Whether a bucket is laid out in equal shards; asc keeps the natural order, whatever the layout."""
+    return settings.layout == "aligned" and settings.strategy != "asc"
+
+
+def shares(bucket: Bucket) -> dict[int, int]:
+    """Elements of each owner that has any, alignment inside its ranges included."""
+    found: dict[int, int] = {}
+    for part in bucket.ranges:
+        found[part.owner] = found.get(part.owner, 0) + part.end - part.start
+    return found
+
+
+def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
+    """What owners hold beside the buffer while a bucket is reduced: all ranks' copies of their own share."""
+    if bucket.reduction != "all_to_all":
+        return {}
+    return {owner: owners * share * grad_bytes for owner, share in shares(bucket).items()}
+
+
+class ReductionModel:
+    """Prices a run's buckets on its links, and chooses."""
+
+    def __init__(self, config: RunConfig, layout: Layout) -> None:
+        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+        self._width, self._grad = element_bytes(config)
+        self._rate = memory_rate(config.cluster)
+        self._launch_s = config.cluster.launch_us * 1e-6
+
+    def reduce(self, bucket: Bucket) -> Transfer:
+        """Gradients to their owners."""
+        if bucket.reduction == "even":
+            return self._links.all_gather(bucket.elements * self._grad, self._group)
+        if bucket.reduction == "all_to_all":
+            return self._all_to_all(bucket)
+        return self._per_range(bucket, self._grad)
+
+    def gather(self, bucket: Bucket) -> Transfer:
+        """New weights from their owners: Megatron's all-gather of equal shards, else a broadcast of each range."""
+        if bucket.reduction == "even":
+            return self._links.all_gather(bucket.elements * self._width, self._group)
+        return self._per_range(bucket, self._width)
+
+    def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
+        """The buckets with how each is reduced.
+
+        What was asked for; else even collectives for equal shards, a reduction for each owner's range, or, in canzona's
+        plans, an all-to-all where shares are alike, each in one range, and it is worth its memory.
+
+        Args:
+            scratch: whether there is memory for an all-to-all that nobody asked for.
+
+        Raises:
+            ConfigError: even collectives were asked for, and shards are not equal.
+        """
+        if settings.reduction == "even" and not even_shards(settings):
+            natural = settings.strategy == "asc"
+            raise ConfigError(
+                Problem(
+                    key="engine.reduction",
+                    value="even",
+                    reason="reduces equal shards, which strategy asc has not"
+                    if natural
+                    else f"reduces equal shards, which layout {settings.layout} has not",
+                    fix="use engine.reduction=null" + ("" if natural else ", or engine.layout=aligned"),
+                )
+            )
+        return tuple(replace(one, reduction=self._choice(one, settings, scratch)) for one in buckets)
+
+    def _choice(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Reduction:
+        if settings.reduction is not None:
+            return settings.reduction
+        if even_shards(settings):
+            return "even"
+        if settings.strategy == "asc" or not scratch or not self._alike(bucket):
+            return "reduce"
+        worth = self._all_to_all(bucket).seconds <= WORTH * self._per_range(bucket, self._grad).seconds
+        return "all_to_all" if worth else "reduce"
+
+    def _alike(self, bucket: Bucket) -> bool:
+        found = shares(bucket)
+        if self._group.size == 1 or not len(found) == len(bucket.ranges) == self._group.size:
+            return False
+        return max(found.values()) * self._group.size <= SIMILAR * sum(found.values())
+
+    def _per_range(self, bucket: Bucket, width: int) -> Transfer:
+        """A reduction (broadcast) of each range, grouped into one launch; each adds the work of issuing it."""
+        found = shares(bucket)
+        # Whoever owns least sends most: every share but its own.
+        least = min(found.values()) if len(found) == self._group.size else 0
+        whole = self._links.through((sum(found.values()) - least) * width, self._group)
+        issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
+        return replace(whole, latency_s=whole.latency_s + issue)
+
+    def _all_to_all(self, bucket: Bucket) -> Transfer:
+        """Every rank's copy of an owner's share to the owner, which adds them up in fp32.
+
+        Ranges of an owner beyond its first are packed behind it, one copy each. The sum reads all copies and writes the
+        share; with a bf16 buffer the fp32 sum goes through memory once more, to be rounded into it.
+        """
+        ranks = self._group.size
+        if ranks == 1:
+            return Transfer()
+        found = shares(bucket)
+        total = sum(found.values())
+        own = [found.get(owner, 0) for owner in range(ranks)]
+        moved = self._links.all_to_all(
+            [(total - share) * self._grad for share in own],
+            [(ranks - 1) * share * self._grad for share in own],
+            self._group,
+        )
+        rounding = 0 if self._grad == _FP32 else _FP32 + self._grad
+        added_up = max(own) * (ranks * self._grad + _FP32 + rounding) / self._rate
+        issue = (1 + len(bucket.ranges) - len(found)) * self._launch_s
+        return replace(moved, latency_s=moved.latency_s + issue + added_up)
