@@ -34,6 +34,7 @@ MODELS = st.builds(
     hidden=st.sampled_from([64, 128, 192]),
     ffn=st.sampled_from([64, 192, 384]),
     kv=st.sampled_from([1, 16, 64]),
+    fused_fc1=st.booleans(),
 )
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
 PLANS = st.builds(

@@ -22,6 +22,7 @@ MODELS = st.builds(
     hidden=st.sampled_from([64, 128, 192]),
     ffn=st.sampled_from([64, 192, 384]),
     kv=st.sampled_from([4, 16, 64]),
+    fused_fc1=st.booleans(),
 )
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
 BUCKET = st.sampled_from([None, 20_000, 100_000])

@@ -1,14 +1,28 @@
 """The memory estimate against hand-computed cases and against what every honest estimate must obey."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.models.qwen3 import parameter_count
-from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, placement
+from canzona_cli.config.schema import CustomConfig, Splitting
+from canzona_cli.models.qwen3 import fused_shapes, parameter_count, split_shapes
+from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.memory import (
+    GIB,
+    MemoryEstimate,
+    capacity,
+    estimate,
+    factor_bytes,
+    matrix_shapes,
+    moment_bytes,
+    placement,
+    stage_weights,
+)
 from canzona_cli.planner.placement import balance, layerwise
+from canzona_cli.planner.types import Algorithm
 from tests.unit.sizes import layout, model, run
 
 N = 596_049_920
@@ -116,9 +130,13 @@ def test_flash_attention_gains_nothing_from_selective_recomputation() -> None:
     tp=st.sampled_from((1, 2, 4)),
     pp=st.sampled_from((1, 2, 4)),
     micro=st.sampled_from((1, 2)),
+    splitting=st.sampled_from(get_args(Splitting)),
 )
-def test_more_of_anything_never_needs_less(strategy: str, dp: int, tp: int, pp: int, micro: int) -> None:
+def test_more_of_anything_never_needs_less(
+    strategy: str, dp: int, tp: int, pp: int, micro: int, splitting: Splitting
+) -> None:
     config = run("4b", dp * tp * pp, strategy=strategy)  # type: ignore[arg-type]
+    config = replace(config, engine=replace(config.engine, splitting=splitting))
 
     def total(**changes: int) -> MemoryEstimate:
         return estimate(config, layout(**{"tp": tp, "pp": pp, "dp": dp, "micro": micro, "count": 8, **changes}))
@@ -130,6 +148,45 @@ def test_more_of_anything_never_needs_less(strategy: str, dp: int, tp: int, pp: 
     assert total(dp=2 * dp).parts["optimizer"] <= here.parts["optimizer"]
     assert all(size >= 0 for size in here.parts.values())
     assert here.fits == (here.total <= here.capacity)
+
+
+def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
+    """canzona's matrices are what was asked for."""
+    for strategy in ("sc", "layerwise", "asc", "canzona"):
+        config = run("8b", 8, strategy=strategy)
+        shapes = {
+            splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)))
+            for splitting in get_args(Splitting)
+        }
+        assert shapes["fused"] == fused_shapes(config.model)
+        assert len(shapes["qkv"]) == 6
+        if strategy in ("sc", "layerwise"):
+            assert shapes["qkv"] == shapes["split"] == shapes["per_head"]
+        else:
+            assert shapes["split"] == split_shapes(config.model)
+            assert len(shapes["per_head"]) == 4 + 32 + 2 * 8
+
+
+def test_moments_of_each_algorithm() -> None:
+    expected = {"muon": 4, "soap": 8, "shampoo": 4, "adamw": 8}
+    for name, size in expected.items():
+        assert moment_bytes(Algorithm(name=name)) == size  # type: ignore[arg-type]
+    assert moment_bytes(Algorithm(name="shampoo", grafting="adam")) == 8
+    assert moment_bytes(Algorithm(name="shampoo", grafting="sgd")) == 4
+
+
+@pytest.mark.parametrize("like", ["muon", "shampoo", "soap", "adamw"])
+def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like=like)  # type: ignore[arg-type]
+    config = replace(run("8b", 8, strategy="canzona"), optimizer=own)
+    parts = estimate(config, layout(tp=2, dp=4)).parts
+    held = placement(config, layout(tp=2, dp=4), 0)
+    assert held is not None
+    how = algorithm(config)
+    assert how.name == like
+    factors = sum(count * factor_bytes(how, *shape) for shape, count in held.worst_shapes.items())
+    others = stage_weights(config, layout(tp=2, dp=4), 0).others // 4
+    assert parts["optimizer"] == (4 + moment_bytes(how)) * held.worst + factors + 12 * others
 
 
 def test_capacity_leaves_out_what_is_reserved() -> None:

@@ -20,30 +20,35 @@ MODELS = st.builds(
     hidden=st.sampled_from([64, 128, 192]),
     ffn=st.sampled_from([64, 192, 384]),
     kv=st.sampled_from([4, 16, 64]),
+    fused_fc1=st.booleans(),
 )
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4))
 LINK = Link(bytes_per_s=1e9, latency_s=1e-6)
 
 
 def _plan(
-    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, capacity: int | None
+    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, capacity: int | None, width: int = 4
 ) -> tuple[Assignment, tuple[MicroGroup, ...]]:
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, mesh, plan, 4, LINK)
+    return found, micro_groups(matrices, costs, found, mesh, plan, width, LINK)
 
 
 @given(
-    matrices=MODELS, mesh=GRIDS, grouping=st.sampled_from(get_args(Grouping)), room=st.sampled_from([None, 1.0, 2.5])
+    matrices=MODELS,
+    mesh=GRIDS,
+    grouping=st.sampled_from(get_args(Grouping)),
+    room=st.sampled_from([None, 1.0, 2.5]),
+    width=st.sampled_from([2, 4]),
 )
 @settings(max_examples=80, deadline=None)
 def test_groups_hold_an_owners_matrices_once_within_capacity(
-    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, room: float | None
+    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, room: float | None, width: int
 ) -> None:
-    largest = max(matrix.elements for matrix in matrices) * 4
+    largest = max(matrix.elements for matrix in matrices) * width
     capacity = None if room is None else int(largest * room)
-    found, groups = _plan(matrices, mesh, grouping, capacity)
+    found, groups = _plan(matrices, mesh, grouping, capacity, width)
     assert sorted(index for group in groups for index in group.matrices) == list(range(len(matrices)))
     numbers = defaultdict(list)
     for group in groups:
@@ -53,7 +58,7 @@ def test_groups_hold_an_owners_matrices_once_within_capacity(
         if capacity is not None and mesh.tp > 1:
             received: Counter[int] = Counter()
             for index in group.matrices:
-                received[found.cells[index].host] += matrices[index].elements * 4
+                received[found.cells[index].host] += matrices[index].elements * width
             assert max(received.values()) <= capacity
     assert all(order == list(range(len(order))) for order in numbers.values())
 

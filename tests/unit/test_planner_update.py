@@ -95,6 +95,17 @@ def test_packing_and_unpacking_go_through_memory() -> None:
     assert update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
 
 
+def test_gradients_travel_in_the_exchanges_own_type() -> None:
+    groups = [(0, 1)]
+    for dtype, grad_reduce, width in (("fp32", "bf16", 4), ("bf16", "fp32", 2)):
+        config = run("8b", 2, strategy="canzona", cluster=NO_COPIES, grad_reduce_dtype=grad_reduce)  # type: ignore[arg-type]
+        config = replace(config, engine=replace(config.engine, exchange_dtype=dtype))  # type: ignore[arg-type]
+        model = UpdateModel(config, layout(tp=2), [matrix(0), matrix(1)], [0.0, 0.0])
+        members = [MicroGroup(stage=0, owner=0, index=n, matrices=group) for n, group in enumerate(groups)]
+        update = model.hosted(members, Assignment(cells=(Cell(owner=0, host=0), Cell(owner=0, host=1))))[0]
+        assert update.exchange_total_s == pytest.approx(SIDE * SIDE / 2 * (width + 2) / BYTES)
+
+
 def test_a_matrix_every_rank_holds_whole_only_sends_weights() -> None:
     model = UpdateModel(
         run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), [matrix(0, shard_dim=None)], [0.0]
