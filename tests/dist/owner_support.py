@@ -18,6 +18,8 @@ from canzona_cli.megatron.matrix_buffers import (
     full_param_layout,
     global_parameters,
     named_matrix_parameters,
+    placements,
+    stage_buckets,
     tag_matrices,
 )
 from canzona_cli.megatron.model import build_model
@@ -25,6 +27,7 @@ from canzona_cli.megatron.owner_bucket_group import adamw_groups, install, matri
 from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.types import Assignment, Range
 from tests.dist.jobs import SMALL
 
 Named = dict[str, torch.Tensor]
@@ -42,6 +45,21 @@ def planned(config: RunConfig, layout: Layout, reduction: Reduction | None = Non
     if reduction is None:
         return plan
     return replace(plan, buckets=tuple(replace(bucket, reduction=reduction) for bucket in plan.buckets))
+
+
+def alternating(plan: Plan) -> Plan:
+    """Every parameter of a bucket of the first stage a range of its own, owned by ranks 1, 0, 1, 0 and so on."""
+    cells, buckets = list(plan.assignment.cells), []
+    for bucket, places in zip(stage_buckets(plan, 0), placements(plan, 0), strict=True):
+        ranges = []
+        for number, (name, (start, end)) in enumerate(places.items()):
+            owner = (number + 1) % 2
+            members = tuple(matrix.index for matrix in plan.matrices if matrix.parameter == name)
+            ranges.append(Range(start=start, end=end, owner=owner, matrices=members))
+            for index in members:
+                cells[index] = replace(cells[index], owner=owner)
+        buckets.append(replace(bucket, ranges=tuple(ranges)))
+    return replace(plan, assignment=Assignment(cells=tuple(cells)), buckets=tuple(buckets))
 
 
 def start(config: RunConfig, layout: Layout) -> World:
@@ -130,24 +148,24 @@ def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Of every parameter: gradients summed by a plain all-reduce, and what bounds the error of other sums."""
+    """Of every parameter: gradients as Megatron's all-reduce adds them up, and what bounds the error of other sums."""
 
     reduced: Named
     exact: Named
-    """Summed in fp64."""
+    """Mean over data-parallel ranks in fp64; of a model on one TP rank and one stage."""
     magnitude: Named
-    """Sum of the absolute values of what was added."""
+    """The same of absolute values."""
 
 
 def reference(plain: DistributedDataParallel, world: World) -> Reference:
-    """After `iterate(plain, ...)`: mean over data-parallel ranks. Collective."""
+    """After `iterate(plain, ...)`. Collective."""
     group = world.groups.dp_cp
-    reduced, exact, magnitude = {}, {}, {}
-    for name, param in global_parameters(plain):
-        local = main_grad(param) / group.size()
-        reduced[name], exact[name], magnitude[name] = local.clone(), local.double(), local.double().abs()
-        for sum_of in (reduced, exact, magnitude):
-            torch.distributed.all_reduce(sum_of[name], group=group)
+    local = {name: main_grad(param).double() / group.size() for name, param in global_parameters(plain)}
+    exact, magnitude = local, {name: grad.abs() for name, grad in local.items()}
+    for grad in (*exact.values(), *magnitude.values()):
+        torch.distributed.all_reduce(grad, group=group)
+    finalize_model_grads([plain])
+    reduced = {name: main_grad(param).clone() for name, param in global_parameters(plain)}
     return Reference(reduced, exact, magnitude)
 
 
