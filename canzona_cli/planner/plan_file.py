@@ -6,7 +6,7 @@ from pathlib import Path
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.models.shapes import ModelShapes
-from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
+from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
 from canzona_cli.planner.subject import subject
 
 FOLDER = Path("plans")
@@ -80,16 +80,6 @@ def read_plan(path: Path) -> Plan:
         return Plan.from_content(content)
     except ValueError as error:
         raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
-
-
-def differences(had: Subject, want: Subject) -> list[tuple[str, object, object]]:
-    """(key, value in `had`, value in `want`) of everything in which two subjects differ."""
-    first, second = had.flat(), want.flat()
-    return [
-        (key, first.get(key), second.get(key))
-        for key in dict.fromkeys([*first, *second])
-        if first.get(key) != second.get(key)
-    ]
 
 
 def _shown(value: object) -> str:

@@ -15,8 +15,8 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.models.shapes import load_shapes
 from canzona_cli.planner.compare import study_run, with_shapes
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
+from canzona_cli.planner.plan import Plan, differences
+from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
 from canzona_cli.planner.planner import make_plan, plannable
 from canzona_cli.planner.subject import subject
 from tests.cli.support import importable

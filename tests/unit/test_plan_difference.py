@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_diff import first_difference
+from canzona_cli.planner.plan import Plan, first_difference
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.planner.types import Assignment, Cell
 from tests.unit import sizes
