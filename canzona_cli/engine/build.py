@@ -66,7 +66,7 @@ def build_canzona(
         wiring,
         exchange_dtype=_DTYPES[config.engine.exchange_dtype],
         weight_dtype=_DTYPES[config.train.precision],
-        make_optimizer=optimizer_factory(config, hosted, fallbacks),
+        make_optimizer=optimizer_factory(config, plan.matrices, fallbacks),
         fallbacks=fallbacks,
     )
     return CanzonaOptimizer(
@@ -80,12 +80,13 @@ def build_canzona(
 
 
 def optimizer_factory(
-    config: RunConfig, hosted: Sequence[Matrix], on_fallback: OnFallback | None = None
+    config: RunConfig, matrices: Sequence[Matrix], on_fallback: OnFallback | None = None
 ) -> MakeOptimizer:
     """How a rank makes an optimizer of some of the matrices it hosts.
 
     Args:
-        hosted: all of them; refreshes of Shampoo and SOAP are spread over their period by their costs.
+        matrices: of the whole model. Refreshes of Shampoo and SOAP are spread over their period by cost, and a matrix's
+            turn must not depend on who hosts it: any layout gives the same model.
 
     Raises:
         UnusableOptimizer: as `build_canzona`.
@@ -112,10 +113,10 @@ def optimizer_factory(
 
         return muon
     if isinstance(chosen, ShampooConfig | SoapConfig):
-        offsets = _refresh_offsets(config, chosen, hosted)
+        offsets = _refresh_offsets(config, chosen, matrices)
 
-        def preconditioned(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            own = [offsets[matrix.index] for matrix in matrices]
+        def preconditioned(own_matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            own = [offsets[matrix.index] for matrix in own_matrices]
             if isinstance(chosen, SoapConfig):
                 return SOAP(
                     params,
@@ -163,9 +164,14 @@ def _custom(chosen: CustomConfig) -> MakeOptimizer:
     return custom
 
 
-def _refresh_offsets(config: RunConfig, chosen: ShampooConfig | SoapConfig, hosted: Sequence[Matrix]) -> dict[int, int]:
+def _refresh_offsets(
+    config: RunConfig, chosen: ShampooConfig | SoapConfig, matrices: Sequence[Matrix]
+) -> dict[int, int]:
     if not chosen.stagger:
-        return {matrix.index: 0 for matrix in hosted}
+        return {matrix.index: 0 for matrix in matrices}
     how = algorithm(config)
-    spread = stagger([flops(how, matrix.rows, matrix.cols) for matrix in hosted], chosen.precondition_frequency)
-    return {matrix.index: offset for matrix, offset in zip(hosted, spread, strict=True)}
+    costs = [flops(how, matrix.rows, matrix.cols) for matrix in matrices]
+    return {
+        matrix.index: offset
+        for matrix, offset in zip(matrices, stagger(costs, chosen.precondition_frequency), strict=True)
+    }

@@ -27,7 +27,7 @@ class Culprit:
     name: str
 
 
-class CanzonaOptimizer(ChainedOptimizer):
+class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
 
     AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are updated. The
@@ -122,8 +122,8 @@ class CanzonaOptimizer(ChainedOptimizer):
             Problem(
                 key="gradients",
                 value="not finite",
-                reason=f"{count} parameters have NaN or infinite gradients, the first is {first}, on ranks {ranks[:8]}; "
-                "no weight has changed",
+                reason=f"{count} parameters have NaN or infinite gradients, the first is {first}, on ranks "
+                f"{ranks[:8]}; no weight has changed",
                 fix="lower optimizer.lr or look at the data of this step; train.non_finite=skip leaves such steps out",
             )
         ]

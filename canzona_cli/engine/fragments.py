@@ -41,7 +41,7 @@ class Fragments:
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
         """This rank's part of the reduced gradient; valid on the matrix's owner."""
-        main_grad: object = self._parameters[matrix.parameter].main_grad
+        main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
         return self.in_parameter(matrix, main_grad)
 
@@ -70,7 +70,7 @@ class Fragments:
         return parameter
 
     def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Where the fragment of TP rank `rank` goes in the whole (rows, cols) matrix, in the shape of `in_parameter`."""
+        """Where the fragment of TP rank `rank` goes in the whole (rows, columns), in the shape of `in_parameter`."""
         model, tp, kind = self._model, self._tp, matrix.kind
         rows, cols = matrix.rows, matrix.cols
         if matrix.home is not None or is_replicated(matrix) or head_of(matrix) is not None:

@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.buffers import Exchange, Messages
 from canzona_cli.engine.fallbacks import Fallbacks
-from canzona_cli.engine.fragments import Fragments, is_replicated
+from canzona_cli.engine.fragments import is_replicated
 from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratch_elements
 from canzona_cli.engine.routes import Route, from_hosts, to_hosts
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
@@ -23,7 +23,7 @@ SCRATCH_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
 
-class MatrixOptimizer(MegatronOptimizer):
+class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
     """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
 
     A host keeps the fp32 master and all optimizer state of the matrices it hosts; nobody else has any.
@@ -238,7 +238,7 @@ class MatrixOptimizer(MegatronOptimizer):
     # --- MegatronOptimizer ---
 
     @property
-    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, object]]:
         """Of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
         return [
             params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups

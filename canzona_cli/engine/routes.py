@@ -20,7 +20,7 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One rank's part in one all-to-all. Buffers hold the messages of the peers in rank order, a rank's own left out."""
+    """One rank's part in one all-to-all. Buffers hold the messages of its peers in rank order."""
 
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]

@@ -1,0 +1,165 @@
+"""The engine alone: known gradients in Megatron's buffers, steps, whole weights out. No forward, no backward.
+
+Gradients of whole matrices are drawn per step from a seed and cut as `tests.dist.whole` puts fragments together, not by
+the engine's own code; so whatever the layout, every matrix sees the same numbers, and its weights must come out the
+same to the last bit.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.training.step import Trainee
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.whole import Weights, assemble, named_parameters, part_of
+
+Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
+"""Of a whole weight: its Hugging Face name, its shape, the step."""
+
+
+def noise(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """Standard normal numbers that depend on name and step alone."""
+    digest = hashlib.sha256(f"{name}/{step}".encode()).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    before: Weights
+    after: Weights
+    kept: list[object]
+    """What `look` found on each rank."""
+
+
+def run_engine(
+    config: RunConfig,
+    layout: Layout,
+    steps: int,
+    *,
+    gradient: Gradient = noise,
+    look: Callable[[Trainee], object] = lambda trainee: None,
+) -> Result:
+    """Step the run's optimizer `steps` times on the layout's ranks."""
+
+    def rank() -> tuple[object, object, object]:
+        trainee = build(config, layout)
+        before = part_of(trainee.model, trainee.world)
+        for step in range(steps):
+            optimizer_step(trainee, step, gradient)
+        return before, part_of(trainee.model, trainee.world), look(trainee)
+
+    ranks = run_ranks(layout.world_size, rank)
+    return Result(
+        before=assemble([before for before, _, _ in ranks], config.model),
+        after=assemble([after for _, after, _ in ranks], config.model),
+        kept=[kept for _, _, kept in ranks],
+    )
+
+
+def optimizer_step(trainee: Trainee, step: int, gradient: Gradient = noise) -> None:
+    """One step from known gradients; afterwards every rank has all its parameters."""
+    fill_gradients(trainee, step, gradient)
+    trainee.optimizer.step()
+    finish_gathering(trainee)
+    trainee.schedule.step(increment=1)
+
+
+def finish_gathering(trainee: Trainee) -> None:
+    """What the next forward pass would wait for."""
+    if not trainee.model.ddp_config.use_distributed_optimizer:
+        return
+    for group in reversed(trainee.model.bucket_groups):
+        if trainee.model.ddp_config.overlap_param_gather:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+        group.param_gather_dispatched = False
+
+
+@torch.no_grad()
+def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
+    """Reduced gradients: on every rank, as its owner has them after the reduction."""
+    world, shape = trainee.world, trainee.config.model
+    for name, param in named_parameters(trainee.model):
+        cut = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else None
+        param.main_grad.copy_(
+            fragment(name, tuple(param.shape), cut, world.layout.tp, world.tp_rank, shape, step, gradient)
+        )
+
+
+def fragment(
+    name: str,
+    shape: tuple[int, ...],
+    cut: int | None,
+    tp: int,
+    rank: int,
+    model: ModelConfig,
+    step: int,
+    gradient: Gradient,
+) -> torch.Tensor:
+    """A TP rank's part of the gradient of one Megatron parameter."""
+    if name == "output_layer.weight" and model.tied_embeddings:
+        name = "embedding.word_embeddings.weight"
+    if cut is None:
+        return gradient(name, shape, step)
+    rows = shape[0] * tp if cut == 0 else shape[0]
+    cols = shape[1] * tp if cut == 1 else shape[1]
+    if name.endswith("linear_fc1.weight"):
+        halves = [gradient(f"{name}:{part}", (rows // 2, cols), step).chunk(tp)[rank] for part in ("gate", "up")]
+        return torch.cat(halves)
+    if name.endswith("linear_qkv.weight"):
+        groups, head = model.num_query_groups, model.head_dim
+        queries = model.num_attention_heads // groups
+        sizes = {"q": queries * head, "k": head, "v": head}
+        parts = [
+            gradient(f"{name}:{part}", (groups * size, cols), step).view(groups, size, cols)
+            for part, size in sizes.items()
+        ]
+        return torch.cat(parts, dim=1).chunk(tp)[rank].flatten(0, 1)
+    return gradient(name, (rows, cols), step).chunk(tp, dim=cut)[rank]
+
+
+def whole_gradients(before: Weights, model: ModelConfig, step: int, gradient: Gradient = noise) -> Weights:
+    """The same by Hugging Face name: what a single process would have."""
+    found: Weights = {}
+    for layer in range(model.num_layers):
+        prefix, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        sources: Mapping[str, str] = {
+            "self_attn.o_proj": f"{prefix}.self_attention.linear_proj.weight",
+            "self_attn.q_proj": f"{prefix}.self_attention.linear_qkv.weight:q",
+            "self_attn.k_proj": f"{prefix}.self_attention.linear_qkv.weight:k",
+            "self_attn.v_proj": f"{prefix}.self_attention.linear_qkv.weight:v",
+            "mlp.gate_proj": f"{prefix}.mlp.linear_fc1.weight:gate",
+            "mlp.up_proj": f"{prefix}.mlp.linear_fc1.weight:up",
+            "mlp.down_proj": f"{prefix}.mlp.linear_fc2.weight",
+        }
+        for mine, source in sources.items():
+            key = f"{theirs}.{mine}.weight"
+            found[key] = gradient(source, tuple(before[key].shape), step)
+    return found
+
+
+def single_process(
+    before: Weights,
+    config: RunConfig,
+    steps: int,
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    *,
+    gradient: Gradient = noise,
+) -> Weights:
+    """The matrices after `steps` of an ordinary optimizer, in this process, at the schedule's rates."""
+    names = list(whole_gradients(before, config.model, 0, gradient))
+    params = {name: torch.nn.Parameter(before[name].clone()) for name in names}
+    optimizer = make(list(params.values()))
+    for step in range(steps):
+        for name, value in whole_gradients(before, config.model, step, gradient).items():
+            params[name].grad = value
+        optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def arrays(weights: Weights) -> dict[str, np.ndarray]:
+    return {name: weight.numpy() for name, weight in weights.items()}
