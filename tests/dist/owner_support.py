@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -69,11 +68,11 @@ def start(config: RunConfig, layout: Layout) -> World:
 
 def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
-    model = build_model(config, world)
+    model = _model(config, world)
     stage = world.pp_rank
     tag_matrices(model, named_matrix_parameters(model, plan, stage))
     overlap = config.parallel.overlap_grad_reduce
-    ddp_config = _ddp_config(config, overlap_grad_reduce=overlap, overlap_param_gather=overlap, sharded=True)
+    ddp_config = _ddp_config(config, overlap=overlap, sharded=True)
     bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None
     ddp = DistributedDataParallel(
         config=get_model_config(model),
@@ -89,21 +88,26 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
 
 
 def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
-    """The same model; nothing is reduced."""
-    model = build_model(config, world)
-    ddp_config = _ddp_config(config, overlap_grad_reduce=False, overlap_param_gather=False, sharded=False)
+    """The same model; `reference` all-reduces its gradients."""
+    model = _model(config, world)
     return DistributedDataParallel(
-        config=get_model_config(model), ddp_config=ddp_config, module=model, pg_collection=world.groups
+        config=get_model_config(model),
+        ddp_config=_ddp_config(config, overlap=False, sharded=False),
+        module=model,
+        pg_collection=world.groups,
     )
 
 
-def _ddp_config(
-    config: RunConfig, *, overlap_grad_reduce: bool, overlap_param_gather: bool, sharded: bool
-) -> DistributedDataParallelConfig:
+def _model(config: RunConfig, world: World) -> torch.nn.Module:
+    # Without Transformer Engine no attention works under context parallelism, but parameters are the same.
+    return build_model(config, replace(world, layout=replace(world.layout, cp=1)))
+
+
+def _ddp_config(config: RunConfig, *, overlap: bool, sharded: bool) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
         use_distributed_optimizer=sharded,
         bucket_size=config.parallel.bucket_elements,
         average_in_collective=False,
@@ -116,7 +120,7 @@ def iterate(ddp: DistributedDataParallel, config: RunConfig, world: World, *, se
     generator = torch.Generator().manual_seed(1000 * seed + world.dp_rank)
     layout, length = world.layout, config.train.seq_length
     get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, config.model.vocab_size, world),
+        forward_step_func=_forward_step,
         data_iterator=_tokens(generator, config.model.vocab_size, layout.micro_batch_size, length),
         model=[ddp],
         num_microbatches=layout.num_microbatches,
@@ -131,14 +135,10 @@ def _tokens(generator: torch.Generator, vocab_size: int, batch: int, length: int
         yield torch.randint(vocab_size, (batch, length + 1), generator=generator)
 
 
-def _forward_step(vocab_size: int, world: World, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> object:
+def _forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> object:
     text = next(batches)
-    cp, rank = world.groups.cp.size(), world.groups.cp.rank()
-    # Megatron gives context-parallel rank r the r-th piece from the front and the r-th from the back.
-    position = torch.arange(text.shape[1] - 1).view(2 * cp, -1)[[rank, 2 * cp - 1 - rank]].flatten()
-    inputs, labels = text[:, position], text[:, position + 1]
-    output = model(inputs, position.expand(len(text), -1), None, labels=labels)
-    return output, _loss
+    positions = torch.arange(text.shape[1] - 1).expand(len(text), -1)
+    return model(text[:, :-1], positions, None, labels=text[:, 1:]), _loss
 
 
 def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,21 +1,27 @@
 """Gradients reach their owners and parameters come back, in Megatron's own data-parallel wrapper on real ranks."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.megatron import instrument
 from canzona_cli.megatron.adamw import build_adamw
-from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters
+from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, matrix_groups
+from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
 from tests.dist.owner_support import (
     alternating,
     case,
     equal_on_all_replicas,
     iterate,
+    main_grad,
     owned_gradients,
     planned,
     reference,
@@ -159,6 +165,200 @@ def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
     config, layout = case(*mesh)
     plan = planned(config, layout, reduction)
     run_ranks(layout.world_size, lambda: _two_steps(config, layout, plan))
+
+
+def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
+    """Attention cannot be cut along the sequence without Transformer Engine, so gradients are made up."""
+    config, layout = case("gpus=4")
+    layout = replace(layout, dp=2, cp=2)
+    plan = planned(config, layout)
+    assert {part.owner for bucket in plan.buckets for part in bucket.ranges} == {0, 1, 2, 3}
+
+    def rank() -> None:
+        world = start(config, layout)
+        ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
+        for wrapped in (ddp, plain):
+            generator = torch.Generator().manual_seed(world.rank)
+            for _, param in global_parameters(wrapped):
+                # Few bits, so that every order of adding gives the same.
+                main_grad(param).copy_(torch.randint(-8, 9, param.shape, generator=generator))
+        ddp.finish_grad_sync()
+        expected = reference(plain, world).reduced
+        for name, piece, values in owned_gradients(ddp):
+            assert torch.equal(values, expected[name].view(-1)[piece]), name
+        for cell in plan.assignment.cells:
+            assert cell.owner < world.groups.dp_cp.size()
+        assert plan.subject.layout.rank(0, world.groups.dp_cp.rank()) == world.rank
+
+    run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
+    """Once Megatron knows what a step looks like, the first bucket leaves before the last one has any gradient."""
+    config, layout = case("gpus=2", "parallel.bucket_elements=10000")
+    plan = planned(config, layout, reduction)
+
+    def rank() -> list[tuple[int, int]]:
+        world = start(config, layout)
+        ddp = wrap(config, world, plan)
+        groups = matrix_groups(ddp)
+        seen: list[tuple[int, int]] = []
+        for group in groups:
+
+            def spied(*args: object, start: Callable[..., None] = group.start_grad_sync, **kwargs: object) -> None:
+                start(*args, **kwargs)
+                seen.append((len(groups[-1].per_param_grad_ready_counts), sum(bool(g._received) for g in groups)))
+
+            group.start_grad_sync = spied  # type: ignore[method-assign]
+        iterate(ddp, config, world, seed=0)
+        seen.clear()
+        iterate(ddp, config, world, seed=1)
+        assert not any(group._received for group in groups), "received parts outlive the step"
+        return seen
+
+    for seen in run_ranks(2, rank):
+        assert len(seen) == len(plan.buckets) > 4
+        ready, alive = zip(*seen, strict=True)
+        assert ready[0] == 0
+        assert ready[-1] > 0
+        assert max(alive) == (2 if reduction == "all_to_all" else 0)
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None:
+    config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
+    plan = planned(config, layout, reduction)
+
+    def rank() -> None:
+        world = start(config, layout)
+        ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
+        get_model_config(ddp).finalize_model_grads_func = None
+        iterate(ddp, config, world, seed=0)
+        iterate(plain, config, world, seed=0)
+        ddp.finish_grad_sync(force_all_reduce=True)
+        expected = reference(plain, world).reduced
+        for name, param in global_parameters(ddp):
+            assert torch.equal(main_grad(param), expected[name]), name
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+def test_phase_timers_see_what_is_under_way(reduction: Reduction) -> None:
+    config, layout = case("gpus=2")
+    plan = planned(config, layout, reduction)
+
+    def rank() -> list[dict[str, float]]:
+        world = start(config, layout)
+        ddp, timer = wrap(config, world, plan), PhaseTimer(torch.device("cpu"))
+        instrument.attach(ddp, None, timer)
+        for step in range(2):
+            timer.begin_step()
+            iterate(ddp, config, world, seed=step)
+            for other in adamw_groups(ddp):
+                other.start_param_sync()
+            timer.end_step()
+        return [timing.phases for timing in timer.timings()]
+
+    for steps in run_ranks(2, rank):
+        for phases in steps:
+            assert phases["grad_reduce_total"] > 0
+            assert phases["grad_reduce"] > 0
+        assert steps[1]["param_gather_total"] > 0
+
+
+def _mismatch(change: Callable[[Plan], Plan], *overrides: str) -> tuple[str, str]:
+    """The first difference that a rank finds between its model and the plan as changed: its key, the whole of it."""
+    config, layout = case("gpus=2")
+    other, _ = case("gpus=2", *overrides)
+    plan = change(planned(config, layout))
+
+    def rank() -> tuple[str, str]:
+        with pytest.raises(PlanMismatch) as raised:
+            wrap(other, start(other, layout), plan)
+        return raised.value.key, str(raised.value)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    return first
+
+
+def _same(plan: Plan) -> Plan:
+    return plan
+
+
+def _without_last_layer(plan: Plan) -> Plan:
+    return replace(plan, matrices=plan.matrices[: len(plan.matrices) // 2])
+
+
+def _first_range(plan: Plan, **changes: object) -> Plan:
+    first, *others = plan.buckets
+    changed = replace(first.ranges[0], **changes)  # type: ignore[arg-type]
+    return replace(plan, buckets=(replace(first, ranges=(changed, *first.ranges[1:])), *others))
+
+
+def _shorter(plan: Plan) -> Plan:
+    return _first_range(plan, end=plan.buckets[0].ranges[0].end - 64)
+
+
+def _other_owner(plan: Plan) -> Plan:
+    return _first_range(plan, owner=1 - plan.buckets[0].ranges[0].owner)
+
+
+def _overlapping(plan: Plan) -> Plan:
+    return _first_range(plan, end=plan.buckets[0].ranges[0].end + 64)
+
+
+def _bucket_lost(plan: Plan) -> Plan:
+    return replace(plan, buckets=plan.buckets[:-1])
+
+
+def _larger_bucket(plan: Plan) -> Plan:
+    return replace(plan, buckets=(replace(plan.buckets[0], elements=plan.buckets[0].elements + 128), *plan.buckets[1:]))
+
+
+def _buckets_swapped(plan: Plan) -> Plan:
+    first, second, *others = plan.buckets
+    return replace(plan, buckets=(replace(second, index=0), replace(first, index=1), *others))
+
+
+def _more_ranks(plan: Plan) -> Plan:
+    return replace(plan, subject=replace(plan.subject, layout=replace(plan.subject.layout, dp=4)))
+
+
+def _uneven_shards(plan: Plan) -> Plan:
+    return replace(plan, buckets=tuple(replace(bucket, reduction="even") for bucket in plan.buckets))
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "key", "said"),
+    [
+        (_same, ("model.num_layers=1",), "decoder.layers.1.self_attention.linear_proj.weight", "no such trainable"),
+        (_without_last_layer, (), "decoder.layers.1.self_attention.linear_proj.weight", "planned nothing"),
+        (
+            _same,
+            ("model.ffn_hidden_size=96",),
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "planned (384, 64), found (192, 64)",
+        ),
+        (_shorter, (), "", "on owner"),
+        (_other_owner, (), "", "on owner"),
+        (_overlapping, (), "bucket 0 of stage 0", "planned ordered ranges"),
+        (_bucket_lost, (), "decoder.layers.0.self_attention.linear_proj.weight", "in 0 buckets"),
+        (_larger_bucket, (), "bucket 0 of stage 0", "elements without padding"),
+        (_buckets_swapped, (), "", "registered next to bucket"),
+        (_more_ranks, (), "parallel", "dp=4"),
+        (_uneven_shards, (), "bucket 0 of stage 0", "outside of their owner's shard"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(
+    change: Callable[[Plan], Plan], overrides: tuple[str, ...], key: str, said: str
+) -> None:
+    found, message = _mismatch(change, *overrides)
+    assert found == key or not key
+    assert said in message
 
 
 def _adamw_step(config: RunConfig, layout: Layout, plan: Plan) -> list[int]:
