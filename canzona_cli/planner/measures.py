@@ -93,7 +93,7 @@ class PlanMemory:
     worst: Place
     capacity: int
     buffers: StepBuffers
-    """Of that rank; `parts` counts what does not fit where activations were."""
+    """Of that rank."""
 
     @property
     def total(self) -> int:
@@ -197,7 +197,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     state = [(_FP32 + moments) * hosted[i] + factors[i] for i in range(mesh.cells)]
 
     def parts(cell: int) -> dict[str, int]:
-        return needed.parts(exchange=buffers[cell].update, reduction=buffers[cell].reduction)
+        return {**needed.parts(reduction=buffers[cell].reduction), "exchange": buffers[cell].lasting}
 
     worst = max(range(mesh.cells), key=lambda cell: (state[cell] + sum(parts(cell).values()), -cell))
     weights = stage_weights(config, layout, stage)

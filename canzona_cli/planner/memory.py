@@ -29,8 +29,9 @@ class MemoryEstimate:
     """Bytes on the rank that needs most, beside what its GPU has."""
 
     parts: Mapping[str, int]
-    """weights, gradients, optimizer, activations, logits, workspace. What is never alive together counts once:
-    `workspace` is only what it needs beyond the memory that logits or activations have freed by then."""
+    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
+    once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
+    is the least of the engine's own buffers; how much more a plan takes is known once there is one."""
     worst_rank: str
     """Which rank that is: `every rank`, or `pp stage 0`."""
     capacity: int
@@ -209,12 +210,11 @@ class Transient:
     adamw: int = 0
     """Of AdamW's update where that goes before the matrices'."""
 
-    def parts(self, *, exchange: int = 0, reduction: int = 0) -> dict[str, int]:
+    def parts(self, *, reduction: int = 0) -> dict[str, int]:
         """What is never alive together counts once: the later ones only beyond what has been freed by then.
 
         Args:
-            exchange: what the engine holds while it updates matrices (`step_buffers`).
-            reduction: what it holds while gradients are reduced, under the backward pass.
+            reduction: what an all-to-all of gradients holds under the backward pass.
         """
         freed = self.activations + self.logits
         working = self.working + reduction - self.logits
@@ -223,7 +223,6 @@ class Transient:
             "activations": self.activations,
             "logits": self.logits,
             "workspace": workspace,
-            "exchange": max(0, self.update + exchange - freed - workspace),
         }
 
 
@@ -239,23 +238,24 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Of `step_buffers`, what no plan can do without: groups of one matrix a host, batches of one matrix."""
+    """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
     held = placement(config, layout, stage)
     if held is None or not hosted(config):
         return 0
     shapes = matrix_shapes(config)
     largest = max(math.prod(shape) for shape in shapes)
     if layout.tp > 1:
-        return 2 * sum(exchange_bytes(config)) * 2 * largest + 2 * _FP32 * largest
+        travels = largest * (layout.tp - 1) // layout.tp  # out and in, as gradients and as weights, in two sets
+        return 2 * 2 * sum(exchange_bytes(config)) * travels + _FP32 * largest
     batch = min(_FP32 * held.worst, max(BATCH_BYTES, _FP32 * largest))
     if element_bytes(config)[1] != _FP32:
-        return 2 * batch
-    if config.engine.splitting == "fused":
         return batch
+    if config.engine.splitting in ("fused", "per_head"):
+        return 0
     model = config.model
     interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
     share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return batch + min(int(_FP32 * held.worst * share), batch)
+    return min(int(_FP32 * held.worst * share), batch)
 
 
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
@@ -263,14 +263,12 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
     # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
-    parts = transient(config, layout, stage).parts(exchange=least_step_bytes(config, layout, stage))
-    # What groups take beyond that is known only once there is a plan.
-    parts["workspace"] += parts.pop("exchange")
     return {
         "weights": width * stored,
         "gradients": grad * stored,
         "optimizer": optimizer_state(config, layout, stage),
-        **parts,
+        **transient(config, layout, stage).parts(),
+        "exchange": least_step_bytes(config, layout, stage),
     }
 
 

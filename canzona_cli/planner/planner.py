@@ -178,6 +178,6 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
         weights = stage_weights(config, layout, stage)
         adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * _FP32)
         stored = (width + grad) * (weights.matrices + weights.others)
-        needed = transient(config, layout, stage).parts(exchange=least_step_bytes(config, layout, stage))
-        left.append(capacity(config) - stored - adamw - sum(needed.values()))
+        needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
+        left.append(capacity(config) - stored - adamw - needed)
     return max(1, int(min(left) / state))

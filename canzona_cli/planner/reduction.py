@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.geometry import ALIGNMENT
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes
 from canzona_cli.planner.types import Bucket, PlanSettings
@@ -31,10 +33,22 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """What owners hold beside the buffer while a bucket is reduced: all ranks' copies of their own share."""
-    if bucket.reduction != "all_to_all":
+    """What ranks hold beside the buffer while a bucket is reduced all-to-all.
+
+    All ranks' copies of one's own share, its fp32 sum where that is not one of them, and what one sends, where it had
+    to be packed first.
+    """
+    if bucket.reduction != "all_to_all" or owners == 1:
         return {}
-    return {owner: owners * share * grad_bytes for owner, share in shares(bucket).items()}
+    found = shares(bucket)
+    packed = 0 if in_order(bucket) else sum(found.values()) * grad_bytes
+    total = 0 if grad_bytes == _FP32 else _FP32
+    return {owner: (owners * grad_bytes + total) * found.get(owner, 0) + packed for owner in range(owners)}
+
+
+def in_order(bucket: Bucket) -> bool:
+    """Whether shares follow each other in the order of owners: they can be sent as they lie."""
+    return all(a.owner < b.owner and b.start - a.end < ALIGNMENT for a, b in pairwise(bucket.ranges))
 
 
 class ReductionModel:
@@ -114,8 +128,8 @@ class ReductionModel:
     def _all_to_all(self, bucket: Bucket) -> Transfer:
         """Every rank's copy of an owner's share to the owner, which adds them up in fp32.
 
-        Ranges of an owner beyond its first are packed behind it, one copy each. The sum reads all copies and writes the
-        share; with a bf16 buffer the fp32 sum goes through memory once more, to be rounded into it.
+        What does not lie in the order of owners is packed first. Copies are added one after another, and the sum is
+        written to the buffer.
         """
         ranks = self._group.size
         if ranks == 1:
@@ -128,7 +142,8 @@ class ReductionModel:
             [(ranks - 1) * share * self._grad for share in own],
             self._group,
         )
-        rounding = 0 if self._grad == _FP32 else _FP32 + self._grad
-        added_up = max(own) * (ranks * self._grad + _FP32 + rounding) / self._rate
-        issue = (1 + len(bucket.ranges) - len(found)) * self._launch_s
-        return replace(moved, latency_s=moved.latency_s + issue + added_up)
+        widened = 0 if self._grad == _FP32 else self._grad + _FP32
+        per_element = (ranks - 1) * (2 * _FP32 + self._grad) + _FP32 + self._grad + widened
+        packed = 0 if in_order(bucket) else 2 * total * self._grad
+        local = (max(own) * per_element + packed) / self._rate + ranks * self._launch_s
+        return replace(moved, latency_s=moved.latency_s + local)

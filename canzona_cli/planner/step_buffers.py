@@ -1,17 +1,18 @@
-"""What the engine holds in the course of a step beside state and Megatron's buffers: by rank, in bytes.
+"""What the engine holds beside state and Megatron's buffers, by rank, in bytes: it is allocated once, and stays.
 
-With tp > 1 a micro-group's gradients and weights travel in buffers of their own, two sets of each because two groups
-are in flight (one where an owner has one group), each as large as the rank's largest group. A host turns the whole
-gradients of a group into fp32, and copies the group's masters first, so that it can undo an update that is not finite.
+With tp > 1 a micro-group's gradients and weights travel in messages, two sets of each because two groups are in flight
+(one where an owner has one group), each as large as the rank's largest group: fragments out and in, weights the other
+way round. A host puts the whole gradients of one group together in fp32.
 
-With tp = 1 nothing travels, and whole fp32 gradients are updated from where they lie. Those that are not there need a
-place: q, k and v, interleaved in their parameter, and everything where gradients are reduced in bf16. An owner's group
-is worked through in batches, so that neither they nor the copies of masters take more than `BATCH_BYTES`.
+With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
+for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
+then worked through in batches that need no more than `BATCH_BYTES`, or one matrix.
+
+Besides, an all-to-all of gradients needs memory while backward runs.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.planner.memory import BATCH_BYTES, element_bytes, exchange_bytes
@@ -27,84 +28,102 @@ class StepBuffers:
     """Of one rank."""
 
     exchange: int = 0
-    """Sent and received fragments and whole matrices, gradients and weights."""
+    """Messages: gradients and weights, sent and received."""
     gradients: int = 0
-    """Whole fp32 gradients of a group."""
-    guard: int = 0
-    """Masters of a group before its update."""
+    """Whole fp32 gradients of a group or batch."""
     reduction: int = 0
-    """All ranks' copies of its shares of two buckets, while backward runs."""
+    """For two buckets that travel all-to-all; unlike the rest it comes and goes under the backward pass."""
 
     @property
-    def update(self) -> int:
-        """Alive together, in the optimizer step."""
-        return self.exchange + self.gradients + self.guard
+    def lasting(self) -> int:
+        return self.exchange + self.gradients
 
 
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
     """Of a stage's cells, index `owner * tp + host`."""
     mesh = plan.subject.layout
     by_owner: dict[int, list[tuple[int, ...]]] = {}
-    for group in plan.groups:
+    for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
     reduction = _reduction(config, plan, stage)
     found: list[StepBuffers] = []
     for owner in range(mesh.owners):
-        groups = by_owner.get(owner, [])
+        groups, held = by_owner.get(owner, []), reduction.get(owner, 0)
         if mesh.tp == 1:
-            updates = [_batched(config, [plan.matrices[index] for group in groups for index in group])]
-        else:
-            updates = _hosted(config, plan, groups)
-        held = reduction.get(owner, 0)
-        found += [
-            StepBuffers(exchange=each.exchange, gradients=each.gradients, guard=each.guard, reduction=held)
-            for each in updates
-        ]
+            copied = [_copied(config, plan.matrices[index], 1, 0) for group in groups for index in group]
+            found.append(StepBuffers(gradients=batch_bytes(copied), reduction=held))
+            continue
+        loads = [_GroupLoad.of(config, plan, group) for group in groups]
+        sets = min(2, len(groups))
+        weight, gradient = exchange_bytes(config)
+        for host in range(mesh.tp):
+            messages = gradient * (_most(load.grads_out[host] for load in loads))
+            messages += gradient * (_most(load.grads_in[host] for load in loads))
+            messages += weight * (_most(load.weights_out[host] for load in loads))
+            messages += weight * (_most(load.weights_in[host] for load in loads))
+            copied_most = _most(load.copied[host] for load in loads)
+            found.append(StepBuffers(exchange=sets * messages, gradients=_FP32 * copied_most, reduction=held))
     return found
 
 
-def _hosted(config: RunConfig, plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[StepBuffers]:
-    """An owner's hosts."""
-    tp, cells = plan.subject.layout.tp, plan.assignment.cells
-    stored_most, hosted_most = [0] * tp, [0] * tp
-    for group in groups:
-        everywhere, stored, hosted = 0, [0] * tp, [0] * tp
-        for index in group:
-            matrix = plan.matrices[index]
-            hosted[cells[index].host] += matrix.elements
-            if matrix.home is None:
-                everywhere += matrix.fragment_elements(tp)
-            else:
-                stored[matrix.home] += matrix.elements
-        stored_most = [max(most, everywhere + own) for most, own in zip(stored_most, stored, strict=True)]
-        hosted_most = [max(most, own) for most, own in zip(hosted_most, hosted, strict=True)]
-    sets = min(2, len(groups))
-    weight, gradient = exchange_bytes(config)
-    return [
-        # Gradients: fragments sent, whole matrices received. Weights: the other way round.
-        StepBuffers(
-            exchange=sets * (gradient + weight) * (stored + hosted), gradients=_FP32 * hosted, guard=_FP32 * hosted
-        )
-        for stored, hosted in zip(stored_most, hosted_most, strict=True)
-    ]
-
-
-def _batched(config: RunConfig, matrices: Sequence[Matrix]) -> StepBuffers:
-    """The only host of an owner."""
-    _, grad = element_bytes(config)
-    units = Counter(matrix.unit for matrix in matrices)
-    copied = [matrix.elements for matrix in matrices if grad != _FP32 or units[matrix.unit] > 1]
-    return StepBuffers(gradients=batch_bytes(copied), guard=batch_bytes([matrix.elements for matrix in matrices]))
-
-
 def batch_bytes(elements: Sequence[int]) -> int:
-    """fp32 bytes of the largest batch such matrices are worked through in; one that is larger is a batch."""
-    return min(_FP32 * sum(elements), max(BATCH_BYTES, _FP32 * max(elements, default=0)))
+    """fp32 bytes for the largest batch: consecutive matrices within `BATCH_BYTES`, or one that alone exceeds it."""
+    most = filled = 0
+    for size in elements:
+        filled = size if filled + size > BATCH_BYTES // _FP32 else filled + size
+        most = max(most, filled)
+    return _FP32 * most
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupLoad:
+    """Elements of one micro-group, by TP rank."""
+
+    grads_out: list[int] = field(default_factory=list)
+    grads_in: list[int] = field(default_factory=list)
+    weights_out: list[int] = field(default_factory=list)
+    weights_in: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    """Of whole gradients that have to be put together."""
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: Plan, group: Sequence[int]) -> "_GroupLoad":
+        tp = plan.subject.layout.tp
+        grads_out, grads_in, weights_out, weights_in, copied = ([0] * tp for _ in range(5))
+        for index in group:
+            matrix, host = plan.matrices[index], plan.assignment.cells[index].host
+            copied[host] += _copied(config, matrix, tp, host)
+            replicated = matrix.shard_dim is None and matrix.home is None
+            fragment = matrix.elements if matrix.home is not None else matrix.fragment_elements(tp)
+            for rank in range(tp) if matrix.home is None else (matrix.home,):
+                if rank == host:
+                    continue
+                if not replicated:  # a host has the gradient of what every rank stores whole
+                    grads_out[rank] += fragment
+                    grads_in[host] += fragment
+                weights_out[host] += fragment
+                weights_in[rank] += fragment
+            # With the weights every rank is told whether each matrix's update was finite.
+            for rank in range(tp):
+                if rank != host:
+                    weights_out[host] += 1
+                    weights_in[rank] += 1
+        return cls(
+            grads_out=grads_out, grads_in=grads_in, weights_out=weights_out, weights_in=weights_in, copied=copied
+        )
+
+
+def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
+    """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
+    head = matrix.name.rpartition(".")[2].isdigit()
+    interleaved = matrix.kind in ("q", "k", "v") and not head
+    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.shard_dim is None))
+    return 0 if here and not interleaved and element_bytes(config)[1] == _FP32 else matrix.elements
 
 
 def _reduction(config: RunConfig, plan: Plan, stage: int) -> Mapping[int, int]:
-    """Of each owner that needs any: its two largest, for a bucket may arrive while the one before is added up."""
+    """Of each rank that needs any: its two largest buckets, for one may arrive while the one before is added up."""
     _, grad = element_bytes(config)
     held: dict[int, list[int]] = {}
     for bucket in plan.buckets:
@@ -112,3 +131,7 @@ def _reduction(config: RunConfig, plan: Plan, stage: int) -> Mapping[int, int]:
             for owner, size in scratch_bytes(bucket, plan.subject.layout.owners, grad).items():
                 held.setdefault(owner, []).append(size)
     return {owner: sum(sorted(sizes)[-2:]) for owner, sizes in held.items()}
+
+
+def _most(sizes: Iterable[int]) -> int:
+    return max(sizes, default=0)

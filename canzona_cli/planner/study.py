@@ -108,7 +108,7 @@ class Study:
                 "worst_place": asdict(self.memory.worst),
                 "capacity_bytes": self.memory.capacity,
                 "exchange_buffer_bytes": self.memory.buffers.exchange,
-                "update_scratch_bytes": self.memory.buffers.gradients + self.memory.buffers.guard,
+                "update_scratch_bytes": self.memory.buffers.gradients,
                 "reduction_scratch_bytes": self.memory.buffers.reduction,
             },
             "communication": asdict(self.communication),

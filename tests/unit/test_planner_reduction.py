@@ -50,11 +50,14 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_receiver_and_the_sum() -> No
     assert model(cluster=FAST_MEMORY).reduce(one).link_s == pytest.approx(3 * 3 * MIB * 4 / MACHINE)
     slow = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0))
     rate = memory_rate(replace(H100, memory_gb_per_s=1.0))
-    # Four copies read, one sum written.
-    assert slow.reduce(one).latency_s == pytest.approx(3 * MIB * 4 * 5 / rate, rel=1e-3)
+    # Three additions of 12 bytes an element, and the sum written to the buffer.
+    assert slow.reduce(one).latency_s == pytest.approx(3 * MIB * (3 * 12 + 8) / rate, rel=1e-3)
     rounded = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0), grad="bf16")
-    # Four bf16 copies read, an fp32 sum written, read, and rounded into the buffer.
-    assert rounded.reduce(one).latency_s == pytest.approx(3 * MIB * (4 * 2 + 4 + 4 + 2) / rate, rel=1e-3)
+    # The first widened, three additions, and the sum rounded into the buffer.
+    assert rounded.reduce(one).latency_s == pytest.approx(3 * MIB * (6 + 3 * 10 + 6) / rate, rel=1e-3)
+    swapped = bucket([3 * MIB, MIB, MIB, MIB], [1, 0, 2, 3], reduction="all_to_all")
+    packing = 2 * 4 * 6 * MIB / rate
+    assert slow.reduce(swapped).latency_s == pytest.approx(3 * MIB * 44 / rate + packing, rel=1e-3)
 
 
 def test_a_bucket_of_one_owner_floods_it_all_to_all() -> None:
@@ -121,7 +124,12 @@ def test_even_collectives_need_equal_shards(strategy: str, layout_name: str) -> 
         model(2).choose([bucket([MIB])], wanted, scratch=True)
 
 
-def test_scratch_is_every_ranks_copy_of_ones_own_share() -> None:
-    one = bucket([300, 100, 50], [0, 2, 0])
-    assert scratch_bytes(one, 4, 2) == {}
-    assert scratch_bytes(replace(one, reduction="all_to_all"), 4, 2) == {0: 4 * 350 * 2, 2: 4 * 100 * 2}
+def test_scratch_is_every_ranks_copy_of_ones_own_share_and_what_had_to_be_packed() -> None:
+    one = bucket([300, 100], [0, 2])
+    assert scratch_bytes(one, 4, 4) == {}
+    travelling = replace(one, reduction="all_to_all")
+    assert scratch_bytes(travelling, 4, 4) == {0: 4 * 4 * 300, 1: 0, 2: 4 * 4 * 100, 3: 0}
+    assert scratch_bytes(travelling, 4, 2)[0] == (4 * 2 + 4) * 300
+    packed = bucket([300, 100, 50], [0, 2, 0], reduction="all_to_all")
+    assert scratch_bytes(packed, 4, 4) == {0: 16 * 350 + 1800, 1: 1800, 2: 16 * 100 + 1800, 3: 1800}
+    assert scratch_bytes(travelling, 1, 4) == {}
