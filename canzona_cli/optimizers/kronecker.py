@@ -1,0 +1,137 @@
+"""What Shampoo and SOAP share: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .matrix_optimizer import MatrixOptimizer, ProductPrecision, products
+from .workspace import Workspace
+
+Side = Literal["L", "R"]
+"""L: rows, from G G^T. R: columns, from G^T G."""
+SIDES: tuple[Side, Side] = ("L", "R")
+OnFallback = Callable[[torch.Tensor, str], None]
+"""Told the matrix, and in words what failed and what was used instead."""
+
+
+class KroneckerOptimizer(MatrixOptimizer):
+    """Keeps the factors; a subclass makes a square of each and a direction of the gradient.
+
+    State of a matrix: `step`, updates so far; `L` and `R`, the factors, moving averages that start at their first
+    gradient's (corrected for starting at zero); what the subclass adds. A side longer than `max_preconditioner_dim` has
+    none.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        shampoo_beta: float,
+        precondition_frequency: int,
+        max_preconditioner_dim: int,
+        refresh_offsets: Sequence[int] | None,
+        on_fallback: OnFallback | None,
+        precision: ProductPrecision,
+        workspace: Workspace | None,
+    ) -> None:
+        """Args:
+            params: Matrices, or parameter groups of them.
+            lr: Learning rate.
+            weight_decay: p *= 1 - lr weight_decay, before the update.
+            betas: Decay of the moments.
+            eps: Of Adam.
+            shampoo_beta: Decay of the factors.
+            precondition_frequency: Steps between two refreshes of a matrix.
+            max_preconditioner_dim: A side longer than this is left as it is.
+            refresh_offsets: Per parameter: a matrix refreshes at its first step, and when (steps it has made + offset)
+                is a multiple of the period.
+            on_fallback: Told when a decomposition failed.
+            precision: Of products; decompositions are fp32 always.
+            workspace: Scratch to share with other optimizers.
+
+        Raises:
+            ValueError: A setting is out of range, or there are not as many offsets as parameters.
+        """
+        for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1]), ("shampoo_beta", shampoo_beta)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} is {beta}; a moving average needs 0 <= decay < 1")
+        if precondition_frequency < 1:
+            raise ValueError(f"precondition_frequency is {precondition_frequency}; it has to be at least 1")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        matrices = list(self._matrices())
+        offsets = [0] * len(matrices) if refresh_offsets is None else refresh_offsets
+        if len(offsets) != len(matrices):
+            raise ValueError(f"refresh_offsets has {len(offsets)} entries for {len(matrices)} parameters")
+        self.betas = betas
+        self.eps = eps
+        self.shampoo_beta = shampoo_beta
+        self.precondition_frequency = precondition_frequency
+        self.max_preconditioner_dim = max_preconditioner_dim
+        self.on_fallback = on_fallback
+        self.precision = precision
+        self.workspace = workspace or Workspace()
+        self._offsets = dict(zip(matrices, offsets, strict=True))
+
+    @abstractmethod
+    def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        """Add the subclass's own state to a matrix's."""
+
+    @abstractmethod
+    def _refresh(self, p: torch.Tensor, side: Side) -> None:
+        """Renew what is made of a factor; if that fails, leave it as it was."""
+
+    @abstractmethod
+    def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What `p` moves along; may be scratch."""
+
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            for side in self._sides(p):
+                length = p.size(SIDES.index(side))
+                state[side] = p.new_zeros(length, length)
+            self._start(p, state)
+        done: int = state["step"]
+        state["step"] = done + 1
+        with products(self.precision):
+            # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
+            weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
+            for side in self._sides(p):
+                across = grad if side == "L" else grad.mT
+                outer = torch.mm(across, across.mT, out=self.workspace.like("square", state[side]))
+                state[side].lerp_(outer, weight)
+            if done == 0 or (done + self._offsets[p]) % self.precondition_frequency == 0:
+                for side in self._sides(p):
+                    self._refresh(p, side)
+            direction = self._direction(p, grad)
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+
+    def _sides(self, p: torch.Tensor) -> tuple[Side, ...]:
+        """Sides that have a factor."""
+        return tuple(side for side, length in zip(SIDES, p.shape, strict=True) if length <= self.max_preconditioner_dim)
+
+    def _sandwich(self, p: torch.Tensor, name: str, x: torch.Tensor, *, transpose: Side | None = None) -> torch.Tensor:
+        """left x right of the squares that `p`'s state has under `name_L` and `name_R`, one of them transposed.
+
+        Returns:
+            Scratch, overwritten by the next call; `x` itself if no side has a square.
+        """
+        state = self.state[p]
+        for side in self._sides(p):
+            square = state[f"{name}_{side}"]
+            square = square.mT if side == transpose else square
+            out = self.workspace.like(f"sandwich_{side}", p)
+            x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)
+        return x
+
+    def _report(self, p: torch.Tensor, reason: str) -> None:
+        if self.on_fallback is not None:
+            self.on_fallback(p, reason)

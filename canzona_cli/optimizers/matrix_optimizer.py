@@ -1,0 +1,78 @@
+"""What Muon, Shampoo and SOAP share: the walk over matrices, and products of a known precision."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+ProductPrecision = Literal["fp32", "tf32"]
+"""How fp32 products run: exactly, or on TF32 units where a GPU has them (10 bits of mantissa, much faster)."""
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Owns `step()`; a subclass updates one matrix.
+
+    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32, of any strides, and only read. A
+    parameter without a gradient is skipped. `lr` and `weight_decay` are read from the parameter groups at every step.
+    A matrix's state is made at its first step: tensors and plain ints in `self.state[p]`. Deleting it starts that
+    matrix afresh.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, float]) -> None:
+        """Args:
+            params: Matrices, or parameter groups of them.
+            defaults: Settings that a parameter group may set for itself.
+
+        Raises:
+            ValueError: A parameter is not a contiguous 2-D fp32 tensor, or a setting is out of range.
+        """
+        for key in ("lr", "weight_decay"):
+            if defaults[key] < 0:
+                raise ValueError(f"{key} is {defaults[key]}; it cannot be negative")
+        super().__init__(params, dict(defaults))
+        for p in self._matrices():
+            if p.ndim != 2 or p.dtype != torch.float32 or not p.is_contiguous():
+                raise ValueError(
+                    f"{type(self).__name__} updates contiguous 2-D float32 matrices; one parameter is a "
+                    f"{'' if p.is_contiguous() else 'strided '}{tuple(p.shape)} of {p.dtype}"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient.
+
+        Raises:
+            ValueError: A closure was given; none of the algorithms evaluates the loss again.
+        """
+        if closure is not None:
+            raise ValueError(f"{type(self).__name__} takes no closure")
+        for group in self.param_groups:
+            self._update_group([p for p in group["params"] if p.grad is not None], group)
+
+    def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        for p in matrices:
+            assert p.grad is not None
+            self._update(p, p.grad, group)
+
+    @abstractmethod
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
+        """Update one matrix `p` (rows, cols) from its gradient (rows, cols)."""
+
+    def _matrices(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+@contextmanager
+def products(precision: ProductPrecision) -> Iterator[None]:
+    """Run fp32 products so, whatever the process has set; on CPU always exactly."""
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = cuda.fp32_precision, cpu.fp32_precision
+    cuda.fp32_precision, cpu.fp32_precision = ("tf32" if precision == "tf32" else "ieee"), "ieee"
+    try:
+        yield
+    finally:
+        cuda.fp32_precision, cpu.fp32_precision = before

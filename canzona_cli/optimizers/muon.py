@@ -1,0 +1,167 @@
+"""Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+
+import math
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .matrix_optimizer import MatrixOptimizer, products
+from .newton_schulz import CoefficientSet, coefficients, newton_schulz
+from .workspace import Workspace
+
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+
+__all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
+
+EPS = 1e-7
+"""Smallest norm a matrix is divided by."""
+BLOCK = 128 * 1024
+"""Elements of a block of rows that elementwise passes take together: a weight, its gradient, its momentum and scratch
+stay in a 2 MB cache between passes. 2560x768 on one core: 2.7 ms, where whole-matrix passes take 4.6 ms."""
+
+
+class Muon(MatrixOptimizer):
+    """Each matrix moves by lr times its orthogonalised momentum, after decoupled weight decay.
+
+    The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products write into
+    a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay in cache; on CUDA they
+    are whole-tensor operations, and nothing waits for the GPU.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        coefficients: CoefficientSet = "quintic",
+        scale_mode: ScaleMode = "spectral",
+        scale_factor: float = 0.2,
+        precision: Literal["bf16", "fp32"] = "bf16",
+        stack: bool = False,
+        workspace: Workspace | None = None,
+    ) -> None:
+        """Args:
+        params: Matrices, or parameter groups of them.
+        lr: Learning rate.
+        weight_decay: p *= 1 - lr weight_decay, before the update.
+        momentum: Decay of the gradients' moving average.
+        nesterov: Orthogonalise gradient + momentum (average - gradient) rather than the average.
+        ns_steps: Newton-Schulz iterations.
+        coefficients: Their polynomials.
+        scale_mode: See `scale`.
+        scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
+            arXiv:2502.16982).
+        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
+        stack: Orthogonalise matrices of one shape in batched products. Spares launches when matrices are small and
+            many, and costs scratch for all of them at once.
+        workspace: Scratch to share with other optimizers.
+        """
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.nesterov = nesterov
+        self.steps = _coefficients(coefficients, ns_steps)
+        self.scale_mode = scale_mode
+        self.scale_factor = scale_factor
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.stack = stack
+        self.workspace = workspace or Workspace()
+
+    def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        with products("fp32"):
+            if self.stack:
+                for _, same in groupby(sorted(matrices, key=_kind), key=_kind):
+                    self._update_stack(list(same), group)
+            else:
+                super()._update_group(matrices, group)
+
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
+        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
+        self._direction(p, grad, group["momentum"], x)
+        self._apply(p, newton_schulz(x, self.steps, self.workspace), group)
+
+    def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        first = matrices[0]
+        x = self.workspace.get("muon_x", (len(matrices), *first.shape), self.dtype, first.device)
+        for p, one in zip(matrices, x, strict=True):
+            assert p.grad is not None
+            self._direction(p, p.grad, group["momentum"], one)
+        x = newton_schulz(x, self.steps, self.workspace)
+        for p, one in zip(matrices, x, strict=True):
+            self._apply(p, one, group)
+
+    def _direction(self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor) -> None:
+        """Update the momentum, and write into `out` what is to be orthogonalised, of norm 1."""
+        average = self._average(p)
+        if p.device.type != "cpu":
+            direction = average.lerp_(grad, 1 - momentum)
+            if self.nesterov:
+                direction = torch.lerp(grad, average, momentum, out=self.workspace.like("muon_direction", p))
+            torch.div(direction, torch.linalg.vector_norm(direction).clamp_min_(EPS), out=out)
+            return
+        direction = self.workspace.like("muon_direction", p) if self.nesterov else average
+        square = 0.0
+        for rows in _blocks(p):
+            block = average[rows].lerp_(grad[rows], 1 - momentum)
+            if self.nesterov:
+                block = torch.lerp(grad[rows], block, momentum, out=direction[rows])
+            square += float(torch.linalg.vector_norm(block)) ** 2
+        inverse = 1 / max(math.sqrt(square), EPS)
+        for rows in _blocks(p):
+            scratch = self.workspace.like("muon_block", direction[rows])
+            # The norm could ride in the first product, but oneDNN compiles a kernel for every new alpha.
+            out[rows].copy_(torch.mul(direction[rows], inverse, out=scratch))
+
+    def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
+        """p <- (1 - lr weight_decay) p - lr scale x."""
+        lr = group["lr"]
+        decay = 1 - lr * group["weight_decay"]
+        alpha = -lr * self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
+        if p.device.type != "cpu":
+            p.mul_(decay).add_(x, alpha=alpha)
+            return
+        for rows in _blocks(p):
+            block = x[rows]
+            if block.dtype != p.dtype:
+                block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)
+            p[rows].mul_(decay).add_(block, alpha=alpha)
+
+    def _average(self, p: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average: torch.Tensor = state["momentum_buffer"]
+        return average
+
+
+_coefficients = coefficients  # the constructor's argument of that name hides the function
+
+
+def scale(rows: int, cols: int, mode: ScaleMode) -> float:
+    """How large the update of a (rows, cols) matrix is, a semi-orthogonal matrix being 1.
+
+    - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
+    - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion, arXiv:2502.07529).
+    - shape_scaling: the same, and never below 1 (Jordan et al. 2024).
+    """
+    if mode == "spectral":
+        return math.sqrt(max(rows, cols))
+    if mode == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def _blocks(matrix: torch.Tensor) -> list[slice]:
+    height = max(1, BLOCK // matrix.size(1))
+    return [slice(top, top + height) for top in range(0, matrix.size(0), height)]
+
+
+def _kind(matrix: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(matrix.shape), str(matrix.device)

@@ -1,0 +1,164 @@
+"""Optimizers by name, and a user's own: found, refused or accepted."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Literal
+
+import torch
+
+from .matrix_optimizer import MatrixOptimizer
+from .muon import Muon
+from .shampoo import Shampoo
+from .soap import SOAP
+
+OptimizerName = Literal["muon", "shampoo", "soap"]
+OPTIMIZERS: Mapping[OptimizerName, type[MatrixOptimizer]] = MappingProxyType(
+    {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
+)
+
+_PROBE_SHAPES = ((4, 6), (6, 4))
+
+
+class UnusableOptimizer(ValueError):
+    """A user's own optimizer cannot be found, or cannot update whole matrices by `step()` alone."""
+
+
+def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
+    """The class that `source` names.
+
+    Loading runs the code of the file or package.
+
+    Args:
+        source: `path/to/file.py:Class`, a relative path being looked up from the working directory; or `module:Class`
+            of an installed package.
+        allow: Packages that `module` may be of. Files need no entry.
+
+    Raises:
+        UnusableOptimizer: No such file, module or class; a package that `allow` does not name; code that fails when it
+            is loaded; or something that is no torch optimizer class.
+    """
+    place, colon, name = source.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise UnusableOptimizer(f"{source!r} is neither path/to/file.py:Class nor module:Class")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, allow)
+    found = getattr(module, name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if _is_optimizer(value)]
+        raise UnusableOptimizer(f"{place} has no {name}; {_nearest(name, classes, 'it has no optimizer class')}")
+    if not _is_optimizer(found):
+        raise UnusableOptimizer(f"{source} is no subclass of torch.optim.Optimizer, but {_describe(found)}")
+    kind: type[torch.optim.Optimizer] = found
+    return kind
+
+
+def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Try an optimizer out on two tiny matrices: two steps, without autograd and without closure.
+
+    Args:
+        make: Makes it as a run will, of these parameters instead; with a learning rate above zero.
+
+    Raises:
+        UnusableOptimizer: It cannot be made; needs more than `step()`; changes a parameter's shape or dtype; gives
+            values that are not finite; or leaves weights as they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in _PROBE_SHAPES]
+    before = [p.detach().clone() for p in params]
+    try:
+        optimizer = make(params)
+    except Exception as error:
+        raise UnusableOptimizer(f"it cannot be made of 2-D parameters: {_words(error)}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnusableOptimizer(f"it is no torch optimizer, but {_describe(optimizer)}")
+    needed = _required_arguments(optimizer)
+    if needed:
+        raise UnusableOptimizer(f"its step() needs {', '.join(needed)}; canzona calls step() without arguments")
+    for number in (1, 2):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        try:
+            with torch.no_grad():
+                optimizer.step()
+        except Exception as error:
+            raise UnusableOptimizer(
+                f"step {number} failed on 2-D parameters without closure or autograd: {_words(error)}"
+            ) from error
+        for p, old in zip(params, before, strict=True):
+            _check(p, old, number)
+    for p, old in zip(params, before, strict=True):
+        if torch.equal(p, old):
+            raise UnusableOptimizer(f"two steps left a {tuple(p.shape)} parameter unchanged")
+
+
+def _check(p: torch.Tensor, old: torch.Tensor, number: int) -> None:
+    shape = tuple(old.shape)
+    if p.shape != old.shape or p.dtype != old.dtype:
+        raise UnusableOptimizer(
+            f"step {number} turned a {shape} parameter of {old.dtype} into {tuple(p.shape)} of {p.dtype}"
+        )
+    if not bool(p.isfinite().all()):
+        raise UnusableOptimizer(f"step {number} put values that are not finite into a {shape} parameter")
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UnusableOptimizer(
+            f"there is no file {path.absolute()}; {_nearest(path.name, siblings, 'its folder has no .py file')}"
+        )
+    name = f"canzona_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UnusableOptimizer(f"{path} fails when it is loaded: {_words(error)}") from error
+    return module
+
+
+def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
+    package = place.partition(".")[0]
+    if package not in allow:
+        listed = f"allowed are {', '.join(allow)}" if allow else "none is"
+        raise UnusableOptimizer(f"{place} is of package {package}, which is not allowed to be loaded ({listed})")
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise UnusableOptimizer(f"{place} cannot be imported: {_words(error)}") from error
+
+
+def _is_optimizer(thing: object) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, torch.optim.Optimizer) and thing is not torch.optim.Optimizer
+
+
+def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, argument in inspect.signature(optimizer.step).parameters.items()
+        if argument.default is inspect.Parameter.empty and argument.kind not in kinds
+    ]
+
+
+def _nearest(name: str, names: Sequence[str], nothing: str) -> str:
+    if close := get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]}?"
+    return f"there is {', '.join(sorted(names))}" if names else nothing
+
+
+def _describe(thing: object) -> str:
+    return f"the class {thing.__qualname__}" if inspect.isclass(thing) else f"a {type(thing).__name__}"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,105 @@
+"""Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018, arXiv:1802.09568),
+with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .decompositions import inverse_root, with_fallback
+from .kronecker import KroneckerOptimizer, OnFallback, Side
+from .matrix_optimizer import ProductPrecision, products
+from .workspace import Workspace
+
+Grafting = Literal["none", "sgd", "adam"]
+
+
+class Shampoo(KroneckerOptimizer):
+    """Each matrix moves by lr L^-1/4 M R^-1/4, given another method's norm, after decoupled weight decay.
+
+    M averages gradients, L averages G G^T and R averages G^T G, all corrected for starting at 0. If one side is longer
+    than `max_preconditioner_dim`, the other takes the root -1/2; if both are, the update is the grafted method's own.
+    The momentum is of gradients and not of updates, as in Shi et al.: one buffer serves the grafted Adam too, and new
+    roots act on all of it.
+
+    State besides KroneckerOptimizer's: `exp_avg`, `root_L`, `root_R`, and `exp_avg_sq` of a grafted Adam.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        shampoo_eps: float = 1e-12,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 8192,
+        grafting: Grafting = "adam",
+        refresh_offsets: Sequence[int] | None = None,
+        on_fallback: OnFallback | None = None,
+        precision: ProductPrecision = "fp32",
+        workspace: Workspace | None = None,
+    ) -> None:
+        """Args, besides KroneckerOptimizer's:
+        betas: Decay of M, and of the grafted Adam's second moment.
+        eps: Of the grafted Adam.
+        shampoo_eps: Added to a factor's eigenvalues, relative to the largest.
+        grafting: Whose update's Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
+            M / (sqrt(V) + eps), which makes an AdamW learning rate fit.
+        """
+        super().__init__(
+            params,
+            lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            shampoo_beta=shampoo_beta,
+            precondition_frequency=precondition_frequency,
+            max_preconditioner_dim=max_preconditioner_dim,
+            refresh_offsets=refresh_offsets,
+            on_fallback=on_fallback,
+            precision=precision,
+            workspace=workspace,
+        )
+        self.shampoo_eps = shampoo_eps
+        self.grafting = grafting
+
+    def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        state["exp_avg"] = torch.zeros_like(p)
+        if self.grafting == "adam":
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        for side in self._sides(p):
+            length = p.size(0 if side == "L" else 1)
+            state[f"root_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+
+    def _refresh(self, p: torch.Tensor, side: Side) -> None:
+        state = self.state[p]
+        compute = partial(inverse_root, power=0.5 / len(self._sides(p)), eps=self.shampoo_eps)
+        with products("fp32"):
+            root = with_fallback(compute, state[side], f"the eigendecomposition of {side}", partial(self._report, p))
+        if root is not None:
+            state[f"root_{side}"].copy_(root)
+
+    def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        beta1, beta2 = self.betas
+        step: int = state["step"]
+        average = state["exp_avg"].lerp_(grad, 1 - beta1)
+        mean = torch.div(average, 1 - beta1**step, out=self.workspace.like("mean", p))
+        grafted = mean
+        if self.grafting == "adam":
+            square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = torch.div(square, 1 - beta2**step, out=self.workspace.like("grafted", p)).sqrt_().add_(self.eps)
+            grafted = torch.div(mean, root, out=root)
+        if not self._sides(p):
+            return grafted
+        direction = self._sandwich(p, "root", mean)
+        if self.grafting != "none":
+            norm = torch.linalg.vector_norm
+            direction.mul_(norm(grafted) / norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
+        return direction
