@@ -225,6 +225,44 @@ def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
         assert max(alive) == (2 if reduction == "all_to_all" else 0)
 
 
+@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+def test_in_the_first_step_a_reduction_may_be_asked_for_twice(reduction: Reduction) -> None:
+    """Megatron's finish_grad_sync starts every reduction of the first step, also one that somebody started before."""
+    config, layout = case("gpus=2")
+    plan = planned(config, layout, reduction)
+
+    def rank() -> None:
+        ddp = wrap(config, start(config, layout), plan)
+        for group in matrix_groups(ddp):
+            group.buckets[0].grad_data.fill_(3.0)
+            group.start_grad_sync()
+            group.finish_grad_sync()
+            for part in group.owned:
+                assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all()
+
+    run_ranks(2, rank)
+
+
+def test_parameters_are_gathered_one_bucket_ahead() -> None:
+    """First layers first; AdamW's buckets are left to whoever steps AdamW."""
+    config, layout = case("gpus=2")
+    plan = planned(config, layout)
+
+    def rank() -> None:
+        ddp = wrap(config, start(config, layout), plan)
+        *others, second, first = matrix_groups(ddp)
+        first.finish_param_sync()
+        assert second.param_gather_handle is not None
+        assert not any(group.param_gather_dispatched for group in (*others, *adamw_groups(ddp)))
+        second.finish_param_sync(skip_next_bucket_dispatch=True)
+        assert not any(group.param_gather_dispatched for group in others)
+        for group in adamw_groups(ddp):
+            group.finish_param_sync()
+        assert not any(group.param_gather_dispatched for group in others)
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
 def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None:
