@@ -5,8 +5,7 @@ import torch
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.plan import Mesh, Plan
-from canzona_cli.planner.plan import first_difference
+from canzona_cli.planner.plan import Mesh, Plan, first_difference
 
 
 class PlanRefused(ConfigError):

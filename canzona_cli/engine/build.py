@@ -17,11 +17,12 @@ from canzona_cli.megatron.matrix_buffers import named_matrix_parameters
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.optimizers.muon import Muon, Workspace
+from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.stagger import stagger
+from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, flops
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.types import Matrix
@@ -151,10 +152,10 @@ def optimizer_factory(
 
 
 def _custom(chosen: CustomConfig) -> MakeOptimizer:
-    kind = load_class(chosen.source, chosen.allow)
+    kind: Callable[..., torch.optim.Optimizer] = load_class(chosen.source, chosen.allow)
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)  # type: ignore[call-arg]
+        return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
 
     probe(make)
 

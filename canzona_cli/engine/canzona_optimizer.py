@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from canzona_cli.config.schema import NonFinite
 from canzona_cli.engine.matrix_optimizer import MatrixOptimizer
 from canzona_cli.errors import Problem, WorkerCrashed
-from canzona_cli.megatron.owner_bucket_group import adamw_groups
+from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
 from canzona_cli.megatron.timers import PhaseTimer
 
 
@@ -68,7 +68,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             if self._non_finite == "stop":
                 raise NonFiniteGradients(*self._culprits())
             self.skipped += 1
-            self._start_gathering_unchanged()
+            # Every rank has its parameters as they were.
+            nothing_to_gather(self._model)
             return False, norm, None
         clip = self.config.clip_grad
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0
@@ -100,11 +101,6 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         squares = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
         torch.distributed.all_reduce(squares, group=self._stats_group)
         return math.sqrt(value) if (value := float(squares.item())) >= 0 else math.nan
-
-    def _start_gathering_unchanged(self) -> None:
-        """A skipped step leaves every rank's parameters as they are; the hooks of the next forward must know."""
-        for group in self._model.bucket_groups:
-            group.param_gather_dispatched = True
 
     def _culprits(self) -> list[Problem]:
         """The parameters with non-finite gradients on all ranks, told on every rank. Collective."""

@@ -130,7 +130,7 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
         """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""
         buckets = matrix_groups(self._model)
         for bucket in reversed(buckets) if not self._overlap else buckets[-1:]:
-            self._model._start_bucket_group_param_sync(bucket, force_sync=False)
+            bucket.start_param_sync()
 
     # --- what went wrong in an update ---
 

@@ -405,6 +405,33 @@ PINNED: tuple[Pinned, ...] = (
             ),
         )
     ),
+    # canzona's own optimizer (engine).
+    Pinned(
+        name=f"{_OPTIMIZER}.optimizer.ChainedOptimizer",
+        relied_on="its children have equal configs, and it zeroes, lists and schedules through them",
+        check=has("zero_grad", "get_parameters", "param_groups", "get_loss_scale", "step_with_ready_grads"),
+    ),
+    Pinned(
+        name=f"{_OPTIMIZER}.optimizer.MegatronOptimizer",
+        relied_on="these are all that an optimizer of ours has to be",
+        check=has(
+            "prepare_grads",
+            "step_with_ready_grads",
+            "zero_grad",
+            "get_loss_scale",
+            "reload_model_params",
+            "state_dict",
+            "load_state_dict",
+            "step",
+            "sharded_state_dict",
+            "get_grads_for_grad_norm",
+        ),
+    ),
+    Pinned(
+        name=f"{_OPTIMIZER}.clip_grads.clip_grad_by_total_norm_fp32",
+        relied_on="it scales the gradients of AdamW's fp32 shards in place by max_norm / (total_norm + 1e-6)",
+        check=accepts("parameters", "max_norm", "total_norm"),
+    ),
     # The model (model), and Megatron without CUDA (cpu_backend).
     Pinned(
         name="megatron.core.transformer.transformer_layer.TransformerLayer",

@@ -239,6 +239,12 @@ def adamw_groups(ddp: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]
     return [group for group in ddp.bucket_groups if not isinstance(group, OwnerBucketGroup)]
 
 
+def nothing_to_gather(ddp: DistributedDataParallel) -> None:
+    """After a step that changed no parameter: the next forward pass neither starts a gathering nor waits for one."""
+    for group in ddp.bucket_groups:
+        group.param_gather_dispatched = True
+
+
 def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
     return all(getattr(param, TAG, False) for bucket in group.buckets for param in bucket.params_list)
 

@@ -6,7 +6,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
 from canzona_cli.engine.build import build_canzona
-from canzona_cli.megatron import instrument, model, optimizer, parallel
+from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
@@ -32,9 +33,13 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         timed: cut the step into the phases of the breakdown.
 
     Raises:
+        EnvironmentProblem: megatron-core is not what canzona relies on.
         PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not everywhere the
             same.
     """
+    broken = contract.verify()
+    if broken:
+        raise EnvironmentProblem(*broken)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
     if executes_plan(config):
