@@ -1,0 +1,134 @@
+"""Naive update rules, written from the papers in fp64 and one formula a line, and runs that compare with them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+Shape = tuple[int, int]
+
+
+def gradients(shapes: Sequence[Shape], steps: int, seed: int = 1) -> list[list[torch.Tensor]]:
+    """Gaussian gradients of every step and matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(steps)]
+
+
+def weights(shapes: Sequence[Shape]) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def run(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    shapes: Sequence[Shape],
+    grads: Sequence[Sequence[torch.Tensor]],
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """Weights after the steps."""
+    params = weights(shapes)
+    optimizer = make(params)
+    step_through(optimizer, params, grads)
+    return [p.detach() for p in params], optimizer
+
+
+def step_through(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[torch.nn.Parameter],
+    grads: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    for of_step in grads:
+        for p, grad in zip(params, of_step, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+
+
+def shampoo(
+    weight: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    shampoo_beta: float,
+    eps: float,
+    shampoo_eps: float,
+    period: int,
+    grafting: str,
+    left: bool = True,
+    right: bool = True,
+) -> torch.Tensor:
+    """Shampoo (Gupta et al. 2018, algorithm 1) with averages and grafting (Shi et al. 2023, algorithm 2)."""
+    w = weight.double()
+    rows, cols = w.shape
+    L, R = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    root_l, root_r = torch.eye(rows).double(), torch.eye(cols).double()
+    power = -1 / (2 * (left + right)) if left or right else 0.0
+    for index, grad in enumerate(grads):
+        g, t = grad.double(), index + 1
+        L = shampoo_beta * L + (1 - shampoo_beta) * g @ g.T
+        R = shampoo_beta * R + (1 - shampoo_beta) * g.T @ g
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        corrected = 1 - shampoo_beta**t
+        if index % period == 0:
+            root_l = _power(L / corrected, power, shampoo_eps) if left else root_l
+            root_r = _power(R / corrected, power, shampoo_eps) if right else root_r
+        mean = m / (1 - betas[0] ** t)
+        update = root_l @ mean @ root_r
+        adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+        if grafting == "adam":
+            update = update * adam.norm() / update.norm() if left or right else adam
+        elif grafting == "sgd":
+            update = update * mean.norm() / update.norm()
+        w = w - lr * weight_decay * w - lr * update
+    return w
+
+
+def soap(
+    weight: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    shampoo_beta: float,
+    eps: float,
+    period: int,
+) -> torch.Tensor:
+    """SOAP (Vyas et al. 2024, algorithms 3 and 4); the first moment is kept in the weights' own basis, as there."""
+    w = weight.double()
+    rows, cols = w.shape
+    L, R = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
+    q_l, q_r = torch.eye(rows).double(), torch.eye(cols).double()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for index, grad in enumerate(grads):
+        g, t = grad.double(), index + 1
+        L = shampoo_beta * L + (1 - shampoo_beta) * g @ g.T
+        R = shampoo_beta * R + (1 - shampoo_beta) * g.T @ g
+        if index == 0:
+            q_l, q_r = torch.linalg.eigh(L)[1].flip(1), torch.linalg.eigh(R)[1].flip(1)
+        elif index % period == 0:
+            order_l = (q_l.T @ L @ q_l).diagonal().argsort(descending=True)
+            order_r = (q_r.T @ R @ q_r).diagonal().argsort(descending=True)
+            v = v[order_l][:, order_r]
+            q_l = torch.linalg.qr(L @ q_l[:, order_l])[0]
+            q_r = torch.linalg.qr(R @ q_r[:, order_r])[0]
+        m = betas[0] * m + (1 - betas[0]) * g
+        turned = q_l.T @ g @ q_r
+        v = betas[1] * v + (1 - betas[1]) * turned**2
+        mean = q_l.T @ m @ q_r / (1 - betas[0] ** t)
+        adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+        w = w - lr * weight_decay * w - lr * q_l @ adam @ q_r.T
+    return w
+
+
+def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor | int]]:
+    """Every entry of every matrix's state."""
+    for state in optimizer.state.values():
+        yield from state.items()
+
+
+def _power(factor: torch.Tensor, power: float, eps: float) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(factor)
+    root: torch.Tensor = vectors @ torch.diag((values + eps * values.max()) ** power) @ vectors.T
+    return root
