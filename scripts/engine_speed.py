@@ -33,8 +33,9 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.megatron import parallel
 from canzona_cli.planner.measures import plan_memory
+from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.training.assemble import assemble, executes_plan, join
+from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import Trainee
 
 CASES = {

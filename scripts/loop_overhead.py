@@ -27,8 +27,9 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.data.corpus import cache_root, ensure_corpus
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.megatron import parallel
+from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.training.assemble import assemble, executes_plan, join
+from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.loop import Totals, step_metrics
 from canzona_cli.training.records import Journal

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.launch.outcome import Outcome
     from canzona_cli.launch.run_dir import RunDirectory
+    from canzona_cli.planner.obtain import Obtained
 
 
 def train(
@@ -38,6 +39,7 @@ def train(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
+    from canzona_cli.planner.obtain import obtain_plan
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -45,14 +47,17 @@ def train(
     for warning in composed.warnings:
         errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     config, layout = resolve(composed.config)
+    plan = obtain_plan(config, layout)
     if dry_run:
-        _show(config, layout, console, errors)
+        _show(config, layout, plan, console, errors)
         return
-    outcome, run = _launch(config, layout, console, errors)
+    outcome, run = _launch(config, layout, plan, console, errors)
     _conclude(outcome, run, config, console, errors)
 
 
-def _show(config: "RunConfig", layout: "Layout", console: "Console", errors: "Console") -> None:
+def _show(
+    config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
+) -> None:
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.planner.memory import estimate
@@ -63,6 +68,7 @@ def _show(config: "RunConfig", layout: "Layout", console: "Console", errors: "Co
         config=config,
         config_yaml=dump_resolved(config),
         layout=layout,
+        plan=plan,
         memory=estimate(config, layout),
         command=torchrun.build(config, layout, run_dir),
     )
@@ -73,7 +79,7 @@ def _show(config: "RunConfig", layout: "Layout", console: "Console", errors: "Co
 
 
 def _launch(
-    config: "RunConfig", layout: "Layout", console: "Console", errors: "Console"
+    config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
 ) -> "tuple[Outcome, RunDirectory]":
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.data.prepare import ensure_corpus
@@ -112,8 +118,14 @@ def _launch(
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():
         if node_rank == 0:
-            run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
-        view.header(run_dir=run.path, corpus=read_json(run.files.corpus))
+            run.write_inputs(
+                config_yaml=dump_resolved(config),
+                layout=layout,
+                corpus=corpus,
+                command=command,
+                plan=None if plan is None else plan.plan.to_json(),
+            )
+        view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan)
         outcome = supervise(
             run.files,
             command,

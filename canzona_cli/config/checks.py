@@ -4,14 +4,14 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from canzona_cli.cluster.layout_rules import layout_problems
 from canzona_cli.config.keys import settings
 from canzona_cli.config.schedule import complete
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import CustomConfig, RunConfig
 from canzona_cli.errors import Problem
 
-MATRIX_OPTIMIZERS = ("muon", "shampoo", "soap")
 BYTE_TOKENIZER_IDS = 257
 """256 bytes and the end of a document."""
 
@@ -31,6 +31,7 @@ _POSITIVE = (
     "cluster.tf32_tflops",
     "cluster.qr_tflops",
     "cluster.eigh_tflops",
+    "optimizer.shampoo_eps",
 )
 _NOT_NEGATIVE = (
     "optimizer.min_lr",
@@ -53,6 +54,7 @@ _AT_LEAST_ONE = (
     "schedule.wsd_decay_steps",
     "optimizer.ns_steps",
     "optimizer.precondition_frequency",
+    "optimizer.max_preconditioner_dim",
     "parallel.bucket_elements",
     "data.tokenizer_vocab_size",
 )
@@ -70,6 +72,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_schedule(config),
         *_planning(config),
         *(_engine(config) if training else ()),
+        *(_custom(config) if training else ()),
         *_model(config),
         *_data(config),
         *_cluster(config),
@@ -90,9 +93,13 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     strategy = config.engine.strategy
     if training and (optimizer == "adamw" or strategy in ("sc", "layerwise")):
         why = "optimizer is adamw" if optimizer == "adamw" else f"engine.strategy is {strategy}"
-        for key in ("layout", "splitting", "alpha", "grouping", "c_max_mib"):
+        for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which executes no plan"
+        if optimizer == "adamw" and "engine.splitting" in explicit:
+            yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
+        elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):
+            yield f"engine.splitting={config.engine.splitting} means qkv here: {why}, which leaves gate and up together"
     if config.data.source == "stdlib" and "data.path" in explicit:
         yield "data.path is ignored: data.source is stdlib; write data=prepared to use it"
     if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:
@@ -100,6 +107,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     tp = config.parallel.tp
+    if tp == 1 and "engine.exchange_dtype" in explicit:
+        yield "engine.exchange_dtype is ignored: with parallel.tp=1 nothing travels between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
     if "train.eval_batches" in explicit and config.train.eval_interval == 0:
@@ -198,6 +207,13 @@ def _planning(config: RunConfig) -> Iterator[Problem]:
             reason="blends even communication (0) with even compute (1), so it is from 0 to 1",
             fix="use engine.alpha=1, or a value between 0 and 1",
         )
+    if engine.reduction == "even" and engine.layout != "aligned":
+        yield Problem(
+            key="engine.reduction",
+            value="even",
+            reason=f"needs equal shards, and engine.layout={engine.layout} makes uneven ones",
+            fix="use engine.layout=aligned, or engine.reduction=null to have it chosen",
+        )
     if engine.c_max_mib is not None and engine.c_max_mib <= 0:
         yield Problem(
             key="engine.c_max_mib",
@@ -209,20 +225,12 @@ def _planning(config: RunConfig) -> Iterator[Problem]:
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
     optimizer, strategy = config.optimizer.name, config.engine.strategy
-    if optimizer in ("shampoo", "soap"):
-        yield Problem(
-            key="optimizer",
-            value=optimizer,
-            reason="needs whole matrices, which the canzona engine brings and this version does not have yet; "
-            "Megatron's own ways would update tensor-parallel fragments",
-            fix="use optimizer=muon or optimizer=adamw",
-        )
-    elif optimizer == "muon" and strategy in ("canzona", "asc"):
+    if optimizer not in ("adamw", "muon") and strategy in ("sc", "layerwise"):
         yield Problem(
             key="engine.strategy",
             value=strategy,
-            reason="the canzona engine is not in this version yet",
-            fix="use engine.strategy=layerwise or engine.strategy=sc",
+            reason=f"is Megatron's own way, which has Muon only; {optimizer} needs whole matrices",
+            fix="use engine.strategy=canzona, or optimizer=muon",
         )
     if optimizer == "muon" and strategy == "layerwise" and config.train.precision != "bf16":
         yield Problem(
@@ -230,6 +238,45 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             value=config.train.precision,
             reason="Megatron's layer-wise optimizer needs bf16 weights",
             fix="use train.precision=bf16, or engine.strategy=sc",
+        )
+
+
+def _custom(config: RunConfig) -> Iterator[Problem]:
+    """A user's own optimizer: where its class is, and what it is called with."""
+    custom = config.optimizer
+    if not isinstance(custom, CustomConfig):
+        return
+    place, colon, name = custom.source.rpartition(":")
+    form = "optimizer.source=FILE.py:Class, or module:Class of an installed package"
+    if not custom.source:
+        yield Problem(key="optimizer.source", reason="a custom optimizer has no class", fix=f"write {form}")
+        return
+    if not colon or not place or not name.isidentifier():
+        yield Problem(
+            key="optimizer.source", value=custom.source, reason="is not a place and a class", fix=f"write {form}"
+        )
+    elif place.endswith(".py"):
+        if not Path(place).is_file():
+            yield Problem(
+                key="optimizer.source",
+                value=custom.source,
+                reason=f"there is no file {place} in {Path.cwd()}",
+                fix="give its path from here, or its whole path",
+            )
+    elif place.partition(".")[0] not in custom.allow:
+        package = place.partition(".")[0]
+        yield Problem(
+            key="optimizer.source",
+            value=custom.source,
+            reason=f"runs code of {package}, which optimizer.allow does not name",
+            fix=f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]",
+        )
+    for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
+        yield Problem(
+            key="optimizer.options",
+            value=key,
+            reason=f"{key} is given by canzona itself",
+            fix=f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices",
         )
 
 

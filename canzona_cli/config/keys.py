@@ -9,17 +9,26 @@ from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from canzona_cli.config import schema
-from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import (
+    AdamWConfig,
+    CustomConfig,
+    MuonConfig,
+    OptimizerConfig,
+    RunConfig,
+    ShampooConfig,
+    SoapConfig,
+)
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
     "muon": MuonConfig,
     "shampoo": ShampooConfig,
     "soap": SoapConfig,
+    "custom": CustomConfig,
 }
 
 
-Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "other"]
+Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,5 +137,7 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool]:
         return "choice", get_args(rest[0]), optional
     if len(rest) == 1 and get_origin(rest[0]) is tuple:
         return "list", (), optional
+    if len(rest) == 1 and get_origin(rest[0]) is dict:
+        return "mapping", (), optional
     kinds: dict[object, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
     return kinds.get(rest[0], "other") if len(rest) == 1 else "other", (), optional

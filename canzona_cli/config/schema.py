@@ -208,8 +208,8 @@ class EngineConfig:
     """Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, no
     padding), aligned (equal padded shards, Megatron's own collectives)."""
     splitting: Splitting = "split"
-    """What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v apart (all that sc and layerwise
-    can); split: gate and up apart too; per_head: q, k and v by head, gate and up apart."""
+    """What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v apart (as far as sc and
+    layerwise go); split: gate and up apart too; per_head: q, k and v by head, gate and up apart."""
     alpha: float = 1.0
     """Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both."""
     grouping: Grouping = "auto"
@@ -218,6 +218,9 @@ class EngineConfig:
     """Largest fused exchange of one rank, MiB; auto when null."""
     reduction: Reduction | None = None
     """How gradients get to their owners; null: chosen for each bucket by its shares."""
+    plan: str | None = None
+    """A plan file to execute, as `canzona plan` wrote it; null: the newest in ./plans for this very run, else a new
+    plan. The same run is always planned the same."""
     exchange_dtype: Precision = "fp32"
     """What gradients travel in between TP ranks; bf16 halves the exchange and rounds them."""
 

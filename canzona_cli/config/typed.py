@@ -17,13 +17,16 @@ _EXAMPLE_OPTIONS = {
     "model": "qwen3-0.6b",
     "cluster": "cpu",
     "optimizer": "muon",
-    "engine": "layerwise",
+    "engine": "canzona",
     "data": "stdlib-bpe",
 }
 _EXAMPLES = {
     "optimizer.lr": "0.0003",
     "optimizer.min_lr": "0.00003",
     "optimizer.eps": "1e-8",
+    "optimizer.source": "my_optimizer.py:MyOptimizer",
+    "optimizer.allow": "[my_package]",
+    "optimizer.options": "'{momentum:0.9}'",
     "cluster.matmul_tflops": "[[2048,540],[8192,800]]",
     "cluster.measured_updates": "[[muon/standard/5,4096,4096,0.004]]",
 }
@@ -133,6 +136,9 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
         return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not true or false{place}", fix=fix)
     if setting.kind == "list":
         return _bad_list(key, value, texts, where)
+    if setting.kind == "mapping":
+        reason = f"is {_sort(value)}, not settings and their values{place}"
+        return Problem(key=key, value=shown, reason=reason, fix=_example(setting))
     return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\"")
 
 
@@ -141,9 +147,13 @@ def _bad_list(key: str, value: object, texts: Mapping[str, str], where: str) -> 
     return Problem(
         key=key,
         value=texts.get(key, value),
-        reason=f"is not a list of the entries it takes{place}",
+        reason=f"is not {'settings and plain values' if _is_mapping(key) else 'a list of the entries it takes'}{place}",
         fix=_example(settings()[key]),
     )
+
+
+def _is_mapping(key: str) -> bool:
+    return settings()[key].kind == "mapping"
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:

@@ -35,6 +35,11 @@ class RunFiles:
         return self.root / "corpus.json"
 
     @property
+    def plan(self) -> Path:
+        """What strategies canzona and asc execute; the others have none."""
+        return self.root / "plan.json"
+
+    @property
     def command(self) -> Path:
         return self.root / "command.txt"
 

@@ -103,8 +103,14 @@ class RunDirectory:
                     write_json_atomic(self.files.result, outcome.as_json())
             raise
 
-    def write_inputs(self, *, config_yaml: str, layout: Layout, corpus: object, command: LaunchCommand) -> None:
-        """Write what the workers read and what a person needs to repeat the run. `corpus` is a dataclass.
+    def write_inputs(
+        self, *, config_yaml: str, layout: Layout, corpus: object, command: LaunchCommand, plan: str | None = None
+    ) -> None:
+        """Write what the workers read and what a person needs to repeat the run.
+
+        Args:
+            corpus: a dataclass.
+            plan: the plan the run executes, as a file's text; None for a run that executes none.
 
         Raises:
             EnvironmentProblem: the disk is full, or went away.
@@ -113,6 +119,8 @@ class RunDirectory:
             write_text_atomic(self.files.config, config_yaml)
             write_json_atomic(self.files.layout, dataclasses.asdict(layout))
             write_json_atomic(self.files.corpus, _plain(corpus))
+            if plan is not None:
+                write_text_atomic(self.files.plan, plan)
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:

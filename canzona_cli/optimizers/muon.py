@@ -20,7 +20,7 @@ EPS = 1e-7
 """Smallest norm a matrix is divided by."""
 BLOCK = 128 * 1024
 """Elements of a block of rows that elementwise passes take together: a weight, its gradient, its momentum and scratch
-stay in a 2 MB cache between passes. 2560x768 on one core: 2.7 ms, where whole-matrix passes take 4.6 ms."""
+stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without blocks 4.5 ms."""
 
 
 class Muon(MatrixOptimizer):
@@ -100,38 +100,36 @@ class Muon(MatrixOptimizer):
     def _direction(self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor) -> None:
         """Update the momentum, and write into `out` what is to be orthogonalised, of norm 1."""
         average = self._average(p)
-        if p.device.type != "cpu":
-            direction = average.lerp_(grad, 1 - momentum)
+        direction = self.workspace.like("muon_direction", p) if self.nesterov else average
+        if not _by_blocks(p):
+            average.lerp_(grad, 1 - momentum)
             if self.nesterov:
-                direction = torch.lerp(grad, average, momentum, out=self.workspace.like("muon_direction", p))
+                torch.lerp(grad, average, momentum, out=direction)
             torch.div(direction, torch.linalg.vector_norm(direction).clamp_min_(EPS), out=out)
             return
-        direction = self.workspace.like("muon_direction", p) if self.nesterov else average
         square = 0.0
-        for rows in _blocks(p):
-            block = average[rows].lerp_(grad[rows], 1 - momentum)
+        for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
+            mean.lerp_(new, 1 - momentum)
             if self.nesterov:
-                block = torch.lerp(grad[rows], block, momentum, out=direction[rows])
+                torch.lerp(new, mean, momentum, out=block)
             square += float(torch.linalg.vector_norm(block)) ** 2
+        # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
         inverse = 1 / max(math.sqrt(square), EPS)
-        for rows in _blocks(p):
-            scratch = self.workspace.like("muon_block", direction[rows])
-            # The norm could ride in the first product, but oneDNN compiles a kernel for every new alpha.
-            out[rows].copy_(torch.mul(direction[rows], inverse, out=scratch))
+        for block, low in zip(_blocks(direction), _blocks(out), strict=True):
+            low.copy_(torch.mul(block, inverse, out=self.workspace.like("muon_block", block)))
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
         """p <- (1 - lr weight_decay) p - lr scale x."""
         lr = group["lr"]
         decay = 1 - lr * group["weight_decay"]
         alpha = -lr * self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
-        if p.device.type != "cpu":
+        if not _by_blocks(p):
             p.mul_(decay).add_(x, alpha=alpha)
             return
-        for rows in _blocks(p):
-            block = x[rows]
-            if block.dtype != p.dtype:
+        for weight, block in zip(_blocks(p), _blocks(x), strict=True):
+            if block.dtype != weight.dtype:
                 block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)
-            p[rows].mul_(decay).add_(block, alpha=alpha)
+            weight.mul_(decay).add_(block, alpha=alpha)
 
     def _average(self, p: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
@@ -158,9 +156,13 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def _blocks(matrix: torch.Tensor) -> list[slice]:
-    height = max(1, BLOCK // matrix.size(1))
-    return [slice(top, top + height) for top in range(0, matrix.size(0), height)]
+def _by_blocks(matrix: torch.Tensor) -> bool:
+    return matrix.device.type == "cpu"
+
+
+def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows in blocks of about BLOCK elements; the same rows for tensors of the same shape."""
+    return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _kind(matrix: torch.Tensor) -> tuple[tuple[int, ...], str]:

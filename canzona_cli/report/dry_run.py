@@ -16,7 +16,8 @@ from canzona_cli.launch.torchrun import (
     ranks_per_node,
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
-from canzona_cli.report.header import describe_batch, describe_layout
+from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.header import describe_batch, describe_layout, describe_plan
 from canzona_cli.report.text import clean, plural, wrapped
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
@@ -30,6 +31,7 @@ class DryRun:
     config: RunConfig
     config_yaml: str
     layout: Layout
+    plan: Obtained | None
     memory: MemoryEstimate
     command: LaunchCommand
 
@@ -40,6 +42,7 @@ class DryRun:
         rows = {
             "layout": describe_layout(self.layout, self._unit, times=times),
             "batch": describe_batch(self.layout, self.config.train.seq_length, times=times),
+            **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
             "memory": self._memory(),
         }
         for label, value in rows.items():

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.report.text import clean, count, plural, real
+from canzona_cli.planner.measures import balance
+from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.text import clean, count, plural, real, step_time
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
@@ -52,8 +54,24 @@ def describe_data(config: RunConfig, corpus: Mapping[str, object] | None) -> str
     return ", ".join(parts)
 
 
+def describe_plan(obtained: Obtained) -> str:
+    """`1a2b3c4d: load balance 1.02 (no plan below 1.01), 12 ms of updates; from plans/...json`."""
+    reached = balance(obtained.plan)
+    origin = "" if obtained.path is None else f"; from {clean(obtained.path)}"
+    return (
+        f"{obtained.plan.name}: load balance {reached.grid:.2f} (no plan below {reached.lower_bound:.2f}), "
+        f"{step_time(reached.slowest_s)} of updates on the busiest rank predicted{origin}"
+    )
+
+
 def header_rows(
-    config: RunConfig, layout: Layout, run_dir: Path, corpus: Mapping[str, object] | None, *, ascii_only: bool = False
+    config: RunConfig,
+    layout: Layout,
+    run_dir: Path,
+    corpus: Mapping[str, object] | None,
+    *,
+    plan: Obtained | None = None,
+    ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
     from canzona_cli.models.qwen3 import parameter_count
@@ -66,6 +84,7 @@ def header_rows(
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
         ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
+        *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),
         ("run", clean(run_dir)),

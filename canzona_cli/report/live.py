@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.plain import PlainView, closing
@@ -47,9 +48,13 @@ class LiveView:
             self, console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=False, vertical_overflow="crop"
         )
 
-    def header(self, *, run_dir: Path, corpus: Mapping[str, object] | None = None) -> None:
+    def header(
+        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+    ) -> None:
         options = self._console.options
-        rows = header_rows(self.state.config, self.state.layout, run_dir, corpus, ascii_only=options.ascii_only)
+        rows = header_rows(
+            self.state.config, self.state.layout, run_dir, corpus, plan=plan, ascii_only=options.ascii_only
+        )
         for label, value in rows:
             first = f"  {label:<11}"
             text = Text(value, style="bold" if label == "recipe" else "")

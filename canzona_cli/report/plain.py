@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.report.text import MISSING, clean, duration, number, real, step_time
@@ -33,9 +34,13 @@ class PlainView:
         self._closed = False
         self._progress_at: float | None = None
 
-    def header(self, *, run_dir: Path, corpus: Mapping[str, object] | None = None) -> None:
+    def header(
+        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+    ) -> None:
         ascii_only = self._console.options.ascii_only
-        for label, value in header_rows(self.state.config, self.state.layout, run_dir, corpus, ascii_only=ascii_only):
+        for label, value in header_rows(
+            self.state.config, self.state.layout, run_dir, corpus, plan=plan, ascii_only=ascii_only
+        ):
             self._print(f"{label:<10} {value}")
 
     def progress(self, what: str, fraction: float) -> None:

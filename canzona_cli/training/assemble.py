@@ -10,13 +10,9 @@ from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.training.step import Trainee
-
-
-def executes_plan(config: RunConfig) -> bool:
-    """Whether the run's updates follow a plan of ours; AdamW, sc and layerwise are Megatron's own."""
-    return config.optimizer.name != "adamw" and config.engine.strategy in ("canzona", "asc")
 
 
 def join(config: RunConfig, layout: Layout) -> World:

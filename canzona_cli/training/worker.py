@@ -50,8 +50,9 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
     from canzona_cli.megatron import parallel
+    from canzona_cli.planner.obtain import executes_plan
     from canzona_cli.planner.plan_file import read_plan
-    from canzona_cli.training.assemble import assemble, executes_plan, join
+    from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import CorpusFacts, build_datasets
     from canzona_cli.training.loop import train
     from canzona_cli.training.measure import gather_breakdown
