@@ -94,12 +94,13 @@ class Shampoo(KroneckerOptimizer):
         grafted = mean
         if self.grafting == "adam":
             square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            root = torch.div(square, 1 - beta2**step, out=self.workspace.like("grafted", p)).sqrt_().add_(self.eps)
+            # The scratch that _sandwich writes: of the grafted update its norm is all that is needed by then.
+            root = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p)).sqrt_().add_(self.eps)
             grafted = torch.div(mean, root, out=root)
         if not self._sides(p):
             return grafted
+        norm = torch.linalg.vector_norm(grafted)
         direction = self._sandwich(p, "root", mean)
         if self.grafting != "none":
-            norm = torch.linalg.vector_norm
-            direction.mul_(norm(grafted) / norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
+            direction.mul_(norm / torch.linalg.vector_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
         return direction

@@ -76,7 +76,7 @@ class SOAP(KroneckerOptimizer):
         new = with_fallback(orthonormal, powered[:, order], f"the QR of {side}", report)
         if new is None:
             return
-        first, second, turned = state["exp_avg"], state["exp_avg_sq"], self.workspace.like("turned", p)
+        first, second, turned = state["exp_avg"], state["exp_avg_sq"], self.workspace.like("adam", p)
         if side == "L":
             torch.mm(new.mT, torch.mm(basis, first, out=turned), out=first)
             second.copy_(second[order])
