@@ -158,9 +158,11 @@ class ShampooConfig(OptimizerBase):
     grafting: Literal["none", "sgd", "adam"] = "adam"
     """Whose update's norm a Shampoo update is given."""
     shampoo_eps: float = 1e-12
-    """Added to the factors' eigenvalues, relative to the largest."""
+    """Added to the factors' eigenvalues, relative to the largest; none counts below sqrt(n) * 2^-23 of that."""
     stagger: bool = True
     """Spread refreshes of different matrices over the period, so that no step has all of them."""
+    tf32: bool = True
+    """On GPUs, multiply in TF32; false: in full fp32, several times slower. Decompositions are fp32 always."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,8 @@ class SoapConfig(OptimizerBase):
     """A side longer than this is not preconditioned."""
     stagger: bool = True
     """Spread refreshes of different matrices over the period, so that no step has all of them."""
+    tf32: bool = True
+    """On GPUs, multiply in TF32; false: in full fp32, several times slower. Decompositions are fp32 always."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.fallbacks import Fallbacks
 from canzona_cli.engine.fragments import Fragments
@@ -38,7 +39,7 @@ def build_canzona(
     """The optimizer of strategies canzona and asc over a model wrapped with the plan's buffers.
 
     Raises:
-        UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
+        OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     stage, owner, host = world.pp_rank, int(world.groups.dp_cp.rank()), world.tp_rank
     hosted = hosted_matrices(plan, stage, owner, host)
@@ -58,6 +59,8 @@ def build_canzona(
         masters=masters,
     )
     settings, fallbacks = adamw_settings(config), Fallbacks(hosted, masters)
+    source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
+    make_optimizer = agree_on_optimizer(lambda: optimizer_factory(config, plan.matrices, fallbacks), source, world)
     matrices = MatrixOptimizer(
         settings,
         model,
@@ -67,7 +70,7 @@ def build_canzona(
         wiring,
         exchange_dtype=_DTYPES[config.engine.exchange_dtype],
         weight_dtype=_DTYPES[config.train.precision],
-        make_optimizer=optimizer_factory(config, plan.matrices, fallbacks),
+        make_optimizer=make_optimizer,
         fallbacks=fallbacks,
     )
     return CanzonaOptimizer(
@@ -90,7 +93,7 @@ def optimizer_factory(
             turn must not depend on who hosts it: any layout gives the same model.
 
     Raises:
-        UnusableOptimizer: as `build_canzona`.
+        UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     chosen = config.optimizer
     if isinstance(chosen, MuonConfig):
@@ -114,7 +117,7 @@ def optimizer_factory(
 
         return muon
     if isinstance(chosen, ShampooConfig | SoapConfig):
-        offsets = _refresh_offsets(config, chosen, matrices)
+        offsets, workspace = _refresh_offsets(config, chosen, matrices), Workspace()
 
         def preconditioned(own_matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
             own = [offsets[matrix.index] for matrix in own_matrices]
@@ -130,6 +133,8 @@ def optimizer_factory(
                     max_preconditioner_dim=chosen.max_preconditioner_dim,
                     refresh_offsets=own,
                     on_fallback=on_fallback,
+                    precision="tf32" if chosen.tf32 else "fp32",
+                    workspace=workspace,
                 )
             return Shampoo(
                 params,
@@ -144,6 +149,8 @@ def optimizer_factory(
                 grafting=chosen.grafting,
                 refresh_offsets=own,
                 on_fallback=on_fallback,
+                precision="tf32" if chosen.tf32 else "fp32",
+                workspace=workspace,
             )
 
         return preconditioned

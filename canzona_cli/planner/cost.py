@@ -66,6 +66,7 @@ def algorithm(config: RunConfig) -> Algorithm:
             refresh_period=optimizer.precondition_frequency,
             max_preconditioner_dim=optimizer.max_preconditioner_dim,
             grafting=optimizer.grafting if isinstance(optimizer, ShampooConfig) else "none",
+            tf32=optimizer.tf32,
         )
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
@@ -90,8 +91,8 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
       exploit symmetry (two steps or fewer: no restart); a square matrix takes the standard way;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
-    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side estimated eigenvalues, a
-      power iteration and a QR, 4 n^3 + 8/3 n^3, and the first moment turned to the new bases 4 r^2 c + 4 r c^2;
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
+      the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the new bases 4 r^2 c + 4 r c^2;
     - adamw: 15 per element.
     A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
     """
@@ -224,7 +225,7 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         launches=14 + 4 * len(sides),
     )
     refresh = Work(
-        products=(*((2, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
+        products=(*((1, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
         qr=sides,
         traffic=8 * rows * cols * len(sides) + 32 * squares,
         launches=10 * len(sides),
@@ -259,7 +260,9 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> flo
 
 
 def _unit(a: Algorithm) -> Unit:
-    return a.precision if a.name == "muon" else "tf32"
+    if a.name == "muon":
+        return a.precision
+    return "tf32" if a.tf32 else "fp32"
 
 
 def _duration(work: Work, unit: Unit, cluster: ClusterConfig) -> float:

@@ -303,8 +303,8 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     """What the optimizer step needs on top of its state, when activations are gone.
 
     Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
-    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three squares of the longest side
-    they precondition. What canzona's engine copies besides is in `step_buffers`.
+    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
+    squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
     """
     shards = layout.dp * layout.cp
     local = weights.matrices + weights.others
@@ -329,7 +329,7 @@ def _matrix_workspace(config: RunConfig) -> int:
     if how.name == "adamw":
         return 3 * _FP32 * rows * cols
     sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
-    return 2 * _FP32 * rows * cols + 3 * _FP32 * max(sides, default=0) ** 2
+    return 3 * _FP32 * rows * cols + 4 * _FP32 * max(sides, default=0) ** 2
 
 
 def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) -> int:

@@ -60,7 +60,9 @@ class Algorithm:
     grafting: Literal["none", "sgd", "adam"] = "none"
     """Shampoo: whose update's norm it is given."""
     precision: Precision = "bf16"
-    """Muon: what its products are in. Shampoo and SOAP are fp32, with TF32 where there is any."""
+    """Muon: what its products are in. Shampoo's and SOAP's are in fp32."""
+    tf32: bool = True
+    """Shampoo and SOAP: in TF32 where there is any."""
 
 
 @dataclass(frozen=True, kw_only=True)
