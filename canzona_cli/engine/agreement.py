@@ -1,10 +1,13 @@
-"""Before anything is built: all ranks have the same plan, and it is for this model on these ranks."""
+"""Before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
+
+from collections.abc import Callable
 
 import torch
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
 from canzona_cli.megatron.parallel import World
+from canzona_cli.optimizers.registry import UnusableOptimizer
 from canzona_cli.planner.plan import Mesh, Plan, first_difference
 
 
@@ -33,6 +36,44 @@ def agree_on_plan(plan: Plan | None, model: torch.nn.Module, world: World) -> Pl
     return plan
 
 
+class OptimizerRefused(ConfigError):
+    """A user's own optimizer cannot update whole matrices here."""
+
+    headline = "The optimizer cannot be used"
+
+
+def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: World) -> T:
+    """What `make` made, once every rank could. Collective.
+
+    Args:
+        source: of a user's own class, which may be on some machines and not on others; None for ours.
+
+    Raises:
+        OptimizerRefused: on all ranks together, with what each refusing rank found.
+    """
+    if source is None:
+        return make()
+    made: T | None = None
+    problem: Problem | None = None
+    try:
+        made = make()
+    except UnusableOptimizer as error:
+        problem = Problem(
+            key="optimizer.source",
+            value=source,
+            reason=str(error),
+            fix="its class is called with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, and its "
+            "step() without arguments",
+        )
+    everyone: list[Problem | None] = [None] * world.world_size
+    torch.distributed.all_gather_object(everyone, problem)
+    problems = [found for found in everyone if found is not None]
+    if problems:
+        raise OptimizerRefused(*dict.fromkeys(problems))
+    assert made is not None
+    return made
+
+
 def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Problem | None:
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
@@ -57,11 +98,10 @@ def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Pro
 def _disagreement(plan: Plan | None, everyone: list[tuple[str | None, Problem | None]]) -> list[Problem]:
     """What differs between rank 0's plan and the first other one."""
     other = next(rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0])
-    plans: list[Plan | None] = [None] * len(everyone)
-    torch.distributed.all_gather_object(plans, plan)
-    first, second = plans[0], plans[other]
-    assert first is not None
-    assert second is not None
+    assert plan is not None
+    contents: list[dict[str, object]] = [{}] * len(everyone)
+    torch.distributed.all_gather_object(contents, plan.content())
+    first, second = Plan.from_content(contents[0]), Plan.from_content(contents[other])
     difference = first_difference(first, second)
     told = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [
