@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from canzona_cli.config.schema import NonFinite
 from canzona_cli.engine.matrix_optimizer import MatrixOptimizer
 from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
 from canzona_cli.megatron.timers import PhaseTimer
 
@@ -68,6 +69,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             if self._non_finite == "stop":
                 raise NonFiniteGradients(*self._culprits())
             self.skipped += 1
+            # What the last update left broken was counted with it.
+            self.matrices.repair()
             # Every rank has its parameters as they were.
             nothing_to_gather(self._model)
             return False, norm, None
@@ -95,31 +98,40 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return self._norm()
 
     def _norm(self) -> float:
-        gradients = [*self._adamw.get_grads_for_grad_norm(), *self.matrices.gradients_for_norm()]
-        norms = torch._foreach_norm(gradients, 2, torch.float32) if gradients else []
-        device = self.get_loss_scale().device
-        squares = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
+        counted = self._adamw.get_grads_for_grad_norm()
+        squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
+        # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.
+        seen = {gradient.data_ptr() for gradient in counted}
+        copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
+        squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
         torch.distributed.all_reduce(squares, group=self._stats_group)
         return math.sqrt(value) if (value := float(squares.item())) >= 0 else math.nan
 
+    def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if not gradients:
+            return torch.zeros((), device=self.get_loss_scale().device)
+        return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
+
     def _culprits(self) -> list[Problem]:
         """The parameters with non-finite gradients on all ranks, told on every rank. Collective."""
-        own = [
-            name
-            for name, parameter in self._model.module.named_parameters()
-            if not bool(torch.isfinite(parameter.main_grad).all())
-        ]
+        gradients = (
+            (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._model)
+        )
+        own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size(self._stats_group))]
         torch.distributed.all_gather_object(everyone, own, group=self._stats_group)
         ranks = [rank for rank, names in enumerate(everyone) if names]
-        first = next((names[0] for names in everyone if names), "unknown")
-        count = len({name for names in everyone for name in names})
+        culprits = list(dict.fromkeys(name for names in everyone for name in names))
+        found = (
+            f"NaN or infinite in {len(culprits)} of the parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
+            if culprits
+            else "their global norm overflows fp32"
+        )
         return [
             Problem(
                 key="gradients",
                 value="not finite",
-                reason=f"{count} parameters have NaN or infinite gradients, the first is {first}, on ranks "
-                f"{ranks[:8]}; no weight has changed",
+                reason=f"{found}; no weight has changed",
                 fix="lower optimizer.lr or look at the data of this step; train.non_finite=skip leaves such steps out",
             )
         ]

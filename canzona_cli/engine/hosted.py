@@ -89,11 +89,15 @@ class HostedGroup:
             if wiring.rank in fragments.holders(m)
         ]
         # Weights in: message to parameter.
-        arriving = {m.index: place for m, place in weights[0].receive_flags}
+        arriving = weights[0].receive_flags
+        # Flags are asked for after the step, when another group's message may lie where they came in.
+        self._told = torch.ones(len(arriving), dtype=self._weights.receive.dtype, device=wiring.device)
+        self._told_at = torch.tensor([place for _, place in arriving], dtype=torch.int64, device=wiring.device)
+        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._told.unbind(), strict=True)]
+        flags = {m.index: flag for m, flag in self._flag_receives}
         self._weight_unpack = [
             (
-                parcel.matrix,
-                self._weights.receive[arriving[parcel.matrix.index]],
+                flags[parcel.matrix.index],
                 _Copy(
                     fragments.weight(parcel.matrix),
                     _at(self._weights.receive, parcel.offset, fragments.weight(parcel.matrix)),
@@ -101,8 +105,8 @@ class HostedGroup:
             )
             for parcel in weights[0].receives
         ]
+        self._travels = weights[0].travels
         self._flag_sends = [self._weights.send[f[0] : f[-1] + 1] for f in weights[0].send_flags if f]
-        self._flag_receives = [(m, self._weights.receive[place]) for m, place in weights[0].receive_flags]
         self.finite = torch.ones(len(self.hosted), device=wiring.device)
         """By hosted matrix: finite (a number) where the update was, NaN or infinite where it was not."""
         self._on_host = wiring.device.type == "cpu"
@@ -171,7 +175,9 @@ class HostedGroup:
         """Wait for the updated fragments and write them; those of a non-finite update are left as they were."""
         with self._wiring.timer.phase("exchange"):
             self._finish(self._weights)
-            for _, flag, copy in self._weight_unpack:
+            if self._travels and self._flag_receives:
+                torch.index_select(self._weights.receive, 0, self._told_at, out=self._told)
+            for flag, copy in self._weight_unpack:
                 self._write(copy, flag)
 
     def flags(self) -> list[tuple[Matrix, torch.Tensor]]:

@@ -1,0 +1,315 @@
+"""What is not finite stays out of the weights, on every rank alike, and is told by name."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.training.step import StepResult, Trainee, train_step
+from tests.dist.engine_support import (
+    SMALL_GROUPS,
+    Digests,
+    batches,
+    custom,
+    engine_of,
+    heard,
+    kept,
+    parameter,
+    poisoned,
+    resolve,
+    weights,
+)
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import optimizer_step, whole_gradients
+from tests.dist.whole import Part, Weights, assemble, part_of
+
+LAYOUTS = {
+    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
+}
+FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.pre_mlp_layernorm.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """One rank around a step that was refused."""
+
+    told: str
+    exit_code: int
+    before: tuple[Digests, Digests]
+    after: tuple[Digests, Digests]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "culprit"),
+    [
+        ("tp2 dp2", FC1, float("nan"), 3),
+        ("tp2 dp2", FC1, float("inf"), 0),
+        ("tp1 dp4", EMBEDDING, float("-inf"), 2),
+        # The last stage: its only layer is the model's second.
+        ("tp2 pp2", FC1, float("nan"), 3),
+        # Every tensor-parallel rank has all of it, and only the first one's counts in the norm.
+        ("tp2 dp2", NORM, float("nan"), 1),
+    ],
+)
+def test_one_bad_element_stops_all_ranks_before_anything_changes(
+    where: str, name: str, value: float, culprit: int
+) -> None:
+    config, layout = resolve("optimizer=soap", *LAYOUTS[where])
+
+    def rank() -> Stopped:
+        trainee = build(config, layout)
+        stream = batches(trainee)
+        train_step(trainee, stream)
+        _wait(trainee)
+        before = weights(trainee), kept(trainee)
+        target = parameter(trainee, name) if trainee.world.rank == culprit else None
+        with pytest.raises(NonFiniteGradients) as caught, poisoned(target, value):
+            train_step(trainee, stream)
+        return Stopped(
+            told=str(caught.value),
+            exit_code=caught.value.exit_code,
+            before=before,
+            after=(weights(trainee), kept(trainee)),
+        )
+
+    for stopped in run_ranks(layout.world_size, rank):
+        assert stopped.after == stopped.before
+        assert any("exp_avg_sq" in key for key in stopped.before[1]), "there was no state to protect"
+        assert f"the first is {name}" in stopped.told
+        assert stopped.exit_code == 70
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
+    """Good, bad, good, good is bitwise good, good, good; forward passes in between see whole parameters."""
+    config, layout = resolve(
+        "optimizer=shampoo", "train.non_finite=skip", f"parallel.overlap_param_gather={overlap}", *LAYOUTS["tp2 dp2"]
+    )
+
+    def rank(bad: int | None) -> tuple[list[StepResult], tuple[Digests, Digests], int, bool]:
+        trainee = build(config, layout)
+        good = [next(stream) for stream in [batches(trainee)] for _ in range(3 * layout.num_microbatches)]
+        per_step = layout.num_microbatches
+        done, results, unchanged = 0, [], True
+        for step in range(3 if bad is None else 4):
+            data = iter(good[per_step * min(done, 2) : per_step * (min(done, 2) + 1)])
+            target = parameter(trainee, FC1) if step == bad and trainee.world.rank == 2 else None
+            _wait(trainee)
+            before = weights(trainee), kept(trainee)
+            with poisoned(target, float("nan")):
+                results.append(train_step(trainee, data))
+            if step == bad:
+                unchanged = before == (weights(trainee), kept(trainee))
+            else:
+                done += 1
+        _wait(trainee)
+        return results, (weights(trainee), kept(trainee)), engine_of(trainee).skipped, unchanged
+
+    never = run_ranks(4, lambda: rank(None))
+    once = run_ranks(4, lambda: rank(1))
+    for (clean, end, _, _), (results, found, skipped, unchanged) in zip(never, once, strict=True):
+        assert [result.skipped for result in results] == [False, True, False, False]
+        assert skipped == 1
+        assert unchanged
+        assert found == end
+        assert [result.loss for result in results if not result.skipped] == [result.loss for result in clean]
+        # The refused batch and the one after the skip are the same one, from the same weights.
+        assert results[1].loss == results[2].loss
+
+
+FAULTY = """
+import torch
+
+class Faulty(torch.optim.Optimizer):
+    faults: dict = {}  # parameter -> the update of it, counted from 1, that goes wrong
+    done: dict = {}
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.mul_(0.9).add_(p.grad)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(average, alpha=group["lr"])
+                Faulty.done[p] = Faulty.done.get(p, 0) + 1
+                if Faulty.faults.get(p) == Faulty.done[p]:
+                    p[-1, -1] = float("nan")
+"""
+# The first two are of one owner's first and last group; a later group's message lies over the first one's.
+HITS = {
+    "layers.0.proj": "model.layers.0.self_attn.o_proj.weight",
+    "layers.1.down": "model.layers.1.mlp.down_proj.weight",
+    "layers.1.q": "model.layers.1.self_attn.q_proj.weight",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulted:
+    """One rank of a run in which some matrices' second update is not finite."""
+
+    parts: list[Part]
+    """After each step."""
+    fallbacks: list[int]
+    averages: list[dict[str, float]]
+    """Largest moment of each matrix hosted here, after each step."""
+    log: list[str]
+    groups: int
+
+
+def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host: bool = True) -> list[Faulted]:
+    def rank() -> Faulted:
+        trainee = build(config, layout)
+        matrices = engine_of(trainee).matrices
+        _break(trainee, hit)
+        for group in matrices.groups:
+            group._on_host = on_host
+        parts, fallbacks, averages = [part_of(trainee.model, trainee.world)], [], []
+        with heard("canzona_cli") as log:
+            for step in range(4):
+                optimizer_step(trainee, step)
+                fallbacks.append(int(matrices.fallbacks()))
+                parts.append(part_of(trainee.model, trainee.world))
+                averages.append(_averages(trainee))
+        return Faulted(parts=parts, fallbacks=fallbacks, averages=averages, log=log, groups=len(matrices.groups))
+
+    return run_ranks(layout.world_size, rank)
+
+
+def _averages(trainee: Trainee) -> dict[str, float]:
+    matrices = engine_of(trainee).matrices
+    found = {}
+    for group in matrices.groups:
+        assert group.optimizer is not None or not group.hosted
+        for matrix in group.hosted:
+            state = group.optimizer.state[matrices.masters[matrix.index]]  # type: ignore[union-attr]
+            found[matrix.name] = float(state["average"].abs().max())
+    return found
+
+
+@pytest.fixture(scope="module")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Layout]:
+    source = tmp_path_factory.mktemp("own") / "faulty.py"
+    source.write_text(FAULTY)
+    config, layout = resolve("optimizer.clip_grad=0", *SMALL_GROUPS, *LAYOUTS["tp2 dp2"])
+    return custom(config, source, "Faulty"), layout
+
+
+@pytest.fixture(scope="module")
+def healthy(faulty_run: tuple[RunConfig, Layout]) -> list[Weights]:
+    config, layout = faulty_run
+    found = _faulted(config, layout, ())
+    return [assemble([rank.parts[step] for rank in found], config.model) for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    "hit", [("layers.0.proj",), ("layers.1.down",), tuple(HITS)], ids=["first group", "last group", "three"]
+)
+@pytest.mark.parametrize("on_host", [True, False], ids=["branch", "where"])
+def test_an_update_that_is_not_finite_is_left_out(
+    faulty_run: tuple[RunConfig, Layout], healthy: list[Weights], hit: tuple[str, ...], on_host: bool
+) -> None:
+    config, layout = faulty_run
+    found = _faulted(config, layout, hit, on_host=on_host)
+    assert all(rank.groups > 2 for rank in found), "messages share no memory: less is tested than meant"
+    # `assemble` asserts that all ranks agree, after every step.
+    steps = [assemble([rank.parts[step] for rank in found], config.model) for step in range(5)]
+    names = {HITS[name] for name in hit}
+    for step, clean in enumerate(healthy):
+        assert {name for name in clean if not torch.equal(clean[name], steps[step][name])} == (
+            names if step >= 2 else set()
+        )
+    for name in names:
+        assert torch.equal(steps[2][name], steps[1][name])
+        assert torch.equal(steps[3][name], _one_fresh_update(config, steps[2], name, step=2))
+        assert bool(steps[4][name].isfinite().all())
+    assert [sum(rank.fallbacks[step] for rank in found) for step in range(4)] == [0, len(hit), 0, 0]
+    said = [line for rank in found for line in rank.log]
+    assert sorted(line.split()[0] for line in said) == sorted(hit)
+    assert all("not finite" in line for line in said)
+
+
+def _one_fresh_update(config: RunConfig, start: Weights, name: str, step: int) -> torch.Tensor:
+    """What Faulty makes of a bf16 weight without any state."""
+    lr, decay = config.optimizer.lr, config.optimizer.weight_decay
+    gradient = whole_gradients(start, config.model, step)[name]
+    return start[name].clone().mul_(1 - lr * decay).sub_(gradient, alpha=lr).bfloat16().float()
+
+
+def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: tuple[RunConfig, Layout]) -> None:
+    config, layout = faulty_run
+    config = replace(config, train=replace(config.train, non_finite="skip"))
+
+    def rank() -> list[StepResult]:
+        trainee = build(config, layout)
+        _break(trainee, ("layers.1.down",))
+        stream = batches(trainee)
+        results = [train_step(trainee, stream) for _ in range(2)]
+        target = parameter(trainee, FC1) if trainee.world.rank == 0 else None
+        with poisoned(target, float("nan")):
+            results.append(train_step(trainee, stream))
+        return [*results, train_step(trainee, stream)]
+
+    for results in run_ranks(layout.world_size, rank):
+        assert [result.fallbacks for result in results] == [0, 1, 0, 0]
+        assert [result.skipped for result in results] == [False, False, True, False]
+        assert all(math.isfinite(result.loss) for result in results)
+
+
+def test_a_failed_decomposition_is_counted_named_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAPACK gives up on every factor at step 3, a refresh: in fp32 and in fp64."""
+    config, layout = resolve(
+        "optimizer=shampoo", "optimizer.precondition_frequency=2", "optimizer.stagger=false", *LAYOUTS["tp2 dp2"]
+    )
+
+    def give_up(matrix: torch.Tensor) -> object:
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")  # type: ignore[attr-defined]
+
+    def rank() -> tuple[list[StepResult], list[str], list[str], object]:
+        trainee = build(config, layout)
+        matrices = engine_of(trainee).matrices
+        stream = batches(trainee)
+        results = [train_step(trainee, stream) for _ in range(2)]
+        before = kept(trainee)
+        with heard("canzona_cli") as log, monkeypatch.context() as patched:
+            patched.setattr(torch.linalg, "eigh", give_up)
+            results.append(train_step(trainee, stream))
+        after = kept(trainee)
+        roots = [before[key] == after[key] for key in before if ".root_" in key]
+        factors = [before[key] == after[key] for key in before if key.endswith((".L", ".R"))]
+        results += [train_step(trainee, stream) for _ in range(2)]
+        hosted = [matrix.name for group in matrices.groups for matrix in group.hosted]
+        return results, log, hosted, roots and all(roots) and factors and not any(factors)
+
+    found = run_ranks(layout.world_size, rank)
+    everything = sorted(name for _, _, hosted, _ in found for name in hosted)
+    assert len(everything) == 2 * 7
+    for results, log, hosted, same in found:
+        # Both sides of every matrix; and none at the next refresh.
+        assert [result.fallbacks for result in results] == [0, 0, 2 * len(everything), 0, 0]
+        assert sorted(line.split(":")[0] for line in log) == sorted(hosted * 2)
+        assert all("the previous one is kept" in line for line in log)
+        assert same, "roots changed, or factors did not"
+        assert all(math.isfinite(result.loss) for result in results)
+
+
+def _break(trainee: Trainee, hit: tuple[str, ...]) -> None:
+    matrices = engine_of(trainee).matrices
+    for group in matrices.groups:
+        faults: dict[torch.Tensor, int] = getattr(type(group.optimizer), "faults", {})
+        faults |= {matrices.masters[matrix.index]: 2 for matrix in group.hosted if matrix.name in hit}
+
+
+def _wait(trainee: Trainee) -> None:
+    """Until this rank has all its parameters."""
+    if trainee.model.ddp_config.overlap_param_gather:
+        for group in reversed(trainee.model.bucket_groups):
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
