@@ -4,7 +4,7 @@ Everything around the collectives stays Megatron's: when gradients count as read
 waited for where. After a reduction only the owner's ranges of a bucket hold gradients; the rest of it is undefined.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,8 +13,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.in_flight import Waitable
-from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, stage_buckets
+from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
 from canzona_cli.planner.geometry import ALIGNMENT
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.types import Bucket, Range
@@ -52,9 +53,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         planned: Bucket,
         ddp_config: DistributedDataParallelConfig,
         group: ProcessGroup,
+        names: Mapping[torch.nn.Parameter, str],
     ) -> None:
         """
         Args:
+            names: of parameters in the whole model, to speak of them.
             group: the ranks among which owners are numbered: data and context parallel.
 
         Raises:
@@ -65,7 +68,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.planned = planned
         self.owned: tuple[Range, ...] = tuple(part for part in planned.ranges if part.owner == group.rank())
         """This rank's ranges of the bucket."""
-        self._bucket, self._group, self._config = bucket, group, ddp_config
+        self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self._pieces, self._in_order = _pieces(planned.ranges, group.size())
         self._received: list[torch.Tensor] = []
         self._check_plan()
@@ -93,6 +96,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._add_up()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        self._require_gradients()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
         self._add_up()
 
@@ -121,6 +125,25 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         # at a bucket's border the following one may be first. Nothing is wrong then, whatever Megatron would warn of.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
+
+    def _require_gradients(self) -> None:
+        """Megatron starts an overlapped reduction when the last gradient is there; it can only say that it did not."""
+        if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
+            return
+        missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
+        # Without any backward pass, somebody else filled the buffer; Megatron allows that in a first step.
+        if not missing or (self.is_first_batch and len(missing) == len(self._bucket.params_list)):
+            return
+        names = ", ".join(self._names[param] for param in missing)
+        raise WorkerCrashed(
+            Problem(
+                key="gradients",
+                value="missing",
+                reason=f"backward made none for {names}, so the reduction of their bucket never started",
+                fix="every trainable parameter has to take part in every step; parallel.overlap_grad_reduce=false "
+                "counts missing gradients as zero",
+            )
+        )
 
     @property
     def _even(self) -> bool:
@@ -209,10 +232,11 @@ def install(ddp: DistributedDataParallel, plan: Plan, stage: int) -> None:
     places = [number for number, group in enumerate(groups) if _holds_matrices(group)]
     if len(places) != len(planned):
         raise PlanMismatch(key=f"buckets of stage {stage}", planned=len(planned), found=len(places))
+    names = {param: name for name, param in global_parameters(ddp)}
     for bucket, place in zip(planned, places, strict=True):
         [built] = groups[place].buckets
         groups[place] = OwnerBucketGroup(
-            built, bucket, ddp.ddp_config, groups[place].intra_distributed_optimizer_instance_group
+            built, bucket, ddp.ddp_config, groups[place].intra_distributed_optimizer_instance_group, names
         )
         for param in built.params_list:
             ddp.param_to_bucket_group[param] = groups[place]

@@ -1,0 +1,327 @@
+"""Before the first step: what does not fit is refused on every rank, with its name; what is unusual but right works."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.engine.agreement import OptimizerRefused, PlanRefused
+from canzona_cli.errors import ExitCode, WorkerCrashed
+from canzona_cli.megatron import model as models
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.assemble import assemble, join
+from canzona_cli.training.step import Trainee, train_step
+from tests.dist.engine_support import batches, custom, engine_of, resolve
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import finish_gathering, run_engine
+from tests.dist.whole import Part, part_of
+from tests.dist.whole import assemble as assemble_whole
+
+TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")
+TP1_DP4 = ("gpus=4", "parallel.tp=1", "parallel.pp=1")
+TP2_PP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=2")
+
+
+# --- plans ---
+
+
+def _refusals(config: RunConfig, layout: Layout, plan_of: Callable[[int], Plan | None]) -> list[str]:
+    """What every rank says of the plan it is given."""
+
+    def rank() -> str:
+        world = join(config, layout)
+        with pytest.raises(PlanRefused) as caught:
+            assemble(config, world, plan_of(world.rank))
+        assert caught.value.exit_code == ExitCode.CONFIG
+        return str(caught.value)
+
+    return run_ranks(layout.world_size, rank)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (TP1_DP4, "it is for tp = 1, these ranks have tp = 2"),
+        (TP2_PP2, "it is for pp = 2, these ranks have pp = 1"),
+        (("gpus=2", "parallel.tp=2", "parallel.pp=1"), "it is for dp = 1, these ranks have dp = 2"),
+        (
+            (*TP2_DP2, "model.num_layers=1"),
+            "decoder.layers.1.self_attention.linear_proj.weight: planned nothing, found a matrix of shape (64, 64)",
+        ),
+        (
+            (*TP2_DP2, "model.num_layers=4"),
+            "decoder.layers.2.self_attention.linear_proj.weight: planned a fragment of shape (64, 64), "
+            "found no such trainable parameter",
+        ),
+        (
+            (*TP2_DP2, "model.ffn_hidden_size=256"),
+            "decoder.layers.0.mlp.linear_fc1.weight: planned (256, 64), found (192, 64)",
+        ),
+    ],
+    ids=["tp", "pp", "dp", "fewer layers", "more layers", "wider"],
+)
+def test_a_plan_for_something_else_is_refused_everywhere(other: tuple[str, ...], told: str) -> None:
+    config, layout = resolve(*TP2_DP2)
+    plan = make_plan(*resolve(*other))
+    said = _refusals(config, layout, lambda rank: plan)
+    assert all(told in words for words in said)
+    assert len(set(said)) == 1
+
+
+def test_a_run_without_a_plan_is_refused_everywhere_even_if_one_rank_has_one() -> None:
+    config, layout = resolve(*TP2_DP2)
+    plan = make_plan(config, layout)
+    for plan_of in (lambda rank: None, lambda rank: plan if rank == 2 else None):
+        said = _refusals(config, layout, plan_of)
+        assert all("plan: there is none" in words for words in said)
+
+
+def _moved(plan: Plan) -> Plan:
+    """Another host for one matrix; nothing else of it changes."""
+    [number] = [matrix.index for matrix in plan.matrices if matrix.name == "layers.1.gate"]
+    cells = list(plan.assignment.cells)
+    cells[number] = replace(cells[number], host=1 - cells[number].host)
+    return replace(plan, assignment=replace(plan.assignment, cells=tuple(cells)))
+
+
+def test_ranks_with_different_plans_all_learn_the_first_difference() -> None:
+    config, layout = resolve(*TP2_DP2)
+    plan = make_plan(config, layout)
+    other_alpha = make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25"))
+    for other, told in ((other_alpha, "settings.alpha: 1.0 and 0.25"), (_moved(plan), "matrices[layers.1.gate].host")):
+
+        def one_differs(rank: int, other: Plan = other) -> Plan:
+            return other if rank == 3 else plan
+
+        said = _refusals(config, layout, one_differs)
+        assert len(set(said)) == 1
+        assert "ranks 0 and 3 have different plans" in said[0]
+        assert told in said[0]
+
+
+def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen matrix of the last stage: the plan updates what the model does not train."""
+    config, layout = resolve(*TP2_PP2)
+    plan, frozen, original = make_plan(config, layout), "decoder.layers.0.mlp.linear_fc2.weight", models.build_model
+
+    def build_frozen(config: RunConfig, world: object) -> torch.nn.Module:
+        built = original(config, world)  # type: ignore[arg-type]
+        if world.pp_rank == 1:  # type: ignore[attr-defined]
+            # Megatron numbers layers by stage.
+            [param] = [param for name, param in built.named_parameters() if name.endswith(frozen)]
+            param.requires_grad = False
+        return built
+
+    monkeypatch.setattr(models, "build_model", build_frozen)
+    for words in _refusals(config, layout, lambda rank: plan):
+        assert "decoder.layers.1.mlp.linear_fc2.weight" in words
+        assert "found no such trainable parameter" in words
+
+
+# --- fewer matrices than ranks ---
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_that_host_nothing_take_part(tp: int) -> None:
+    """One layer of four fused matrices on eight ranks equals one rank, bitwise."""
+    settings = ("model.num_layers=1", "engine.splitting=fused", "train.precision=fp32", "optimizer.clip_grad=0")
+    one = run_engine(*resolve(*settings, "gpus=1"), 5)
+    where = ("gpus=8", f"parallel.tp={tp}", "parallel.pp=1", "train.global_batch_size=16")
+    many = run_engine(*resolve(*settings, *where), 5, look=lambda trainee: len(engine_of(trainee).matrices.masters))
+    assert sorted(str(count) for count in many.kept) == ["0"] * 4 + ["1"] * 4
+    matrices = [name for name in one.after if "_proj" in name]
+    assert matrices
+    assert [name for name in matrices if not torch.equal(one.after[name], many.after[name])] == []
+    assert all(not torch.equal(one.before[name], one.after[name]) for name in matrices)
+
+
+# --- a parameter outside of the loss ---
+
+UNUSED = ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight")
+
+
+def _without_mlp(trainee: Trainee) -> None:
+    """The second layer's MLP is the identity, so that its matrices get no gradient."""
+    for module in trainee.model.modules():
+        if getattr(module, "layer_number", None) == 2 and hasattr(module, "mlp"):
+            module.mlp.forward = lambda hidden, **_: (hidden, None)
+
+
+def test_without_overlap_a_missing_gradient_is_zero() -> None:
+    config, layout = resolve(
+        *TP2_DP2, "train.precision=fp32", "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"
+    )
+
+    def rank() -> tuple[Part, Part]:
+        trainee = build(config, layout)
+        _without_mlp(trainee)
+        before, stream = part_of(trainee.model, trainee.world), batches(trainee)
+        for _ in range(3):
+            train_step(trainee, stream)
+        return before, part_of(trainee.model, trainee.world)
+
+    found = run_ranks(layout.world_size, rank)
+    before = assemble_whole([first for first, _ in found], config.model)
+    after = assemble_whole([last for _, last in found], config.model)
+    decay = 1 - config.optimizer.lr * config.optimizer.weight_decay
+    for name, start in before.items():
+        if "_proj" not in name:
+            continue
+        decayed = start * decay * decay * decay
+        unused = name.startswith("model.layers.1.mlp")
+        # Three roundings of a product; a Muon update alone moves by lr * 0.2 * sqrt(192) / 14 or so.
+        assert torch.allclose(after[name], decayed, rtol=1e-6, atol=0.0) == unused, name
+
+
+@pytest.mark.parametrize("from_step", [1, 2])
+def test_with_overlap_a_missing_gradient_is_named(from_step: int) -> None:
+    config, layout = resolve(*TP2_DP2)
+
+    def rank() -> str:
+        trainee = build(config, layout)
+        stream = batches(trainee)
+        for _ in range(1, from_step):
+            train_step(trainee, stream)
+        _without_mlp(trainee)
+        with pytest.raises(WorkerCrashed) as caught:
+            train_step(trainee, stream)
+        return str(caught.value)
+
+    for words in run_ranks(layout.world_size, rank):
+        assert any(name in words for name in UNUSED)
+        assert "overlap_grad_reduce=false" in words
+
+
+# --- a user's own optimizer ---
+
+REFUSED = {
+    "NeedsClosure": (
+        "def step(self, closure): closure()",
+        "step() needs closure",
+    ),
+    "CallsClosure": (
+        "def step(self, closure=None): closure()",
+        "step 1 failed on 2-D parameters without closure",
+    ),
+    "OneDimensional": (
+        "def step(self):\n"
+        "        for p in self.param_groups[0]['params']:\n"
+        "            p.sub_(p.grad.dot(p.grad) * p.grad)",
+        "step 1 failed on 2-D parameters",
+    ),
+    "Diverges": (
+        "def step(self):\n"
+        "        for p in self.param_groups[0]['params']:\n"
+        "            p.sub_(p.grad, alpha=float('inf'))",
+        "step 1 put values that are not finite",
+    ),
+    "Idle": ("def step(self): pass", "two steps left a (4, 6) parameter unchanged"),
+}
+
+
+def _source(folder: Path, name: str, body: str, arguments: str = "params, lr, weight_decay") -> Path:
+    path = folder / f"{name.lower()}.py"
+    path.write_text(
+        f"import torch\n\nclass {name}(torch.optim.Optimizer):\n"
+        f"    def __init__(self, {arguments}):\n        super().__init__(params, {{'lr': 0.1}})\n\n    {body}\n"
+    )
+    return path
+
+
+def _optimizer_refusals(config: RunConfig, layout: Layout) -> list[str]:
+    def rank() -> str:
+        with pytest.raises(OptimizerRefused) as caught:
+            build(config, layout)
+        [problem] = caught.value.problems
+        assert problem.key == "optimizer.source"
+        assert problem.fix
+        assert caught.value.exit_code == ExitCode.CONFIG
+        return f"{problem.value}: {problem.reason}"
+
+    return run_ranks(layout.world_size, rank)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_cannot_step_matrices_are_refused_everywhere(name: str, tmp_path: Path) -> None:
+    config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
+    body, told = REFUSED[name]
+    said = _optimizer_refusals(custom(config, _source(tmp_path, name, body), name), layout)
+    assert len(set(said)) == 1
+    assert told in said[0]
+    assert f"{name.lower()}.py:{name}" in said[0]
+
+
+def test_an_optimizer_called_otherwise_or_missing_is_refused_everywhere(tmp_path: Path) -> None:
+    config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
+    odd = _source(tmp_path, "Odd", "def step(self): pass", "params, lr, weight_decay, rank")
+    [said] = set(_optimizer_refusals(custom(config, odd, "Odd"), layout))
+    assert "missing 1 required positional argument: 'rank'" in said
+    [said] = set(_optimizer_refusals(custom(config, odd, "Od"), layout))
+    assert "did you mean Odd?" in said
+
+
+def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path) -> None:
+    """A file that was not copied everywhere: no rank goes on alone and waits for ever."""
+    config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
+    toy = tmp_path / "toy.py"
+    toy.write_text(TOY)
+
+    def rank() -> str:
+        here = custom(config, toy if os.environ["RANK"] == "0" else tmp_path / "elsewhere.py", "Toy")
+        with pytest.raises(OptimizerRefused) as caught:
+            build(here, layout)
+        return str(caught.value)
+
+    first, second = run_ranks(layout.world_size, rank)
+    assert first == second
+    assert "there is no file" in first
+
+
+TOY = """
+import torch
+
+class Toy(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay, momentum=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.mul_(group["momentum"]).add_(p.grad)
+                rank_one = average.sum(0, keepdim=True) * average.sum(1, keepdim=True) / average.sum()  # whole matrix
+                direction = average / average.norm() + 0.1 * rank_one / rank_one.norm()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+"""
+
+
+def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
+    """Ten real steps, bf16 off, clipped, on a batch that comes back; it needs whole matrices and knows no rank."""
+    assert len(TOY.strip().splitlines()) < 20
+    toy = tmp_path / "toy.py"
+    toy.write_text(TOY)
+    curves = {}
+    for where in (TP2_DP2, ("gpus=1",)):
+        config, layout = resolve("train.precision=fp32", "optimizer.lr=0.05", *where)
+        config = custom(config, toy, "Toy", momentum=0.9)
+
+        def rank(config: RunConfig = config, layout: Layout = layout) -> tuple[list[float], Part]:
+            trainee = build(config, layout)
+            losses = [train_step(trainee, batches(trainee, 1)).loss for _ in range(10)]
+            finish_gathering(trainee)
+            return losses, part_of(trainee.model, trainee.world)
+
+        found = run_ranks(layout.world_size, rank)
+        assert len({tuple(losses) for losses, _ in found}) == 1
+        curves[layout.world_size] = found[0][0], assemble_whole([part for _, part in found], config.model)
+    (many, last), (one, alone) = curves[4], curves[1]
+    assert many[-1] < many[0] - 0.2
+    # Sums of gradients in another order: seen 5e-7 of a loss and 1.5e-6 of a weight.
+    assert max(abs(a - b) for a, b in zip(many, one, strict=True)) < 1e-5
+    assert max((last[name] - alone[name]).abs().max().item() for name in alone) < 3e-5
