@@ -1,15 +1,11 @@
 """When asynchronous collectives complete, without making anybody wait for them."""
 
-import queue
-import threading
 import time
 from typing import Protocol
 
 import torch
 
 from canzona_cli.megatron.timers import Span
-
-_POLL_S = 1e-3
 
 
 class Waitable(Protocol):
@@ -33,32 +29,32 @@ def watcher_for(device: torch.device) -> Watcher:
 
 
 class HostWatcher:
-    """For gloo: one thread looks every millisecond while something is in flight.
+    """For gloo, whose threads say when a collective is done; nobody has to look.
 
-    That millisecond is the resolution of the totals. gloo's reduce-scatter never reports completion before it is
-    waited for; its span ends with that wait, an upper bound.
+    A reduce-scatter says nothing before it is waited for. Its span ends with that wait, an upper bound.
     """
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Span, list[torch.distributed.Work]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="collective-watcher", daemon=True).start()
-
     def watch(self, span: Span, handle: Waitable) -> None:
-        self._queue.put((span, list(getattr(handle, "works", [handle]))))
+        works: list[torch.distributed.Work] = list(getattr(handle, "works", [handle]))
+        missing = len(works)
+        if missing == 0:
+            span.end = span.start
+
+        def landed(_: object) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0 and span.end is None:
+                span.end = time.perf_counter()
+
+        for work in works:
+            try:
+                work.get_future().add_done_callback(landed)
+            except RuntimeError:  # this kind of collective has no future
+                return
 
     def waited(self, span: Span) -> None:
-        span.end = time.perf_counter()
-
-    def _run(self) -> None:
-        flying: list[tuple[Span, list[torch.distributed.Work]]] = []
-        while True:
-            while not flying or not self._queue.empty():
-                flying.append(self._queue.get())
-            time.sleep(_POLL_S)
-            for span, works in flying:
-                if all(work.is_completed() for work in works) and span.end is None:
-                    span.end = time.perf_counter()
-            flying = [(span, works) for span, works in flying if span.end is None]
+        if span.end is None:
+            span.end = time.perf_counter()
 
 
 class CudaWatcher:
