@@ -91,7 +91,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if optimizer == "adamw" and explicit & {"engine", "engine.strategy"}:
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
     strategy = config.engine.strategy
-    if training and (optimizer == "adamw" or strategy in ("sc", "layerwise")):
+    unplanned = training and (optimizer == "adamw" or strategy in ("sc", "layerwise"))
+    if unplanned:
         why = "optimizer is adamw" if optimizer == "adamw" else f"engine.strategy is {strategy}"
         for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
@@ -107,7 +108,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     tp = config.parallel.tp
-    if tp == 1 and "engine.exchange_dtype" in explicit:
+    if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 nothing travels between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
@@ -273,8 +274,8 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         )
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         yield Problem(
-            key="optimizer.options",
-            value=key,
+            key=f"optimizer.options.{key}",
+            value=custom.options[key],
             reason=f"{key} is given by canzona itself",
             fix=f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices",
         )

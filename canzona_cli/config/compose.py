@@ -1,7 +1,7 @@
 """One run's configuration: recipe, groups and overrides composed by Hydra, then checked as a whole."""
 
 import warnings as python_warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         told = {problem.key for problem in problems}
         problems += [problem for problem in config if problem.key not in told]
         bad = {problem.key for problem in config}
-        fallback = _with_values(base, {k: v for k, v in asked.values.items() if k not in bad}, [])
+        fallback = _with_values(base, {k: v for k, v in asked.values.items() if not _among(k, bad)}, [])
         substitute = build(fallback, texts=asked.texts, where=shown(source.path))
         if isinstance(substitute, RunConfig):
             problems += _judged(substitute, asked, base, ignoring=bad, training=training)
@@ -233,7 +233,7 @@ def _with_values(
     config = OmegaConf.create(_with_defaults(base))
     for key, value in values.items():
         try:
-            OmegaConf.update(config, key, value, force_add=True)
+            OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
         except OmegaConfBaseException as error:
             problems.append(Problem(key=key, value=value, reason=f"cannot be set: {str(error).splitlines()[0]}"))
     raw = OmegaConf.to_container(config, resolve=False)
@@ -322,7 +322,12 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
         having = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
         optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*having) or {"muon"})), "muon"))
     found = build(tree, texts=asked.texts, where="the command line")
-    return [problem for problem in found if problem.key in asked.values] if isinstance(found, list) else []
+    return [problem for problem in found if _among(problem.key, asked.values)] if isinstance(found, list) else []
+
+
+def _among(key: str, keys: Collection[str]) -> bool:
+    """Whether a key is one of `keys`, or it and one of them are a mapping and its entry."""
+    return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -70,6 +70,18 @@ def settings() -> Mapping[str, Setting]:
     return found
 
 
+def setting_of(key: str) -> Setting | None:
+    """The setting a dotted key is of; `optimizer.options.momentum` is an entry of `optimizer.options`."""
+    return settings().get(mapping_key(key) or key)
+
+
+def mapping_key(key: str) -> str | None:
+    """The mapping that a key is an entry of, if it is one."""
+    return next(
+        (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
+    )
+
+
 @cache
 def sections() -> Mapping[str, frozenset[str]]:
     """The names of the sections (`train`, `model`, ...) with the bare names of their settings."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.hints import closest, closest_key
-from canzona_cli.config.keys import sections, settings
+from canzona_cli.config.keys import mapping_key, sections, setting_of, settings
 from canzona_cli.config.paths import GROUPS
 from canzona_cli.errors import Problem
 
@@ -46,8 +46,10 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             problems.append(target_problem(key, f"in the override {argument}"))
         elif key in GROUPS:
             _read_group(key, text, groups, problems)
-        elif key not in settings():
+        elif setting_of(key) is None:
             problems.append(unknown_key(key, text))
+        elif (mapping := mapping_key(key)) is not None and not key.removeprefix(f"{mapping}.").isidentifier():
+            problems.append(_not_an_entry(key, text, mapping))
         elif key == "optimizer.name":
             fix = f"write optimizer={text}"
             problems.append(
@@ -125,7 +127,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException as error:
-        if settings()[key].kind == "text":
+        if _takes_text(key):
             return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar
         reason = str(error).splitlines()[0].rstrip(".")
         return Problem(
@@ -137,19 +139,31 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     if override.is_sweep_override():
         return _sweep(key, text)
     value = override.value()
-    if settings()[key].kind == "text" and value is not None and not isinstance(value, str | list | dict):
+    if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
         value = text.strip("'\"")  # `cluster.rdzv_id=0042` is a name that happens to look like a number
     return (value,)
 
 
+def _takes_text(key: str) -> bool:
+    return key in settings() and settings()[key].kind == "text"
+
+
 def _sweep(key: str, text: str) -> Problem:
-    is_text = key in settings() and settings()[key].kind == "text"
     return Problem(
         key=key,
         value=text,
         reason="asks for several runs at once; one command is one run",
         fix="start one run for each value"
-        + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if is_text else ""),
+        + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""),
+    )
+
+
+def _not_an_entry(key: str, text: str, mapping: str) -> Problem:
+    return Problem(
+        key=key,
+        value=text,
+        reason="is no name of a Python argument, which is what the entries are",
+        fix=f"write {mapping}.NAME=VALUE",
     )
 
 

@@ -8,7 +8,7 @@ from typing import get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from canzona_cli.config.hints import closest
-from canzona_cli.config.keys import OPTIMIZERS, Setting, sections, settings
+from canzona_cli.config.keys import OPTIMIZERS, Setting, sections, setting_of, settings
 from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem
@@ -61,9 +61,12 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                     key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
                     if len(detail["loc"]) <= 1:
                         problems.append(_explained(key, detail["type"], detail["input"], texts, where))
-                    elif all(problem.key != key for problem in problems):  # somewhere inside a list: said once
-                        whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
-                        problems.append(_bad_list(key, whole, texts, where))
+                        continue
+                    whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
+                    if isinstance(whole, Mapping):
+                        key, whole = f"{key}.{detail['loc'][1]}", whole[detail["loc"][1]]
+                    if all(problem.key != key for problem in problems):  # somewhere inside a list: said once
+                        problems.append(_bad_inside(key, whole, texts, where))
         elif name in sections():
             try:  # a section nobody mentions is made of its defaults, if it has them all
                 parts[name] = TypeAdapter(kind).validate_json("{}", strict=True)
@@ -135,25 +138,27 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
         fix = f"write {key}=true or {key}=false{null}"
         return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not true or false{place}", fix=fix)
     if setting.kind == "list":
-        return _bad_list(key, value, texts, where)
+        return _bad_inside(key, value, texts, where)
     if setting.kind == "mapping":
         reason = f"is {_sort(value)}, not settings and their values{place}"
         return Problem(key=key, value=shown, reason=reason, fix=_example(setting))
     return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\"")
 
 
-def _bad_list(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    place = "" if key in texts else f" (in {where})"
+def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
+    """A list with an entry, or an entry of a mapping with a value, of the wrong type."""
+    setting = setting_of(key)
+    assert setting is not None
+    typed = any(text == key or key.startswith(f"{text}.") for text in texts)
+    wanted = "a list of the entries it takes"
+    if setting.kind == "mapping":
+        wanted = "a number, text, true, false, or a list of them"
     return Problem(
         key=key,
-        value=texts.get(key, value),
-        reason=f"is not {'settings and plain values' if _is_mapping(key) else 'a list of the entries it takes'}{place}",
-        fix=_example(settings()[key]),
+        value=texts.get(key, "null" if value is None else value),
+        reason=f"is not {wanted}{'' if typed else f' (in {where})'}",
+        fix=_example(setting),
     )
-
-
-def _is_mapping(key: str) -> bool:
-    return settings()[key].kind == "mapping"
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:

@@ -1,9 +1,10 @@
 """The plan a run executes: the file it names, the one `canzona plan` left for it, or a new one. All three are equal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import FOLDER, find_plan, load_plan
 from canzona_cli.planner.planner import make_plan
@@ -32,9 +33,16 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
     if not executes_plan(config):
         return None
     if config.engine.plan is not None:
-        path = Path(config.engine.plan)
-        return Obtained(plan=load_plan(path, config, layout), path=path)
+        path = Path(config.engine.plan).expanduser()
+        try:
+            return Obtained(plan=load_plan(path, config, layout), path=path)
+        except ConfigError as error:
+            raise ConfigError(*(_of_setting(problem) for problem in error.problems)) from None
     found = find_plan(config, layout, folder)
     if found is not None:
         return Obtained(plan=load_plan(found, config, layout), path=found)
     return Obtained(plan=make_plan(config, layout), path=None)
+
+
+def _of_setting(problem: Problem) -> Problem:
+    return replace(problem, key="engine.plan", fix=f"{problem.fix}, or leave engine.plan out")

@@ -7,12 +7,32 @@ import pytest
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.errors import ConfigError
 
+OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 IMPOSSIBLE = [
-    ("optimizer=shampoo", "optimizer"),
-    ("optimizer=soap", "optimizer"),
-    ("engine.strategy=canzona", "engine.strategy"),
-    ("engine=asc", "engine.strategy"),
-    ("train.precision=fp32", "train.precision"),
+    ("optimizer=shampoo engine=sc", "engine.strategy"),
+    ("optimizer=soap engine.strategy=layerwise", "engine.strategy"),
+    ("optimizer=custom optimizer.source=here.py:Own engine=sc", "engine.strategy"),
+    ("engine=layerwise train.precision=fp32", "train.precision"),
+    ("engine.reduction=even", "engine.reduction"),
+    ("engine.layout=contiguous engine.reduction=even", "engine.reduction"),
+    ("engine.exchange_dtype=fp16", "engine.exchange_dtype"),
+    ("train.non_finite=ignore", "train.non_finite"),
+    ("optimizer=soap optimizer.max_preconditioner_dim=0", "optimizer.max_preconditioner_dim"),
+    ("optimizer=shampoo optimizer.shampoo_eps=0", "optimizer.shampoo_eps"),
+    ("optimizer=shampoo optimizer.grafting=lamb", "optimizer.grafting"),
+    ("optimizer.stack=2", "optimizer.stack"),
+    ("optimizer=soap optimizer.stack=true", "optimizer.stack"),
+    ("optimizer.source=here.py:Own", "optimizer.source"),
+    ("optimizer=custom", "optimizer.source"),
+    ("optimizer=custom optimizer.source=Own", "optimizer.source"),
+    ("optimizer=custom optimizer.source=:Own", "optimizer.source"),
+    ("optimizer=custom optimizer.source=here.py:", "optimizer.source"),
+    ("optimizer=custom optimizer.source=here.py:Own()", "optimizer.source"),
+    ("optimizer=custom optimizer.source=absent.py:Own", "optimizer.source"),
+    ("optimizer=custom optimizer.source=package.module:Own", "optimizer.source"),
+    ("optimizer=custom optimizer.source=package.module:Own optimizer.allow=[pack]", "optimizer.source"),
+    ("optimizer=custom optimizer.allow=package", "optimizer.allow"),
+    ("optimizer=custom optimizer.cost_like=lion", "optimizer.cost_like"),
     ("optimizer.lr=0", "optimizer.lr"),
     ("optimizer.lr=-1e-3", "optimizer.lr"),
     ("optimizer.lr=nan", "optimizer.lr"),
@@ -66,7 +86,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("override", "key"), IMPOSSIBLE)
 def test_what_cannot_work_is_named_with_its_reason_and_a_fix(override: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose_run(["recipe=tiny", override])
+        compose_run(["recipe=tiny", *override.split()])
     (problem,) = (problem for problem in caught.value.problems if problem.key == key)
     assert problem.reason
     assert problem.fix
@@ -79,7 +99,13 @@ def test_a_wsd_decay_longer_than_the_run() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.precision=fp32 engine=sc", "optimizer=adamw train.precision=fp32", "optimizer.min_lr=0", "train.steps=11"],
+    [
+        *("train.precision=fp32 engine=sc", "optimizer=adamw train.precision=fp32", "train.precision=fp32"),
+        *("optimizer=shampoo", "optimizer=soap engine=asc", "optimizer=soap train.precision=fp32"),
+        *("engine.layout=aligned engine.reduction=even", "engine.reduction=all_to_all", "train.non_finite=skip"),
+        *("optimizer.stack=true", "optimizer.min_lr=0", "train.steps=11"),
+        "optimizer=custom optimizer.source=torch.optim:SGD optimizer.allow=[torch]",
+    ],
 )
 def test_what_works_passes(override: str) -> None:
     compose_run(["recipe=tiny", *override.split()])
@@ -99,15 +125,70 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
         ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
         ("engine=sc engine.layout=aligned", "engine.layout"),
-        ("engine.splitting=fused", "engine.splitting"),
-        ("engine.alpha=0.5", "engine.alpha"),
+        ("optimizer=adamw engine.splitting=fused", "engine.splitting"),
+        ("engine.strategy=layerwise engine.alpha=0.5", "engine.alpha"),
         ("optimizer=adamw engine.grouping=greedy", "engine.grouping"),
-        ("engine.c_max_mib=64", "engine.c_max_mib"),
+        ("engine.strategy=sc engine.c_max_mib=64", "engine.c_max_mib"),
+        ("engine.strategy=sc engine.reduction=reduce", "engine.reduction"),
+        ("engine.strategy=layerwise engine.plan=absent.json", "engine.plan"),
+        ("optimizer=adamw engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+        ("engine=sc parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+        ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
     (warning,) = compose_run(["recipe=tiny", *overrides.split()]).warnings
     assert warning.startswith(f"{ignored} is ignored")
+
+
+@pytest.mark.parametrize("splitting", ["split", "per_head"])
+@pytest.mark.parametrize("strategy", ["sc", "layerwise"])
+def test_megatrons_strategies_split_as_far_as_they_can_and_say_so(strategy: str, splitting: str) -> None:
+    composed = compose_run(["recipe=tiny", f"engine.strategy={strategy}", f"engine.splitting={splitting}"])
+    (warning,) = composed.warnings
+    assert warning.startswith(f"engine.splitting={splitting} means qkv here: engine.strategy is {strategy}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *("engine.splitting=fused engine=sc", "engine.splitting=qkv engine=layerwise", "engine.splitting=per_head"),
+        *("parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype=bf16", "engine.plan=some.json"),
+    ],
+)
+def test_a_setting_with_an_effect_is_no_warning(overrides: str) -> None:
+    assert compose_run(["recipe=tiny", *overrides.split()]).warnings == ()
+
+
+def test_an_own_optimizer_in_a_file_is_looked_for_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("", encoding="utf-8")
+    for source in ("own.py:Own", f"{tmp_path}/own.py:Own"):
+        monkeypatch.chdir(tmp_path)
+        compose_run(["recipe=tiny", "optimizer=custom", f"optimizer.source={source}"])
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match=r"there is no file own\.py in /"):
+        compose_run(["recipe=tiny", "optimizer=custom", "optimizer.source=own.py:Own"])
+
+
+def test_a_package_that_is_not_allowed_is_offered_beside_those_that_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=tiny", "optimizer=custom", "optimizer.source=b.c:Own", "optimizer.allow=[a]"])
+    (problem,) = caught.value.problems
+    assert "optimizer.allow=[a,b]" in problem.fix
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "params"])
+@pytest.mark.parametrize("typed", ["optimizer.options.{}=1", "optimizer.options={{{}:1}}"])
+def test_an_option_that_canzona_gives_itself_is_refused(typed: str, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run([*OWN, typed.format(name)])
+    (problem,) = caught.value.problems
+    assert problem.key == f"optimizer.options.{name}"
+    assert "canzona itself" in problem.reason
+
+
+def test_a_plan_needs_no_class_of_an_own_optimizer() -> None:
+    compose_run(["recipe=tiny", "optimizer=custom"], training=False)
 
 
 def test_a_plan_heeds_settings_that_training_ignores() -> None:

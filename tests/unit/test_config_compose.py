@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
 from canzona_cli.config.paths import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
-from canzona_cli.config.schema import AdamWConfig, MuonConfig
+from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.models.qwen3 import parameter_count
 
@@ -161,6 +161,61 @@ class TestHints:
     def test_a_folder_of_a_run_points_to_its_configuration(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("gpus: 1\n")
         assert f"recipe={tmp_path}/config.yaml" in problems(f"recipe={tmp_path}")["recipe"].fix
+
+
+class TestOptionsOfAnOwnOptimizer:
+    OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
+
+    def options(self, *overrides: str) -> dict[str, object]:
+        optimizer = compose_run([*self.OWN, *overrides]).config.optimizer
+        assert isinstance(optimizer, CustomConfig)
+        return dict(optimizer.options)
+
+    def test_all_at_once_one_at_a_time_and_both(self) -> None:
+        assert self.options() == {}
+        assert self.options("optimizer.options={momentum:0.9,nesterov:true}") == {"momentum": 0.9, "nesterov": True}
+        assert self.options("optimizer.options.momentum=0.9") == {"momentum": 0.9}
+        both = self.options("optimizer.options={momentum:0.9,dampening:0.1}", "optimizer.options.momentum=0.5")
+        assert both == {"momentum": 0.5, "dampening": 0.1}
+
+    def test_values_keep_their_types(self) -> None:
+        typed = {"a": "3", "b": "3.0", "c": "true", "d": "word", "e": "[0.9,0.95]", "f": "1e-8"}
+        found = self.options(*(f"optimizer.options.{name}={text}" for name, text in typed.items()))
+        assert found == {"a": 3, "b": 3.0, "c": True, "d": "word", "e": (0.9, 0.95), "f": 1e-8}
+        assert [type(value) for value in found.values()] == [int, float, bool, str, tuple, float]
+
+    def test_they_survive_being_written_and_read(self, tmp_path: Path) -> None:
+        config = compose_run([*self.OWN, "optimizer.options={betas:[0.9,0.95],amsgrad:true}"]).config
+        path = tmp_path / "config.yaml"
+        path.write_text(dump_resolved(config), encoding="utf-8")
+        assert load_resolved(path) == config
+        assert compose_run([f"recipe={path}"]).config.optimizer == config.optimizer
+
+    @pytest.mark.parametrize(
+        ("override", "key", "reason"),
+        [
+            ("optimizer.options=3", "optimizer.options", "is a whole number, not settings and their values"),
+            ("optimizer.options=[momentum]", "optimizer.options", "is a list, not settings and their values"),
+            ("optimizer.options={momentum:{a:1}}", "optimizer.options.momentum", "is not a number, text, true"),
+            ("optimizer.options={betas:[[1]]}", "optimizer.options.betas", "is not a number, text, true"),
+            ("optimizer.options.momentum=null", "optimizer.options.momentum", "is not a number, text, true"),
+            ("optimizer.options.a.b=1", "optimizer.options.a.b", "is no name of a Python argument"),
+            ("optimizer.options.0=1", "optimizer.options.0", "is no name of a Python argument"),
+            ("optimizer.optoins.momentum=1", "optimizer.optoins.momentum", "no such setting"),
+        ],
+    )
+    def test_what_is_no_option_is_told_with_an_example_and_hides_nothing(
+        self, override: str, key: str, reason: str
+    ) -> None:
+        found = problems(*self.OWN, override, "optimizer.lr=-1")
+        assert found.keys() == {key, "optimizer.lr"}
+        assert found[key].reason.startswith(reason) or reason in found[key].reason
+        assert "(in" not in found[key].reason, "it was typed"
+        assert found[key].fix
+
+    def test_another_optimizer_has_none(self) -> None:
+        problem = problems("recipe=tiny", "optimizer.options.momentum=0.9")["optimizer.options"]
+        assert "belongs to custom" in problem.reason
 
 
 class TestNothingIsRunOrLeaked:
