@@ -120,7 +120,9 @@ def judge(
         return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
     if first.exit_code in _USER_MISTAKES:
         return _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=first.exit_code)
-    message = f"rank {first.rank}: {first.error_type}: {first.error_message}"
+    # What was written for the user has no traceback, and says more than the name of its class.
+    kind = f"{first.error_type}: " if first.traceback else ""
+    message = f"rank {first.rank}: {kind}{first.error_message}"
     return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback)
 
 

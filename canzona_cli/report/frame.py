@@ -36,12 +36,13 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width, ascii_only = self.state, options.max_width, options.ascii_only
+        guarded = [Text(f"  {said}", style="yellow") for said in state.guarded]
         if state.updated is None and not state.validations:
             lines = [] if self.closed else [self._waiting(ascii_only)]
-        elif width >= _WIDE and console.size.height >= _WIDE_ROWS:
-            lines = [Text(), self._bar(width, ascii_only), Text(), *self._wide(width, ascii_only)]
+        elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
+            lines = [Text(), self._bar(width, ascii_only), Text(), *self._wide(width, ascii_only), *guarded]
         else:
-            lines = [Text(), self._bar(width, ascii_only), *self._narrow(width, ascii_only)]
+            lines = [Text(), self._bar(width, ascii_only), *self._narrow(width, ascii_only), *guarded]
         for line in lines:
             line.no_wrap = True
             line.rstrip()

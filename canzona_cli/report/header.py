@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.text import clean, count, plural, real, step_time
@@ -32,8 +32,10 @@ def batch_factors(layout: Layout, *, times: str = "×") -> str:
 
 
 def describe_optimizer(config: RunConfig) -> str:
-    """`muon (layerwise), lr 0.003 cosine, bf16`; AdamW alone needs no strategy."""
-    name = config.optimizer.name
+    """`muon (canzona), lr 0.003 cosine, bf16`; AdamW alone needs no strategy, a user's own has a source."""
+    name: str = config.optimizer.name
+    if isinstance(config.optimizer, CustomConfig):
+        name += f" {clean(config.optimizer.source)}"
     strategy = "" if name == "adamw" else f" ({config.engine.strategy})"
     return f"{name}{strategy}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
 

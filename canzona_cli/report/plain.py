@@ -31,6 +31,7 @@ class PlainView:
         self._printed_at: float | None = None
         self._lines = 0
         self._unprinted = False
+        self._guarded: list[str] = []
         self._closed = False
         self._progress_at: float | None = None
 
@@ -97,6 +98,10 @@ class PlainView:
             f"{number(last.get('lr'), '.2e'):>9} {number(last.get('grad_norm'), '.3f'):>9} "
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
+        for said in state.guarded:
+            if said not in self._guarded:
+                self._print(f"{self._time()} {said}")
+        self._guarded = state.guarded
 
     def _time(self) -> str:
         return f"{_clock(self.state.elapsed):>8}"
@@ -109,7 +114,7 @@ class PlainView:
 def closing(state: TrainState, status: RunStatus, message: str) -> str:
     """How the run ended, in one line."""
     elapsed = duration(state.elapsed)
-    said = f": {clean(message)}" if message else ""
+    said = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
     if status == "done":
         return f"done, {state.step:,} steps in {elapsed}{said}"
     return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{said}"

@@ -86,6 +86,8 @@ class PlanView:
 
     def _optimizer(self) -> str:
         algorithm = self.study.plan.subject.optimizer
+        if algorithm.custom:
+            return f"custom (priced like {algorithm.name})"
         if algorithm.name == "muon":
             return f"muon ({algorithm.ns_steps} Newton-Schulz steps)"
         return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.report.text import MISSING, number, real
+from canzona_cli.report.text import MISSING, guarded, number, real
 
 Clock = Callable[[], float]
 
@@ -128,6 +128,12 @@ class TrainState:
             return None
         loss = real(self.last["loss"])
         return math.nan if loss is None else loss
+
+    @property
+    def guarded(self) -> list[str]:
+        """What the guards had to do so far; empty in a healthy run."""
+        skipped, fallbacks = (int(real(self.last.get(name)) or 0) for name in ("skipped", "fallbacks"))
+        return guarded(skipped, fallbacks)
 
     @property
     def total(self) -> int:

@@ -15,7 +15,7 @@ from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
 from canzona_cli.report.chart import line_chart
 from canzona_cli.report.state import relative_change
-from canzona_cli.report.text import clean, duration, number, plural, real, wrapped
+from canzona_cli.report.text import clean, duration, guarded, number, plural, real, wrapped
 
 VERSION = 1
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "interrupted": "bold yellow"}
@@ -50,6 +50,10 @@ class RunSummary:
     """The last step known."""
     validations: tuple[tuple[int, float | None], ...]
     """(step, loss); None where it was not finite."""
+    skipped: int
+    """Steps that changed nothing because their gradients were not finite."""
+    fallbacks: int
+    """Matrix updates that were replaced by what their optimizer does when it fails."""
     elapsed_s: float | None
     """From the first to the last record."""
     errors: tuple[RankError, ...]
@@ -74,6 +78,8 @@ class RunSummary:
             "steps_planned": self.steps_planned,
             "elapsed_s": self.elapsed_s,
             "loss": {"first": loss[0], "last": loss[-1]} if loss else None,
+            "skipped": self.skipped,
+            "fallbacks": self.fallbacks,
             "validation": {"first": validation[0], "last": validation[-1]} if validation else None,
             "errors": [asdict(error) for error in self.errors],
             "breakdown": None if self.breakdown is None else asdict(self.breakdown),
@@ -117,6 +123,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         losses=tuple(_losses(metrics)),
         step=max(steps, default=0),
         validations=tuple((int(real(v.get("step")) or 0), real(v.get("loss"))) for v in validation),
+        skipped=_most(metrics, "skipped"),
+        fallbacks=_most(metrics, "fallbacks"),
         elapsed_s=max(times) - min(times) if times else None,
         errors=_errors(files),
         breakdown=breakdown,
@@ -140,6 +148,11 @@ def _losses(metrics: list[dict[str, object]]) -> Iterator[tuple[float, float]]:
         step, loss = real(record.get("step")), real(record.get("loss"))
         if step is not None and loss is not None:
             yield step, loss
+
+
+def _most(metrics: list[dict[str, object]], count: str) -> int:
+    """The largest of a count that only grows."""
+    return max((int(real(record.get(count)) or 0) for record in metrics), default=0)
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, object]]:
@@ -232,7 +245,8 @@ class _SummaryView:
         yield from wrapped(text, console, options, rest="  ")
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
-        place = Text(clean(f"traceback in {where}{more}"), style="dim")
+        what = "traceback" if first.traceback else "written"  # what a person can mend has none
+        place = Text(clean(f"{what} in {where}{more}"), style="dim")
         yield from wrapped(place, console, options, first="  ", rest="  ")
 
     def _rows(self, arrow: str) -> Iterator[tuple[str, str, str]]:
@@ -245,6 +259,8 @@ class _SummaryView:
         planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
         took = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
         yield "steps", f"{summary.step:,}{planned}{took}", ""
+        for said in guarded(summary.skipped, summary.fallbacks):
+            yield "guards", said, "yellow"
         for label, points in (("loss", summary.losses), ("validation", summary.validations)):
             if not points:
                 continue

@@ -60,6 +60,16 @@ def real(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def guarded(skipped: int, fallbacks: int) -> list[str]:
+    """What the guards had to do over a run so far, in a person's words; nothing where they had nothing to do."""
+    said = []
+    if skipped:
+        said.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
+    if fallbacks:
+        said.append(f"{plural(fallbacks, 'matrix update')} replaced: see logs")
+    return said
+
+
 def duration(seconds: object) -> str:
     """Elapsed or remaining time: `4 s`, `2 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
     value = real(seconds)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
+from canzona_cli.planner.obtain import Obtained
+
 RunStatus = Literal["done", "failed", "interrupted"]
 
 
@@ -13,8 +15,15 @@ class TrainView(Protocol):
     No method raises because of a record: a missing or non-finite number is shown as such.
     """
 
-    def header(self, *, run_dir: Path, corpus: Mapping[str, object] | None = None) -> None:
-        """Say what is about to run. `corpus`: corpus.json's content (`tokenizer`, `tokens`, `documents`, ...)."""
+    def header(
+        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+    ) -> None:
+        """Say what is about to run.
+
+        Args:
+            corpus: corpus.json's content (`tokenizer`, `tokens`, `documents`, ...).
+            plan: what the run executes; None for a run that executes none.
+        """
         ...
 
     def progress(self, what: str, fraction: float) -> None:

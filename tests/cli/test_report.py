@@ -90,6 +90,27 @@ def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
     assert "40 of 300" in text
 
 
+def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=40)
+    assert "not finite" not in canzona("report", str(files.root)).stdout
+    append_json_line(files.metrics, {"step": 41, "loss": 4.0, "grad_norm": None, "skipped": 3, "fallbacks": 2})
+    shown = canzona("report", str(files.root)).stdout
+    assert "3 steps skipped: gradients not finite" in shown
+    assert "2 matrix updates replaced: see logs" in shown
+    report = json.loads(canzona("report", str(files.root), "--json").stdout)
+    assert (report["skipped"], report["fallbacks"]) == (3, 2)
+
+
+def test_an_error_written_for_the_user_promises_no_traceback(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status="failed", steps=7)
+    error = {"type": "PlanRefused", "message": "plan: it is for tp = 2, these ranks have tp = 1", "traceback": ""}
+    write_json_atomic(files.rank(1), {"rank": 1, "status": "failed", "error": error, "time": 1.0})
+    shown = " ".join(canzona("report", str(files.root)).stdout.split())
+    assert "plan: it is for tp = 2" in shown
+    assert "traceback" not in shown
+    assert "written in" in shown
+
+
 def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="interrupted", steps=40)
     append_json_line(files.metrics, {"step": 41, "loss": None})
@@ -99,7 +120,7 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert set(report) == {
         *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
-        *("loss", "validation", "errors", "breakdown", "notes"),
+        *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
     assert report["loss"]["last"]["step"] == 40, "the last finite loss"

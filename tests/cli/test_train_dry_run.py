@@ -43,7 +43,7 @@ def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -
     text = " ".join(large.stdout.split())
     batch = re.search(
         r"batch (\S+) sequences × (\S+) = (\S+) tokens a step "
-        r"\(micro-batch (\d+) × accumulation (\d+) × DP (\d+)\) memory",
+        r"\(micro-batch (\d+) × accumulation (\d+) × DP (\d+)\) plan",
         text,
     )
     assert batch is not None, text

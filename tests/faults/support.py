@@ -46,7 +46,7 @@ def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: 
         model=model("tiny"),
         train=TrainConfig(steps=4, seq_length=32, batch_tokens=64, global_batch_size=2, micro_batch_size=1),
         optimizer=AdamWConfig(name="adamw", lr=1e-3),
-        engine=EngineConfig(strategy="layerwise"),
+        engine=EngineConfig(strategy="canzona"),
         cluster=replace(CPU, nodes=nodes),
         data=DataConfig(source="stdlib"),
         parallel=ParallelConfig(tp=1, pp=1),

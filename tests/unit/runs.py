@@ -22,7 +22,7 @@ CONFIG = RunConfig(
     model=replace(model("tiny"), name="qwen3-tiny", vocab_size=16384),
     train=TrainConfig(steps=STEPS, seq_length=256, batch_tokens=8192),
     optimizer=MuonConfig(name="muon", lr=3e-3),
-    engine=EngineConfig(strategy="layerwise"),
+    engine=EngineConfig(strategy="canzona"),
     cluster=CPU,
     data=DataConfig(source="stdlib"),
 )
