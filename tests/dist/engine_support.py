@@ -50,7 +50,7 @@ def custom(config: RunConfig, source: Path, name: str, **options: bool | int | f
             weight_decay=base.weight_decay,
             clip_grad=base.clip_grad,
             source=f"{source}:{name}",
-            options=options,
+            options={**options},
         ),
     )
 
@@ -153,3 +153,29 @@ def heard(name: str) -> Iterator[list[str]]:
     finally:
         logging.disable(before)
         logger.removeHandler(listener)
+
+
+def tensor_bytes(trainee: Trainee) -> int:
+    """Of all this rank keeps from step to step, each storage once: buffers, masters, state, messages, scratch."""
+    matrices = engine_of(trainee).matrices
+    tensors: list[object] = [data for buffer in trainee.model.buffers for data in (buffer.param_data, buffer.grad_data)]
+    tensors += list(trainee.model.parameters())
+    for leaf in adamw_leaves(trainee):
+        tensors += leaf.get_parameters()
+        tensors += [value for entry in leaf.optimizer.state.values() for value in entry.values()]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(storages.values()) + hosted_bytes(trainee) + matrices.exchange_bytes
+
+
+def hosted_bytes(trainee: Trainee) -> int:
+    """Of masters and optimizer state of the matrices this rank hosts."""
+    matrices = engine_of(trainee).matrices
+    tensors: list[object] = list(matrices.masters.values())
+    for group in matrices.groups:
+        if group.optimizer is not None:
+            tensors += [value for entry in group.optimizer.state.values() for value in entry.values()]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
