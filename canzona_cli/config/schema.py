@@ -192,7 +192,9 @@ class CustomConfig(OptimizerBase):
     weight_decay and `options`."""
     allow: tuple[str, ...] = ()
     """Packages a class may be taken from; files need no entry."""
-    options: dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]] = field(default_factory=dict)
+    options: dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]] = field(
+        default_factory=dict, hash=False
+    )
     """Further keyword arguments of the class: plain values and lists of them."""
     cost_like: Literal["adamw", "muon", "shampoo", "soap"] = "muon"
     """Whose update costs and state sizes plans assume for it; `cluster.measured_updates` (custom) is taken before."""

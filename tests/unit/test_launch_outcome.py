@@ -1,12 +1,17 @@
 """How a run ended is read from the ranks' own words: the cause, not the echo."""
 
+import io
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from canzona_cli.commands.train import _say_why
+from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles, write_json_atomic
 from canzona_cli.launch.outcome import Outcome, judge
+from canzona_cli.training.records import RankRecord
 
 ECHO = {
     "type": "RuntimeError",
@@ -114,3 +119,51 @@ def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_e
     assert verdict(files, agent=1).exit_code == 0
     # and a wish to stop that came after the last step changes nothing
     assert verdict(files, agent=0, stopping=True).status == "done"
+
+
+class NonFiniteGradients(WorkerCrashed):
+    """As the engine's."""
+
+
+class PlanRefused(ConfigError):
+    """As the engine's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (
+            NonFiniteGradients(
+                Problem(
+                    key="gradients",
+                    value="not finite",
+                    reason="NaN or infinite in 1 of the parameters; no weight has changed",
+                    fix="lower optimizer.lr",
+                )
+            ),
+            ExitCode.CRASH,
+        ),
+        (
+            PlanRefused(
+                Problem(key="plan", value="1a2b", reason="it is for tp = 2, these ranks have tp = 1", fix="start anew")
+            ),
+            ExitCode.CONFIG,
+        ),
+    ],
+)
+def test_what_all_ranks_refused_together_is_told_as_it_was_written_without_traceback(
+    files: RunFiles, error: CanzonaError, code: ExitCode
+) -> None:
+    for number in range(2):
+        RankRecord(files, number).failed(error)
+    report(files, {0: int(code), 1: int(code)})
+    outcome = verdict(files)
+    assert (outcome.status, outcome.exit_code, outcome.traceback) == ("failed", code, ())
+    out = io.StringIO()
+    _say_why(outcome, Console(file=out, width=200))
+    told = out.getvalue()
+    (problem,) = error.problems
+    for words in (problem.key, problem.reason, problem.fix, "rank 0"):
+        assert words in told
+    for words in ("Traceback", type(error).__name__, "bug"):
+        assert words not in told

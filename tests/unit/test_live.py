@@ -176,6 +176,45 @@ def test_a_loss_that_is_not_a_number_is_counted_and_kept_out_of_the_curve() -> N
     assert 4.0 < state.smoothed < 5.0
 
 
+GUARDED = ("3 steps skipped: gradients not finite", "2 matrix updates replaced: see logs")
+
+
+def with_guards(view: TrainView, skipped: int, fallbacks: int) -> None:
+    counts = {"skipped": skipped, "fallbacks": fallbacks, "grad_norm": None if skipped else 1.0}
+    view.step({**next(metrics(1)), "step": 150, **counts})
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_live_view_shows_what_the_guards_did_where_they_did_something(width: int) -> None:
+    view = started(width, Clock())
+    with_guards(view, 0, 0)
+    healthy = frame(view, width)
+    assert not any("replaced" in line or "skipped" in line for line in healthy)
+    with_guards(view, 3, 2)
+    shown = frame(view, width)
+    view.close()
+    assert [line.strip() for line in shown[-2:]] == list(GUARDED)
+    assert len(shown) == len(healthy) + 2
+    assert max(map(len, shown)) <= width
+    assert any(re.search(r"gradient norm +-( |$)", line) for line in shown), "a norm that is not finite is a dash"
+    assert "; ".join(GUARDED) in " ".join(" ".join(screen(text_of(view._console), width)).split())
+
+
+def test_plain_lines_tell_what_the_guards_did_once_and_at_the_end() -> None:
+    clock, out = Clock(), console(80)
+    view = PlainView(CONFIG, LAYOUT, out, clock=clock)
+    for skipped, fallbacks in ((0, 0), (1, 0), (1, 0), (3, 2)):
+        clock.now += 5
+        with_guards(view, skipped, fallbacks)
+    view.close("interrupted", "Ctrl-C")
+    lines = text_of(out).splitlines()
+    assert sum("1 step skipped: gradients not finite" in line for line in lines) == 1
+    assert lines[-1].endswith(f"interrupted at step 150 of 300 after 20 s: Ctrl-C; {'; '.join(GUARDED)}")
+    assert [sum(said in line for line in lines) for said in GUARDED] == [2, 2]
+    rows = [line.split() for line in lines if re.search(r"150/300 +\d", line)]
+    assert [row[4] for row in rows] == ["1.000", "-", "-", "-"]
+
+
 def test_eta_is_the_pace_by_wall_clock_and_counts_down() -> None:
     clock = Clock()
     state = TrainState(config=CONFIG, layout=LAYOUT, clock=clock)

@@ -1,5 +1,7 @@
 """Maps, bars and lanes of the plan's report: they keep their widths and show what they claim."""
 
+import io
+
 import pytest
 from rich.console import Console
 
@@ -93,3 +95,24 @@ def test_the_report_of_a_study_is_a_renderable_of_any_width() -> None:
             lines = [console.render_str(line) for line in captured.get().splitlines()] if colour is None else []
             assert all(line.cell_len <= width for line in lines)
             assert study.plan.name in captured.get()
+
+
+def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
+    from dataclasses import replace
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.schema import CustomConfig
+    from canzona_cli.planner.compare import study_run
+    from canzona_cli.report.header import describe_optimizer
+    from canzona_cli.report.plan import PlanView
+    from tests.unit import sizes
+
+    own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
+    config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
+    study = study_run(config, layout)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(PlanView(study=study))
+    title = console.export_text().splitlines()[0]
+    assert "custom (priced like soap)" in title
+    assert study.as_json()["optimizer"] == "custom"
+    assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")
