@@ -97,6 +97,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which executes no plan"
+        if "train.non_finite" in explicit:
+            yield f"train.non_finite is ignored: {why}, and Megatron's own ways have no such guard"
         if optimizer == "adamw" and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
         elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):

@@ -134,6 +134,8 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("optimizer=adamw engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("engine=sc parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+        ("engine=sc train.non_finite=skip", "train.non_finite"),
+        ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
