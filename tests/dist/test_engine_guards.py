@@ -86,6 +86,18 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
         assert stopped.exit_code == 70
 
 
+def test_a_norm_that_overflows_stops_too_and_blames_no_parameter() -> None:
+    config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
+
+    def rank() -> str:
+        trainee = build(config, layout)
+        with pytest.raises(NonFiniteGradients) as caught, poisoned(parameter(trainee, FC1), 1e30):
+            train_step(trainee, batches(trainee))
+        return str(caught.value)
+
+    assert all("their global norm overflows fp32" in told for told in run_ranks(layout.world_size, rank))
+
+
 @pytest.mark.parametrize("overlap", ["true", "false"])
 def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
     """Good, bad, good, good is bitwise good, good, good; forward passes in between see whole parameters."""
