@@ -1,0 +1,193 @@
+"""Training for real: forward, backward, reduction, clipping, update; whole weights before and after.
+
+Samples are numbered, and a step takes the same ones in every layout with the same global batch size.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.shampoo import Shampoo
+from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.step import Trainee, train_step
+from tests.dist.jobs import SMALL, build
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+from tests.dist.synthetic import finish_gathering
+from tests.dist.whole import Part, Weights, assemble, part_of
+
+STEPS, LR = 20, 1e-2
+FIXED = (
+    *SMALL,
+    "train.precision=fp32",
+    f"train.steps={STEPS}",
+    f"optimizer.lr={LR}",
+    # Of gradients of norm 0.3 to 0.7: clipping is active.
+    "optimizer.clip_grad=0.25",
+    "schedule.decay=constant",
+    "schedule.warmup_steps=0",
+    "engine.strategy=canzona",
+    # All ranks are data-parallel unless a test says otherwise.
+    "parallel.tp=1",
+    "parallel.pp=1",
+)
+LAYOUTS = {
+    "tp1 dp4": ("gpus=4",),
+    "tp2 dp2": ("gpus=4", "parallel.tp=2"),
+    "tp4 dp1": ("gpus=4", "parallel.tp=4"),
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "dp3": ("gpus=3", "train.global_batch_size=12"),
+    "tp4 dp2": ("gpus=8", "parallel.tp=4"),
+}
+# Refreshes are not staggered: that spreads them by what they cost, which an ordinary optimizer does not know.
+OPTIMIZERS = {
+    "muon": ("optimizer=muon",),
+    "shampoo": ("optimizer=shampoo", "optimizer.eps=1e-4", "optimizer.stagger=false"),
+    "soap": (
+        "optimizer=soap",
+        "optimizer.eps=1e-2",
+        "optimizer.max_preconditioner_dim=64",
+        "optimizer.stagger=false",
+    ),
+}
+"""Settings whose 20 steps can be compared across orders of summation; see `tests.dist.test_engine_training`."""
+
+_Recorded = dict[str, list[np.ndarray]]
+_WEIGHTS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "proj": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Hugging Face's name of each of the plan's split matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Where training started and ended, and what each step found: its loss and the gradient norm before clipping."""
+
+    before: Weights
+    after: Weights
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[Weights]
+    """Of the matrices, at each step, as their hosts gave them to the optimizer: whole, clipped. Under canzona and asc,
+    with splitting=split; else empty."""
+
+
+def one_rank(where: str) -> tuple[str, ...]:
+    """One rank with a layout's global batch."""
+    return ("gpus=1", *(setting for setting in LAYOUTS[where] if "batch" in setting))
+
+
+def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
+    """As many as `steps` need."""
+    return RandomTokens(
+        samples=steps * layout.global_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
+    """Train on the layout's ranks, through our optimizer, schedule and loop.
+
+    Raises:
+        AssertionError: ranks disagree about what they should all know.
+    """
+
+    def rank() -> tuple[Part, Part, list[tuple[float, float]], _Recorded]:
+        trainee = build(config, layout)
+        before = part_of(trainee.model, trainee.world)
+        batches = BatchStream(samples(config, layout, steps), trainee.world)
+        recorded = _record_gradients(trainee)
+        found = [train_step(trainee, batches) for _ in range(steps)]
+        finish_gathering(trainee)
+        facts = [(step.loss, step.grad_norm) for step in found]
+        return before, part_of(trainee.model, trainee.world), facts, dict(recorded)
+
+    ranks = run_ranks(layout.world_size, rank)
+    facts = ranks[0][2]
+    assert all(found == facts for _, _, found, _ in ranks), "ranks disagree about losses or gradient norms"
+    recorded = {name: values for _, _, _, own in ranks for name, values in own.items()}
+    assert all(len(values) == steps for values in recorded.values())
+    return Trained(
+        before=assemble([before for before, _, _, _ in ranks], config.model),
+        after=assemble([after for _, after, _, _ in ranks], config.model),
+        losses=[loss for loss, _ in facts],
+        grad_norms=[norm for _, norm in facts],
+        gradients=[
+            {name: torch.from_numpy(values[step]) for name, values in recorded.items()} for step in range(steps)
+        ],
+    )
+
+
+def _record_gradients(trainee: Trainee) -> _Recorded:
+    """By matrix hosted on this rank, the gradient of each step to come."""
+    recorded: _Recorded = defaultdict(list)
+    optimizer = trainee.optimizer
+    if not isinstance(optimizer, CanzonaOptimizer) or trainee.config.engine.splitting != "split":
+        return recorded
+
+    def keep(name: str, master: torch.nn.Parameter, *_: object) -> None:
+        assert master.grad is not None
+        recorded[name].append(master.grad.numpy().copy())
+
+    for group in optimizer.matrices.groups:
+        for matrix in group.hosted:
+            assert group.optimizer is not None
+            _, layer, kind = matrix.name.split(".")
+            name = f"model.layers.{layer}.{_WEIGHTS[kind]}.weight"
+            group.optimizer.register_step_pre_hook(partial(keep, name, optimizer.matrices.masters[matrix.index]))
+    return recorded
+
+
+def replay(trained: Trained, config: RunConfig) -> Weights:
+    """The matrices after an ordinary optimizer has stepped them whole, in this process, with the recorded gradients."""
+    params = {name: torch.nn.Parameter(trained.before[name].clone()) for name in trained.gradients[0]}
+    optimizer = ordinary(config, list(params.values()))
+    for gradients in trained.gradients:
+        for name, param in params.items():
+            param.grad = gradients[name].clone()
+        optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The run's optimizer of whole matrices, as a single process would make it; refreshes are not staggered."""
+    o = config.optimizer
+    if isinstance(o, MuonConfig):
+        return Muon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision)
+    assert isinstance(o, SoapConfig | ShampooConfig)
+    if isinstance(o, SoapConfig):
+        return SOAP(
+            params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
+            shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
+            max_preconditioner_dim=o.max_preconditioner_dim,
+        )  # fmt: skip
+    return Shampoo(
+        params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
+        shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting,
+    )  # fmt: skip
+
+
+def deviation(first: Weights, second: Weights, lr: float) -> float:
+    """The largest of any weight, in learning rates."""
+    assert first.keys() == second.keys()
+    return max(float((weight - second[name]).abs().max()) for name, weight in first.items()) / lr
+
+
+def different(first: Weights, second: Weights) -> list[str]:
+    """Weights of `second` that are not the same in `first` to the last bit."""
+    return [name for name, weight in second.items() if not torch.equal(first[name], weight)]
