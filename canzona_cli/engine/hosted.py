@@ -10,6 +10,7 @@ from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.routes import Route
 from canzona_cli.megatron.in_flight import Watcher
 from canzona_cli.megatron.timers import PhaseTimer, Span
+from canzona_cli.planner.phases import Phase
 from canzona_cli.planner.types import Matrix
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -60,6 +61,8 @@ class HostedGroup:
         self._gradients = Exchange(gradients[0], gradients[1], number, wiring.tp_group)
         self._weights = Exchange(weights[0], weights[1], number, wiring.tp_group)
         self._spans: dict[int, Span] = {}
+        # With one TP rank nothing travels: what is copied is a part of the update.
+        self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
 
         # Gradients out: parameter to message.
         self._grad_pack = [
@@ -132,14 +135,14 @@ class HostedGroup:
 
     def send_gradients(self) -> None:
         """Pack this rank's fragments and send them to their hosts."""
-        with self._wiring.timer.phase("exchange"):
+        with self._wiring.timer.phase(self._moving):
             for copy in self._grad_pack:
                 copy.run()
             self._start(self._gradients)
 
     def receive_gradients(self, scale: float) -> None:
         """Wait for the fragments and put the hosted matrices' gradients together, times `scale` (clipping)."""
-        with self._wiring.timer.phase("exchange"):
+        with self._wiring.timer.phase(self._moving):
             self._finish(self._gradients)
             for copy in self._grad_unpack:
                 copy.run(scale)
@@ -162,7 +165,7 @@ class HostedGroup:
 
     def send_weights(self) -> None:
         """Write own fragments, pack the others' in model precision, and send them back."""
-        with self._wiring.timer.phase("exchange"):
+        with self._wiring.timer.phase(self._moving):
             for copy in self._weight_pack:
                 copy.run()
             for place, copy in self._own_weights:
@@ -173,7 +176,7 @@ class HostedGroup:
 
     def receive_weights(self) -> None:
         """Wait for the updated fragments and write them; those of a non-finite update are left as they were."""
-        with self._wiring.timer.phase("exchange"):
+        with self._wiring.timer.phase(self._moving):
             self._finish(self._weights)
             if self._travels and self._flag_receives:
                 torch.index_select(self._weights.receive, 0, self._told_at, out=self._told)
