@@ -37,7 +37,9 @@ STRATEGIES = {
     "adamw": ("optimizer=adamw",),
     "sc": ("optimizer=muon", "engine.strategy=sc"),
     "layerwise": ("optimizer=muon", "engine.strategy=layerwise"),
+    "canzona": ("optimizer=muon", "engine.strategy=canzona"),
 }
+MEGATRONS_OWN = [strategy for strategy in STRATEGIES if strategy != "canzona"]
 
 
 def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, Layout]:
@@ -86,7 +88,7 @@ def test_bucket_groups_have_the_methods_and_handles_we_wrap(strategy: str) -> No
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MEGATRONS_OWN)
 def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer(strategy: str) -> None:
     config, layout = _resolve("dp2", strategy)
 
@@ -213,6 +215,50 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
             assert {name for name in timing.phases if name.endswith("_total")} == {
                 f"{phase}_total" for phase in expected & {"grad_reduce", "param_gather", "exchange"}
             }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "overlap"),
+    [("muon", True), ("muon", False), ("shampoo", True), ("soap", True)],
+    ids=["muon", "muon not overlapped", "shampoo", "soap"],
+)
+def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) -> None:
+    """Everything the breakdown has a row for, on every rank; a rank that hosts nothing would have no matrix update."""
+    flag = str(overlap).lower()
+    config, layout = fit.resolve(
+        compose_run(
+            [
+                *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", f"train.steps={STEPS}", f"optimizer={optimizer}",
+                "engine.strategy=canzona", f"parallel.overlap_grad_reduce={flag}",
+                f"parallel.overlap_param_gather={flag}",
+            ]
+        ).config
+    )  # fmt: skip
+
+    def rank() -> tuple[list[StepTiming], list[float]]:
+        trainee = build(config, layout)
+        batches = _batches(trainee)
+        walls = []
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            train_step(trainee, batches)
+            walls.append(time.perf_counter() - started)
+        return trainee.timer.timings(), walls
+
+    travelling = ("grad_reduce", "param_gather", "exchange")
+    for timings, walls in run_ranks(4, rank):
+        for timing, wall in list(zip(timings, walls, strict=True))[1:]:
+            in_step = {name: timing.phases[name] for name in IN_STEP if name in timing.phases}
+            assert set(in_step) == _expected("tp2", "canzona")
+            assert min(in_step.values()) > 0
+            assert sum(in_step.values()) == pytest.approx(timing.step_s, abs=1e-6)
+            assert 0.9 * wall < timing.step_s <= wall
+            for phase in travelling:
+                assert timing.phases[phase] <= timing.phases[f"{phase}_total"] + 1e-9, phase
+            # Exchanges begin and end within one step, beside whatever the host does meanwhile.
+            assert timing.phases["exchange_total"] < timing.step_s
+            totals = {name for name in timing.phases if name.endswith("_total")}
+            assert totals == {f"{phase}_total" for phase in travelling}
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
