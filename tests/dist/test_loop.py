@@ -11,6 +11,7 @@ import torch
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
+from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.training.data import Batch, Datasets
 from canzona_cli.training.loop import NonFiniteLoss, train
@@ -21,6 +22,12 @@ from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 
 STEPS = 4
+WAYS = {
+    "canzona": ("optimizer=muon", "engine.strategy=canzona"),
+    "layerwise": ("optimizer=muon", "engine.strategy=layerwise"),
+    "sc": ("optimizer=muon", "engine.strategy=sc"),
+    "adamw": ("optimizer=adamw",),
+}
 LAYOUTS = {
     "dp2": ("gpus=2", "parallel.tp=1", "parallel.pp=1"),
     "pp2": ("gpus=2", "parallel.tp=1", "parallel.pp=2"),
@@ -87,7 +94,7 @@ def _run(
         finished, error = None, None
         try:
             finished = train(trainee, datasets, files, Journal(files, writes=world.rank == 0), record)
-        except NonFiniteLoss as raised:
+        except (NonFiniteLoss, NonFiniteGradients) as raised:
             error = str(raised)
         return Ending(finished=finished, error=error, step=record.step)
 
@@ -135,6 +142,37 @@ def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
     assert len({ending.step for ending in endings}) == 1
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
+def test_every_matrix_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
+    """Over pipeline stages of cut matrices, with a line for every step."""
+    root = tmp_path / "run"
+    endings = _run(root, "gpus=4", "parallel.tp=2", "parallel.pp=2", f"optimizer={optimizer}")
+    assert endings == [Ending(finished=True, error=None, step=STEPS)] * 4
+    lines = _lines(RunFiles(root).metrics)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+    assert [line["skipped"] + line["fallbacks"] for line in lines] == [0] * STEPS
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path, layout: str) -> None:
+    """Under canzona, which looks before it changes anything: the loss of that step is never asked for."""
+
+    def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
+        if step == 3 and trainee.world.rank == 1:
+            with torch.no_grad():
+                next(p for p in trainee.model.parameters() if p.dim() > 1).fill_(math.nan)
+
+    endings = _run(tmp_path / "run", *LAYOUTS[layout], *WAYS["canzona"], validation=False, on_step=poison)
+    for ending in endings:
+        assert (ending.finished, ending.step) == (None, 2)
+        assert ending.error is not None
+        assert "NaN or infinite" in ending.error
+        assert "no weight has changed" in ending.error
+    assert len({ending.error for ending in endings}) == 1
+    assert [line["step"] for line in _lines(RunFiles(tmp_path / "run").metrics)] == [1, 2]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, layout: str) -> None:
     """On all ranks, with that step's line on disk and no validation in the way."""
@@ -161,10 +199,10 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path) -> 
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 
-@pytest.mark.parametrize("strategy", ["sc", "layerwise"])
-def test_validation_does_not_change_training(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_validation_does_not_change_training(tmp_path: Path, way: str) -> None:
     """Bitwise the same losses without validation, with the two that every run has, and with one after every step."""
-    setup = (*LAYOUTS["dp2"], "optimizer=muon", f"engine.strategy={strategy}")
+    setup = (*LAYOUTS["dp2"], *WAYS[way])
     _run(tmp_path / "none", *setup, validation=False)
     _run(tmp_path / "two", *setup, "train.eval_interval=100")
     _run(tmp_path / "every", *setup, "train.eval_interval=1")
