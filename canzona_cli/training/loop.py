@@ -50,7 +50,8 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
         totals.add(result)
         record.step, record.loss = step, result.loss
         finished = step == settings.steps
-        if not math.isfinite(result.loss):
+        # A skipped step changed nothing, whatever its loss was.
+        if not math.isfinite(result.loss) and not result.skipped:
             journal.step(step_metrics(trainee, step, result, elapsed, totals))
             raise NonFiniteLoss(step, result.loss)
         if step % trainee.config.run.log_interval == 0 or finished or result.stop:

@@ -1,0 +1,117 @@
+"""From a run's settings to the ordinary torch optimizers that hosts step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from canzona_cli.config.schema import CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.engine.hosted import MakeOptimizer
+from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.registry import load_class, probe
+from canzona_cli.optimizers.shampoo import Shampoo
+from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.optimizers.stagger import stagger
+from canzona_cli.optimizers.workspace import Workspace
+from canzona_cli.planner.cost import algorithm, flops
+from canzona_cli.planner.types import Matrix
+
+OnFallback = Callable[[torch.Tensor, str], None]
+"""Told a matrix's parameter and what was done instead of its update."""
+
+
+def optimizer_factory(
+    config: RunConfig, matrices: Sequence[Matrix], on_fallback: OnFallback | None = None
+) -> MakeOptimizer:
+    """How a rank makes an optimizer of some of the matrices it hosts.
+
+    Args:
+        matrices: of the whole model. Refreshes of Shampoo and SOAP are spread over their period by cost, and a matrix's
+            turn must not depend on who hosts it: any layout gives the same model.
+
+    Raises:
+        UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
+    """
+    chosen = config.optimizer
+    if isinstance(chosen, MuonConfig):
+        return _muon(config, chosen)
+    if isinstance(chosen, ShampooConfig | SoapConfig):
+        return _preconditioned(chosen, _refresh_offsets(config, chosen, matrices), on_fallback)
+    assert isinstance(chosen, CustomConfig)
+    return _custom(chosen)
+
+
+def _muon(config: RunConfig, chosen: MuonConfig) -> MakeOptimizer:
+    workspace = Workspace()
+
+    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return Muon(
+            params,
+            chosen.lr,
+            weight_decay=chosen.weight_decay,
+            momentum=chosen.momentum,
+            nesterov=chosen.nesterov,
+            ns_steps=chosen.ns_steps,
+            coefficients=chosen.coefficients,
+            scale_mode=chosen.scale_mode,
+            scale_factor=chosen.scale_factor,
+            precision=config.train.precision,
+            stack=chosen.stack,
+            workspace=workspace,
+        )
+
+    return make
+
+
+def _preconditioned(
+    chosen: ShampooConfig | SoapConfig, offsets: dict[int, int], on_fallback: OnFallback | None
+) -> MakeOptimizer:
+    workspace = Workspace()
+    kind: Callable[..., torch.optim.Optimizer] = SOAP
+    if isinstance(chosen, ShampooConfig):
+        kind = partial(Shampoo, shampoo_eps=chosen.shampoo_eps, grafting=chosen.grafting)
+
+    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(
+            params,
+            chosen.lr,
+            weight_decay=chosen.weight_decay,
+            betas=(chosen.beta1, chosen.beta2),
+            eps=chosen.eps,
+            shampoo_beta=chosen.shampoo_beta,
+            precondition_frequency=chosen.precondition_frequency,
+            max_preconditioner_dim=chosen.max_preconditioner_dim,
+            refresh_offsets=[offsets[matrix.index] for matrix in matrices],
+            on_fallback=on_fallback,
+            precision="tf32" if chosen.tf32 else "fp32",
+            workspace=workspace,
+        )
+
+    return make
+
+
+def _custom(chosen: CustomConfig) -> MakeOptimizer:
+    kind: Callable[..., torch.optim.Optimizer] = load_class(chosen.source, chosen.allow)
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
+
+    probe(make)
+
+    def custom(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return make(params)
+
+    return custom
+
+
+def _refresh_offsets(
+    config: RunConfig, chosen: ShampooConfig | SoapConfig, matrices: Sequence[Matrix]
+) -> dict[int, int]:
+    if not chosen.stagger:
+        return {matrix.index: 0 for matrix in matrices}
+    how = algorithm(config)
+    costs = [flops(how, matrix.rows, matrix.cols) for matrix in matrices]
+    return {
+        matrix.index: offset
+        for matrix, offset in zip(matrices, stagger(costs, chosen.precondition_frequency), strict=True)
+    }
