@@ -34,7 +34,7 @@ def _routes(splitting: str, tp: int, *, back: bool) -> list[Route]:
     return found
 
 
-@pytest.mark.parametrize(("splitting", "tp", "back"), product(SPLITTINGS, (1, 2, 4), (False, True)))
+@pytest.mark.parametrize(("splitting", "tp", "back"), list(product(SPLITTINGS, (1, 2, 4), (False, True))))
 def test_what_one_rank_sends_the_other_expects(splitting: str, tp: int, back: bool) -> None:
     routes = _routes(splitting, tp, back=back)
     for source, target in product(range(tp), range(tp)):
@@ -48,7 +48,7 @@ def test_what_one_rank_sends_the_other_expects(splitting: str, tp: int, back: bo
     assert len({route.travels for route in routes}) == 1
 
 
-@pytest.mark.parametrize(("splitting", "tp"), product(SPLITTINGS, (2, 4)))
+@pytest.mark.parametrize(("splitting", "tp"), list(product(SPLITTINGS, (2, 4))))
 def test_hosts_get_every_element_once(splitting: str, tp: int) -> None:
     members = _members(splitting, tp)
     routes = _routes(splitting, tp, back=False)
@@ -60,7 +60,7 @@ def test_hosts_get_every_element_once(splitting: str, tp: int) -> None:
         assert arrived + kept == matrix.elements
 
 
-@pytest.mark.parametrize(("splitting", "tp"), product(SPLITTINGS, (2, 4)))
+@pytest.mark.parametrize(("splitting", "tp"), list(product(SPLITTINGS, (2, 4))))
 def test_messages_do_not_overlap_and_flags_reach_every_rank(splitting: str, tp: int) -> None:
     for back in (False, True):
         for route in _routes(splitting, tp, back=back):
