@@ -8,9 +8,11 @@ Three claims, from the exact to the approximate:
 - Else they differ as much as one rank differs from itself when it adds up its micro-batches in another order, and no
   more: optimizers amplify rounding, and how much is a property of theirs. Muon hardly does. Shampoo's inverse roots
   multiply directions at the noise floor of a factor (sqrt(n) times fp32's epsilon) by up to its -1/4th power, 28 a
-  side. SOAP's bases are not even defined by the gradients: where a factor's rank is short of its length, or eigenvalues
-  are close, they are whatever rounding makes of them, and Adam's step depends on its basis. It is compared where every
-  factor has full rank (sides of 64, the model's width) and with an epsilon that lets small directions count for little.
+  side; it is compared with roots renewed at every step, because those of one gradient fit few others (renewed at every
+  tenth, it differed by 0.7 learning rates once). SOAP's bases are not even defined by the gradients: where a factor's
+  rank is short of its length, or eigenvalues are close, they are whatever rounding makes of them, and Adam's step
+  depends on its basis. It is compared where every factor has full rank (sides of 64, the model's width) and with an
+  epsilon that lets small directions count for little; at default settings two runs of it part within ten steps.
 """
 
 from functools import cache
@@ -35,8 +37,8 @@ from tests.dist.trained import (
 )
 
 # What rounding may come to in 20 steps, in learning rates; weights move by 2 to 20. Seen, of layouts and of one rank
-# against itself alike: 1e-4, 4e-2, 3e-4.
-ROUNDING = {"muon": 1e-3, "shampoo": 0.2, "soap": 3e-3}
+# against itself alike: 1e-4, 6e-3, 3e-4.
+ROUNDING = {"muon": 1e-3, "shampoo": 6e-2, "soap": 3e-3}
 
 NORMAL = [("muon", "tp2 dp2"), ("muon", "tp2 pp2"), ("shampoo", "tp1 dp4"), ("soap", "tp2 dp2")]
 EVERYWHERE = [

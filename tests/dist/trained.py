@@ -46,10 +46,10 @@ LAYOUTS = {
     "dp3": ("gpus=3", "train.global_batch_size=12"),
     "tp4 dp2": ("gpus=8", "parallel.tp=4"),
 }
-# Refreshes are not staggered: that spreads them by what they cost, which an ordinary optimizer does not know.
+# Without staggering, which spreads refreshes by what they cost: an ordinary optimizer of ours does not.
 OPTIMIZERS = {
     "muon": ("optimizer=muon",),
-    "shampoo": ("optimizer=shampoo", "optimizer.eps=1e-4", "optimizer.stagger=false"),
+    "shampoo": ("optimizer=shampoo", "optimizer.eps=1e-4", "optimizer.precondition_frequency=1"),
     "soap": (
         "optimizer=soap",
         "optimizer.eps=1e-2",
