@@ -23,7 +23,7 @@ def validate(
         typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
     ] = None,
 ) -> None:
-    """Check a recipe and its overrides, how they fit the cluster, and prepared data; all mistakes are told at once.
+    """Check a recipe and its overrides, how they fit the cluster, plan and prepared data; mistakes are told at once.
 
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
     does not fit in the cluster's memory.
@@ -37,13 +37,21 @@ def validate(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.paths import shown
     from canzona_cli.models.qwen3 import parameter_count
-    from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_optimizer
+    from canzona_cli.planner.obtain import obtain_plan
+    from canzona_cli.report.header import (
+        describe_batch,
+        describe_data,
+        describe_layout,
+        describe_optimizer,
+        describe_plan,
+    )
     from canzona_cli.report.text import count, wrapped
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     for warning in composed.warnings:
         Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     config, layout = resolve(composed.config)
+    plan = obtain_plan(config, layout)
     corpus = None
     if config.data.source == "prepared":
         from canzona_cli.data.prepare import ensure_corpus
@@ -64,6 +72,7 @@ def validate(
         ("model", f"{config.model.name}, {count(parameter_count(config.model).total)} parameters"),
         ("optimizer", describe_optimizer(config)),
         ("layout", f"{describe_layout(layout, unit)} on {config.cluster.name}, recompute {layout.recompute}"),
+        *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("steps", f"{config.train.steps:,}, {count(config.train.steps * tokens)} tokens"),
         ("data", describe_data(config, corpus)),

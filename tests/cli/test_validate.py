@@ -31,6 +31,16 @@ def test_what_does_not_fit_is_exit_code_4() -> None:
     assert "does not fit" in result.stderr.lower()
 
 
+def test_what_cannot_be_planned_is_refused_as_train_refuses_it(tmp_path: Path) -> None:
+    arguments = ("recipe=tiny", "gpus=2", "parallel.tp=2")
+    for override, key in (("engine.c_max_mib=0.01", "engine.c_max_mib"), ("engine.plan=absent.json", "engine.plan")):
+        result = canzona("validate", *arguments, override, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert key in result.stderr
+    assert "load balance" in canzona("validate", *arguments, cwd=tmp_path).stdout
+    assert "load balance" not in canzona("validate", *arguments, "engine=sc", cwd=tmp_path).stdout
+
+
 def test_warnings_do_not_mix_with_the_answer() -> None:
     result = canzona("validate", "recipe=tiny", "optimizer=adamw", "engine.strategy=sc")
     assert result.returncode == 0
