@@ -50,8 +50,9 @@ class KroneckerOptimizer(MatrixOptimizer):
             shampoo_beta: Decay of the factors.
             precondition_frequency: Steps between two refreshes of a matrix.
             max_preconditioner_dim: A side longer than this is left as it is.
-            refresh_offsets: Per parameter: a matrix refreshes at its first step, and when (steps it has made + offset)
-                is a multiple of the period.
+            refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a period of
+                them, when (steps it has made + offset) is a multiple of the period. No sooner: after one step SOAP's
+                second moment is rounding off the diagonal, and a new basis would turn the first moment onto that.
             on_fallback: Told when a decomposition failed.
             precision: Of products; decompositions are fp32 always.
             workspace: Scratch to share with other optimizers.
@@ -108,7 +109,8 @@ class KroneckerOptimizer(MatrixOptimizer):
                 across = grad if side == "L" else grad.mT
                 outer = torch.mm(across, across.mT, out=self.workspace.like("square", state[side]))
                 state[side].lerp_(outer, weight)
-            if done == 0 or (done + self._offsets[p]) % self.precondition_frequency == 0:
+            period = self.precondition_frequency
+            if done == 0 or (done >= period and (done + self._offsets[p]) % period == 0):
                 for side in self._sides(p):
                     self._refresh(p, side)
             direction = self._direction(p, grad)

@@ -92,7 +92,8 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
-      the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the new bases 4 r^2 c + 4 r c^2;
+      the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the
+      new bases 4 r^2 c + 4 r c^2;
     - adamw: 15 per element.
     A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
     """

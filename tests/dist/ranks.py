@@ -6,6 +6,7 @@ process group over loopback, exactly as under torchrun.
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -28,8 +29,7 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
         AssertionError: with the tracebacks of the ranks that failed, or the numbers of those that hung.
     """
     context = multiprocessing.get_context("fork")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, pipes[rank][1]))
@@ -45,6 +45,18 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
         for process in processes:
             process.kill()
             process.join()
+
+
+def _free_port() -> int:
+    """Below the ports that outgoing connections take by themselves (32768 and up on Linux): one of those could have it
+    by the time rank 0 listens."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 def _collect[T](pipes: list[tuple[Connection, Connection]], timeout_s: float) -> list[T]:

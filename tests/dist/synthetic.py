@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.training.step import Trainee
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
-from tests.dist.whole import Weights, assemble, named_parameters, part_of
+from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
 """Of a whole weight: its Hugging Face name, its shape, the step."""
@@ -46,7 +46,7 @@ def run_engine(
 ) -> Result:
     """Step the run's optimizer `steps` times on the layout's ranks."""
 
-    def rank() -> tuple[object, object, object]:
+    def rank() -> tuple[Part, Part, object]:
         trainee = build(config, layout)
         before = part_of(trainee.model, trainee.world)
         for step in range(steps):
@@ -85,7 +85,9 @@ def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
     world, shape = trainee.world, trainee.config.model
     for name, param in named_parameters(trainee.model):
         cut = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else None
-        param.main_grad.copy_(
+        gradients = getattr(param, "main_grad", None)
+        assert isinstance(gradients, torch.Tensor)
+        gradients.copy_(
             fragment(name, tuple(param.shape), cut, world.layout.tp, world.tp_rank, shape, step, gradient)
         )
 

@@ -32,11 +32,11 @@ FIXED = (
     "engine.strategy=canzona",
 )
 LAYOUTS = {
-    "tp1 dp4": ("gpus=4",),
+    "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
     "tp2 dp2": ("gpus=4", "parallel.tp=2"),
     "tp4 dp1": ("gpus=4", "parallel.tp=4"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
-    "dp3": ("gpus=3", "train.global_batch_size=12"),
+    "dp3": ("gpus=3", "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=12"),
     "tp4 dp2": ("gpus=8", "parallel.tp=4"),
     "tp2 pp2 dp2": ("gpus=8", "parallel.tp=2", "parallel.pp=2"),
 }
