@@ -55,7 +55,6 @@ class HostedGroup:
         make_optimizer: MakeOptimizer,
     ) -> None:
         self._wiring = wiring
-        self.matrices = tuple(matrices)
         self.hosted = tuple(m for m, host in zip(matrices, hosts, strict=True) if host == wiring.rank)
         fragments = wiring.fragments
         self._gradients = Exchange(gradients[0], gradients[1], number, wiring.tp_group)

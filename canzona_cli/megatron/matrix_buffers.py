@@ -13,7 +13,7 @@ from megatron.core.distributed.param_and_grad_buffer import group_params_for_buf
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
-from canzona_cli.megatron.model import _global_names
+from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.geometry import align, stage_parameters
 from canzona_cli.planner.plan import Mesh, Plan
@@ -130,7 +130,7 @@ def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
     """Parameters under their names in the whole model, whatever wraps it."""
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
-    return _global_names(model)
+    return global_names(model)
 
 
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:

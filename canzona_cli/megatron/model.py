@@ -113,7 +113,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
     """
     tp, rank = world.layout.tp, world.tp_rank
     with torch.no_grad():
-        for name, param in _global_names(model):
+        for name, param in global_names(model):
             if param.dim() == 1:
                 param.fill_(1.0)
                 continue
@@ -123,7 +123,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             param.copy_(torch.cat(fragments, dim=0))
 
 
-def _global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters under the layer numbers of the whole model, whatever the pipeline stage."""
     first = 0
     for module in model.modules():

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
@@ -161,7 +160,3 @@ def single_process(
             params[name].grad = value
         optimizer.step()
     return {name: param.detach() for name, param in params.items()}
-
-
-def arrays(weights: Weights) -> dict[str, np.ndarray]:
-    return {name: weight.numpy() for name, weight in weights.items()}
