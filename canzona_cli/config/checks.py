@@ -5,11 +5,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 from canzona_cli.cluster.layout_rules import layout_problems
 from canzona_cli.config.keys import settings
 from canzona_cli.config.schedule import complete
-from canzona_cli.config.schema import CustomConfig, RunConfig
+from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
@@ -31,6 +32,9 @@ _POSITIVE = (
     "cluster.tf32_tflops",
     "cluster.qr_tflops",
     "cluster.eigh_tflops",
+    "cluster.adamw_ns",
+    "cluster.forward_factor",
+    "cluster.backward_factor",
     "optimizer.shampoo_eps",
 )
 _NOT_NEGATIVE = (
@@ -47,6 +51,7 @@ _NOT_NEGATIVE = (
     "cluster.launch_us",
 )
 _AT_LEAST_ONE = (
+    "cluster.cores",
     "train.steps",
     "train.eval_batches",
     "run.log_interval",
@@ -376,6 +381,17 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
                 value=[name, rows, cols, seconds],
                 reason="is an algorithm, rows and columns of at least 1, and the seconds above 0 that an update took",
                 fix="for example cluster.measured_updates=[[muon/standard/5,4096,4096,0.004]]",
+            )
+    for kind, ranks, size, seconds, busy in config.cluster.collectives:
+        if kind not in get_args(Collective) or ranks < 2 or size < 0 or not 0 < seconds < math.inf or busy < 0:
+            yield Problem(
+                key="cluster.collectives",
+                value=[kind, ranks, size, seconds, busy],
+                reason=(
+                    f"is one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds above 0, and the "
+                    "processor cores it keeps busy"
+                ),
+                fix="for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]",
             )
 
 

@@ -20,6 +20,7 @@ Grouping = Literal["registration", "balanced", "greedy", "auto"]
 Reduction = Literal["reduce", "all_to_all", "even"]
 """How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; Megatron's
 reduce-scatter of equal shards."""
+Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"]
 NonFinite = Literal["stop", "skip"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
@@ -270,7 +271,26 @@ class ClusterConfig:
     launch_us: float = 5.0
     """What one operation takes beyond its work (its launch), microseconds."""
     measured_updates: tuple[tuple[str, int, int, float], ...] = ()
-    """Measured updates, taken before the cost model: algorithm (soap, muon/standard/5), rows, columns, seconds."""
+    """Measured updates, taken before the cost model: algorithm (soap, muon/standard/5), rows, columns, seconds. A name
+    that begins with megatron/ is Megatron's own implementation, what sc and layerwise execute."""
+    adamw_ns: float | None = None
+    """Measured nanoseconds of AdamW per element; null: from memory traffic."""
+    collectives: tuple[tuple[str, int, float, float, float], ...] = ()
+    """Measured collectives inside a machine, taken before bandwidth and latency: kind (`Collective`), ranks, bytes,
+    seconds, and the processor cores they kept busy meanwhile (0 on GPUs). Bytes are of the whole buffer for all_reduce,
+    all_gather and reduce_scatter, of the message for reduce, broadcast and send, and of what the busiest rank sends to
+    all others for all_to_all."""
+    cores: int | None = None
+    """Processor cores that the ranks of one machine share; null: every rank has a device of its own, or, where a run is
+    started on CPU ranks, what that machine has. It changes predicted times, never a plan."""
+    forward_factor: float = 1.0
+    """Measured time of forward passes over what the model of them says."""
+    backward_factor: float = 1.0
+    """The same of backward passes."""
+    measured_on: dict[str, str | int | float] = field(default_factory=dict, hash=False)
+    """What `canzona calibrate` measured on (processor, cores, torch, ...) and when; empty for a profile by hand."""
+    not_measured: tuple[str, ...] = ()
+    """Parts of an interrupted calibration that are missing, and come from the profile it started from."""
     nodes: int | None = None
     """Machines; auto when null: gpus / gpus_per_node, rounded up."""
     node_rank: int | None = None

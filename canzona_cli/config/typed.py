@@ -29,6 +29,7 @@ _EXAMPLES = {
     "optimizer.options": "'{momentum:0.9}'",
     "cluster.matmul_tflops": "[[2048,540],[8192,800]]",
     "cluster.measured_updates": "[[muon/standard/5,4096,4096,0.004]]",
+    "cluster.collectives": "[[all_reduce,2,1048576,0.002,1.5]]",
 }
 """Where the usual example of the setting's kind would be a bad idea."""
 

@@ -61,6 +61,8 @@ class StrategyResult:
     mean_phases: Mapping[str, float]
     """The same, averaged over all ranks; who is done earlier waits in `other`."""
     slowest_rank: int
+    update_balance: float
+    """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
     updates_end_s: tuple[float, ...]
     """By stage: when its last rank has finished its updates."""
     events: tuple[Event, ...]
@@ -189,6 +191,7 @@ class _Simulation:
             phases=MappingProxyType(_ordered(mine)),
             mean_phases=MappingProxyType(self._mean([(cell.ranks, phases(n)) for n, cell in enumerate(cells)])),
             slowest_rank=self._rank(cells[slowest]),
+            update_balance=_balance(cells),
             updates_end_s=tuple(done),
             events=tuple(event for found in events for event in found),
         )
@@ -348,6 +351,13 @@ def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tupl
         rest = Transfer(link=chunks[number].gather.link, link_s=seconds - done)
         left[number] = replace(chunks[number], gather=rest)
     return left, spent
+
+
+def _balance(cells: Sequence[_Cell]) -> float:
+    total = math.fsum(cell.ranks * cell.update.matrix_update_s for cell in cells)
+    if total == 0:
+        return 1.0
+    return max(cell.update.matrix_update_s for cell in cells) * sum(cell.ranks for cell in cells) / total
 
 
 def _gathered(chunks: Sequence[Chunk]) -> float:

@@ -20,7 +20,11 @@ _SHAPE = (
     "vocab_size",
     "tied_embeddings",
 )
-_NOT_HARDWARE = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+_NO_INFLUENCE = (
+    *("nodes", "node_rank", "rdzv_endpoint", "rdzv_id"),
+    *("cores", "forward_factor", "backward_factor", "measured_on", "not_measured"),
+)
+"""Of a profile, what changes no assignment."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -46,7 +50,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
             {
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name, value in asdict(config.cluster).items()
-                if name not in _NOT_HARDWARE
+                if name not in _NO_INFLUENCE
             }
         ),
     )

@@ -1,0 +1,121 @@
+"""What `canzona bench` found: measured beside predicted, as values that reports lay out and `--json` writes. No torch.
+
+Times are seconds. A round is one turn of every strategy of a sitting; a turn is a few consecutive training steps, of
+which the first is left out. A sitting is one process group in which strategies take turns on the same batches; where
+not all fit into memory together there are several, each with the reference strategy in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from canzona_cli.bench.statistics import Speedup, Spread
+from canzona_cli.config.schema import Device, Layout
+from canzona_cli.planner.simulate import Simulated
+
+VERSION = 1
+STRATEGIES: tuple[Simulated, ...] = ("canzona", "asc", "layerwise", "sc", "adamw")
+"""In the order they are run and shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSeconds:
+    """One phase, mean over the measured steps: least, mean and most over ranks."""
+
+    min_s: float
+    mean_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One strategy in one sitting."""
+
+    iteration_s: tuple[float, ...]
+    """By round: a whole training step of the slowest rank, mean over the turn's measured steps."""
+    optimizer_s: tuple[float, ...]
+    """By round: from reduced gradients to the next forward. exchange, matrix update, AdamW's update and the wait for
+    gathered parameters of the rank that takes longest, and norm and clip of the rank that comes last (the others wait
+    for it there)."""
+    processor_s: tuple[float, ...]
+    """By round: processor time of all ranks together in one step; where ranks outnumber cores this tells the work."""
+    phases: Mapping[str, PhaseSeconds]
+    """In-step phases and `_total`s, by the breakdown's names."""
+    load_balance: float
+    """Of matrix updates, max over mean of the ranks; 1.0 where there are none."""
+    losses: tuple[float, ...]
+    """By training step, warm-up included; every strategy saw the same batches."""
+    tensor_bytes: tuple[int, ...]
+    """By rank: buffers, masters, optimizer state, messages, scratch; no activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The plan's word on the same (`planner.predict.Prediction`)."""
+
+    iteration_s: float
+    optimizer_s: float
+    phases: Mapping[str, float]
+    """Mean over ranks."""
+    load_balance: float
+    tensor_bytes: int | None
+    """Of the fullest rank, what `Measured.tensor_bytes` counts; None where there is no plan."""
+    memory_bytes: int
+    """Of the fullest rank, activations included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyBench:
+    """One strategy: measured, and beside it the reference of the same sitting."""
+
+    measured: Measured
+    predicted: Predicted
+    sitting: int
+    """Which sitting it was measured in, from 0."""
+    alone: bool = False
+    """Nothing else fitted into memory beside it: its times were not taken in turns with the reference's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """One recipe and layout, all strategies."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    optimizer: str
+    layout: Layout
+    device: Device
+    profile: str
+    """Name of the cluster profile the predictions rest on."""
+    calibrated: bool
+    machine: Mapping[str, str | int | float]
+    """What it ran on: processor, cores, torch, ranks, load average before it began."""
+    rounds: int
+    steps_per_turn: int
+    warm_up_rounds: int
+    reference: Simulated
+    """What the others are compared with: canzona where it ran, else the first strategy."""
+    strategies: Mapping[str, StrategyBench]
+    references: tuple[Measured, ...]
+    """The reference, by sitting. `strategies[reference]` is the first."""
+    notes: tuple[str, ...] = ()
+    """Choices made for the user: splitting, sittings, what was left out and why."""
+
+    def optimizer_speedup(self, strategy: str) -> Speedup:
+        """How many times longer the optimizer step of `strategy` is than the reference's in the same sitting."""
+        found = self.strategies[strategy]
+        return Speedup.of(found.measured.optimizer_s, self.references[found.sitting].optimizer_s)
+
+    def iteration_speedup(self, strategy: str) -> Speedup:
+        """How many times longer its whole step is."""
+        found = self.strategies[strategy]
+        return Speedup.of(found.measured.iteration_s, self.references[found.sitting].iteration_s)
+
+    def error(self, strategy: str) -> float:
+        """Predicted over measured optimizer step, less 1: 0.1 is a prediction 10% too long."""
+        found = self.strategies[strategy]
+        return found.predicted.optimizer_s / Spread.of(found.measured.optimizer_s).median - 1
+
+    def iteration_error(self, strategy: str) -> float:
+        """The same of the whole step."""
+        found = self.strategies[strategy]
+        return found.predicted.iteration_s / Spread.of(found.measured.iteration_s).median - 1

@@ -1,0 +1,46 @@
+"""Medians, spreads, and when two measurements differ enough to be compared. No torch."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and quartiles of a series; all equal where there is one value."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Quartiles by linear interpolation between the values, which are at least one."""
+        if len(values) == 1:
+            return cls(low=values[0], median=values[0], high=values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low=low, median=median, high=high)
+
+    @property
+    def relative(self) -> float:
+        """Interquartile range over the median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+    def overlaps(self, other: "Spread") -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """How many times longer one strategy takes than another, measured in turns in one session."""
+
+    ratio: Spread
+    """Of the ratios round by round."""
+    distinct: bool
+    """Whether the interquartile ranges of the two times are apart; where they are not, no speed-up may be claimed."""
+
+    @classmethod
+    def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
+        """Times by round, of the same rounds."""
+        ratios = [theirs / ours for theirs, ours in zip(slower, faster, strict=True)]
+        return cls(ratio=Spread.of(ratios), distinct=not Spread.of(slower).overlaps(Spread.of(faster)))
