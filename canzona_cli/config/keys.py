@@ -129,14 +129,14 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(owner)
     for field in fields(owner):
         kind, choices, optional = _kind(hints[field.name])
-        has_default = field.default is not MISSING
+        default = field.default if field.default_factory is MISSING else field.default_factory()
         yield Setting(
             key=prefix + field.name,
             kind=kind,
             choices=choices,
             optional=optional,
-            required=not has_default and field.default_factory is MISSING,
-            default=field.default if has_default else None,
+            required=default is MISSING,
+            default=None if default is MISSING else default,
         )
 
 
