@@ -59,7 +59,7 @@ def algorithm(config: RunConfig) -> Algorithm:
     """What a run's update costs depend on."""
     optimizer, precision = config.optimizer, config.train.precision
     if isinstance(optimizer, MuonConfig):
-        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=precision)
+        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=precision, stack=optimizer.stack)
     if isinstance(optimizer, ShampooConfig | SoapConfig):
         return Algorithm(
             name=optimizer.name,
@@ -75,10 +75,12 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def label(a: Algorithm) -> str:
-    """What a measurement of an algorithm is filed under: muon/standard/5, soap, custom."""
+    """What a measurement of an algorithm is filed under: muon/standard/5, muon/standard/5/stacked, soap, custom."""
     if a.custom:
         return "custom"
-    return f"muon/{a.newton_schulz}/{a.ns_steps}" if a.name == "muon" else a.name
+    if a.name != "muon":
+        return a.name
+    return f"muon/{a.newton_schulz}/{a.ns_steps}{'/stacked' if a.stack else ''}"
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:

@@ -63,6 +63,8 @@ class Algorithm:
     """Muon: what its products are in. Shampoo's and SOAP's are in fp32."""
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any."""
+    stack: bool = False
+    """Muon: matrices of one shape in batched products."""
 
 
 @dataclass(frozen=True, kw_only=True)
