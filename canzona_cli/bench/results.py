@@ -46,6 +46,8 @@ class Measured:
     """By training step, warm-up included; every strategy saw the same batches."""
     tensor_bytes: tuple[int, ...]
     """By rank: buffers, masters, optimizer state, messages, scratch; no activations."""
+    update_s: tuple[float, ...] = ()
+    """By rank: seconds of matrix updates in one step, mean over the measured steps; empty where it was not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
