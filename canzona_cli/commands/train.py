@@ -9,6 +9,8 @@ from canzona_cli.config.completion import complete_override
 from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from canzona_cli.config.schema import Layout, RunConfig
@@ -30,6 +32,16 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
     ] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FIRST-LAST", help="Write a Chrome trace of these steps (run.trace_steps)."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
+        ),
+    ] = None,
     recipes_dir: Annotated[
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
     ] = None,
@@ -43,7 +55,8 @@ def train(
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
-    composed = compose_run(overrides or [], recipes_dirs=recipes_dir or [])
+    recorded = _recorded_steps(trace=trace, profile=profile)
+    composed = compose_run([*(overrides or []), *recorded], recipes_dirs=recipes_dir or [])
     for warning in composed.warnings:
         errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     config, layout = resolve(composed.config)
@@ -53,6 +66,29 @@ def train(
         return
     outcome, run = _launch(config, layout, plan, console, errors)
     _conclude(outcome, run, config, console, errors)
+
+
+def _recorded_steps(**options: str | None) -> list[str]:
+    """`--trace 5-7` as the override run.trace_steps=[5,7]; `--trace 5` is one step.
+
+    Raises:
+        ConfigError: with every option that names no steps.
+    """
+    from canzona_cli.errors import ConfigError, Problem
+
+    overrides, problems = [], []
+    for name, text in options.items():
+        if text is None:
+            continue
+        steps = [part.strip() for part in text.split("-")]
+        if len(steps) <= 2 and all(part.isdecimal() for part in steps):
+            overrides.append(f"run.{name}_steps=[{int(steps[0])},{int(steps[-1])}]")
+        else:
+            reason, fix = "is not the first and the last step to record", f"for example --{name} 5-7"
+            problems.append(Problem(key=f"--{name}", value=text, reason=reason, fix=fix))
+    if problems:
+        raise ConfigError(*problems)
+    return overrides
 
 
 def _show(
@@ -88,6 +124,7 @@ def _launch(
     from canzona_cli.launch.run_dir import RunDirectory, check_free
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
+    from canzona_cli.report.predicted import planned_step
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
@@ -124,6 +161,7 @@ def _launch(
                 corpus=corpus,
                 command=command,
                 plan=None if plan is None else plan.plan.to_json(),
+                predicted=planned_step(config, layout, None if plan is None else plan.plan),
             )
         view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan)
         outcome = supervise(
@@ -149,9 +187,22 @@ def _conclude(
         console.print()
         console.print(render(load_breakdown(run.path), device=config.cluster.device))
     console.print()
+    for line in _recordings(run, config):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
+    """Where the traces lie that were asked for."""
+    if config.run.trace_steps is not None and run.files.timelines.exists():
+        from canzona_cli.report.chrome_trace import write_trace
+
+        ranks = write_trace(run.path, run.files.trace)
+        yield f"trace of {ranks} ranks, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
+    if config.run.profile_steps is not None and run.files.profile.exists():
+        yield f"torch profiler: {run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
 
 
 def _say_why(outcome: "Outcome", errors: "Console") -> None:

@@ -82,6 +82,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_data(config),
         *_cluster(config),
         *_measurements(config),
+        *(_recorded_steps(config) if training else ()),
     ]
 
 
@@ -102,6 +103,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which executes no plan"
+    if unplanned and (strategy == "layerwise" or optimizer in ("adamw", "muon")):
         if "train.non_finite" in explicit:
             yield f"train.non_finite is ignored: {why}, and Megatron's own ways have no such guard"
         if optimizer == "adamw" and "engine.splitting" in explicit:
@@ -233,12 +235,16 @@ def _planning(config: RunConfig) -> Iterator[Problem]:
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
     optimizer, strategy = config.optimizer.name, config.engine.strategy
-    if optimizer not in ("adamw", "muon") and strategy in ("sc", "layerwise"):
+    if optimizer not in ("adamw", "muon") and strategy == "layerwise":
+        why = {
+            "soap": "drops optimizer.precondition_frequency",
+            "shampoo": "has no Shampoo",
+        }.get(optimizer, "takes no class of yours")
         yield Problem(
             key="engine.strategy",
             value=strategy,
-            reason=f"is Megatron's own way, which has Muon only; {optimizer} needs whole matrices",
-            fix="use engine.strategy=canzona, or optimizer=muon",
+            reason=f"is Megatron's own layer-wise optimizer, which {why}",
+            fix="use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon",
         )
     if optimizer == "muon" and strategy == "layerwise" and config.train.precision != "bf16":
         yield Problem(
@@ -361,6 +367,20 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             reason=f"machines are numbered from 0 to {cluster.nodes - 1}",
             fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}",
         )
+
+
+def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
+    """Steps to trace or profile are steps of the run."""
+    last = config.train.steps
+    for key in ("trace_steps", "profile_steps"):
+        asked = getattr(config.run, key)
+        if asked is not None and not 1 <= asked[0] <= asked[1] <= last:
+            yield Problem(
+                key=f"run.{key}",
+                value=f"[{asked[0]},{asked[1]}]",
+                reason=f"is the first and the last step to record, and this run has steps 1 to {last}",
+                fix=f"for example run.{key}=[{min(3, last)},{min(5, last)}]",
+            )
 
 
 def _measurements(config: RunConfig) -> Iterator[Problem]:

@@ -328,6 +328,12 @@ class RunSettings:
     log_interval: int = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
+    trace_steps: tuple[int, int] | None = None
+    """First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two steps are
+    kept for `canzona report --trace`."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step to record with torch's profiler, on every rank of up to 8, else on rank 0; they slow those
+    steps, which the breakdown leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)

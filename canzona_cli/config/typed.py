@@ -27,6 +27,8 @@ _EXAMPLES = {
     "optimizer.source": "my_optimizer.py:MyOptimizer",
     "optimizer.allow": "[my_package]",
     "optimizer.options": "'{momentum:0.9}'",
+    "run.trace_steps": "[5,7]",
+    "run.profile_steps": "[5,7]",
     "cluster.matmul_tflops": "[[2048,540],[8192,800]]",
     "cluster.measured_updates": "[[muon/standard/5,4096,4096,0.004]]",
     "cluster.collectives": "[[all_reduce,2,1048576,0.002,1.5]]",

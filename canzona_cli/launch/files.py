@@ -64,6 +64,26 @@ class RunFiles:
         return self.root / "breakdown.json"
 
     @property
+    def predicted(self) -> Path:
+        """What the step was predicted to take, written before it was measured."""
+        return self.root / "predicted.json"
+
+    @property
+    def timelines(self) -> Path:
+        """A few steps of every rank, moment by moment."""
+        return self.root / "timeline"
+
+    @property
+    def trace(self) -> Path:
+        """All timelines, measured and planned, as a Chrome trace."""
+        return self.root / "trace.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of torch's profiler."""
+        return self.root / "profile"
+
+    @property
     def result(self) -> Path:
         return self.root / "result.json"
 
@@ -82,6 +102,12 @@ class RunFiles:
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
+
+    def timeline(self, rank: int) -> Path:
+        return self.timelines / f"rank-{rank:05d}.json"
+
+    def rank_profile(self, rank: int) -> Path:
+        return self.profile / f"rank-{rank}.json"
 
     def request_stop(self) -> None:
         """Ask the workers to stop after the step they are in."""

@@ -104,13 +104,21 @@ class RunDirectory:
             raise
 
     def write_inputs(
-        self, *, config_yaml: str, layout: Layout, corpus: object, command: LaunchCommand, plan: str | None = None
+        self,
+        *,
+        config_yaml: str,
+        layout: Layout,
+        corpus: object,
+        command: LaunchCommand,
+        plan: str | None = None,
+        predicted: object = None,
     ) -> None:
         """Write what the workers read and what a person needs to repeat the run.
 
         Args:
             corpus: a dataclass.
             plan: the plan the run executes, as a file's text; None for a run that executes none.
+            predicted: a dataclass, what its step is predicted to take; None where nothing was predicted.
 
         Raises:
             EnvironmentProblem: the disk is full, or went away.
@@ -121,6 +129,8 @@ class RunDirectory:
             write_json_atomic(self.files.corpus, _plain(corpus))
             if plan is not None:
                 write_text_atomic(self.files.plan, plan)
+            if predicted is not None:
+                write_json_atomic(self.files.predicted, _plain(predicted))
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:

@@ -7,7 +7,7 @@ totals: how long communication of one kind was in flight, hidden or not.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,33 @@ class StepTiming:
     phases: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A stretch of a step: a phase, or a transfer in flight. Seconds of this machine's monotonic clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """One step of this rank, moment by moment."""
+
+    number: int
+    """From 1."""
+    start_s: float
+    end_s: float
+    phases: tuple[Interval, ...]
+    """One after another without gaps, from `start_s` to `end_s`."""
+    transfers: tuple[Interval, ...]
+    """By start; they may overlap one another, and the next step."""
+
+
+KEPT_STEPS = 2
+"""How many of the last steps keep their timestamps unless others are asked for. They are taken anyway."""
+
+
 @dataclass
 class Span:
     """One transfer in flight."""
@@ -45,10 +72,13 @@ class Span:
 class _Step:
     """The timestamps of one step; on CUDA they may still lie in the device's future."""
 
+    number: int
     marks: list[tuple[object, str]]
     """Each change of phase: when, and to what."""
     spans: list[Span] = field(default_factory=list)
     end: object | None = None
+    host_end_s: float = 0.0
+    """The host's clock at the end."""
 
 
 class HostClock:
@@ -56,6 +86,11 @@ class HostClock:
 
     def now(self) -> object:
         return time.perf_counter()
+
+    def host(self, stamp: object) -> float:
+        """The host's clock at `stamp`, which was taken just now."""
+        assert isinstance(stamp, float)
+        return stamp
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -70,6 +105,10 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def host(self, stamp: object) -> float:
+        # The step ends with the loss on the host: nothing is queued before this event any more.
+        return time.perf_counter()
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, torch.cuda.Event)
@@ -87,22 +126,34 @@ class PhaseTimer:
         self._step: _Step | None = None
         self._closed: _Step | None = None
         self._timings: list[StepTiming] = []
+        self._begun = 0
+        self._ranges: list[torch.profiler.record_function] | None = None
+        self._keep: tuple[int, int] | None = None
+        self._kept: deque[_Step] = deque(maxlen=KEPT_STEPS)
 
     @property
     def current(self) -> Phase:
         """The innermost phase."""
         return self._stack[-1] if self._stack else "other"
 
+    def keep(self, first: int, last: int) -> None:
+        """Let the timestamps of these steps (from 1) stay for `timelines`, in place of the last steps'."""
+        self._keep, self._kept = (first, last), deque()
+
     def begin_step(self) -> None:
         """Start a step; until `end_step`, time belongs to the innermost phase, or to `other`."""
-        self._step = _Step(marks=[(self._clock.now(), self.current)])
+        self._begun += 1
+        self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
 
     def end_step(self) -> None:
         """Close the step. The one before it is read now: its events have passed, its transfers have landed."""
         assert self._step is not None
         self._step.end = self._clock.now()
+        self._step.host_end_s = self._clock.host(self._step.end)
         self._read()
         self._closed, self._step = self._step, None
+        if self._keep is None or self._keep[0] <= self._begun <= self._keep[1]:
+            self._kept.append(self._closed)
 
     def timings(self) -> list[StepTiming]:
         """All steps so far. Waits for the device, so call it after training."""
@@ -111,11 +162,26 @@ class PhaseTimer:
         self._read()
         return self._timings
 
+    def timelines(self) -> list[StepTimeline]:
+        """The steps that were kept. Waits for the device, so call it after training."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [self._timeline(step) for step in self._kept]
+
+    def annotate(self, wanted: bool) -> None:
+        """Name phases in a trace of torch's profiler from now on, or no longer. Between steps only."""
+        self._ranges = [] if wanted else None
+
     def push(self, phase: Phase) -> None:
         self._stack.append(phase)
         self._mark()
+        if self._ranges is not None:
+            self._ranges.append(torch.profiler.record_function(f"canzona: {phase}"))
+            self._ranges[-1].__enter__()
 
     def pop(self) -> None:
+        if self._ranges:
+            self._ranges.pop().__exit__(None, None, None)
         self._stack.pop()
         self._mark()
 
@@ -141,6 +207,29 @@ class PhaseTimer:
     def _mark(self) -> None:
         if self._step is not None:
             self._step.marks.append((self._clock.now(), self.current))
+
+    def _timeline(self, step: _Step) -> StepTimeline:
+        origin = step.marks[0][0]
+        start_s = step.host_end_s - self._clock.elapsed(origin, step.end)
+
+        def interval(name: str, start: object, end: object) -> Interval:
+            return Interval(
+                name=name,
+                start_s=start_s + self._clock.elapsed(origin, start),
+                end_s=start_s + self._clock.elapsed(origin, end),
+            )
+
+        ends = [*(when for when, _ in step.marks[1:]), step.end]
+        phases = [interval(name, start, end) for (start, name), end in zip(step.marks, ends, strict=True)]
+        landed = [span for span in step.spans if span.end is not None]
+        transfers = [interval(span.name.removesuffix("_total"), span.start, span.end) for span in landed]
+        return StepTimeline(
+            number=step.number,
+            start_s=start_s,
+            end_s=step.host_end_s,
+            phases=tuple(phase for phase in phases if phase.end_s > phase.start_s),
+            transfers=tuple(sorted(transfers, key=lambda transfer: transfer.start_s)),
+        )
 
     def _read(self) -> None:
         step, self._closed = self._closed, None

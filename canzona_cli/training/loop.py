@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.training.data import BatchStream, Datasets
+from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Journal, RankRecord, StepMetrics
 from canzona_cli.training.step import StepResult, Trainee, train_step, validate
 
@@ -38,18 +39,23 @@ def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journa
     journal.stage("train", f"{settings.steps} steps")
     _validate(trainee, datasets, journal, step=0)
     batches = BatchStream(datasets.train, world)
+    if trainee.config.run.trace_steps is not None:
+        trainee.timer.keep(*trainee.config.run.trace_steps)
+    profiler = StepProfiler(files, world, trainee.timer, trainee.config.run.profile_steps)
 
     def stop_requested() -> bool:
         return world.rank == 0 and files.stop_requested()
 
     totals = Totals()
     for step in range(1, settings.steps + 1):
+        profiler.before(step)
         started = time.perf_counter()
         result = train_step(trainee, batches, stop_requested=stop_requested)
         elapsed = time.perf_counter() - started
         totals.add(result)
         record.step, record.loss = step, result.loss
         finished = step == settings.steps
+        profiler.after(step, final=finished or result.stop)
         # A skipped step changed nothing, whatever its loss was.
         if not math.isfinite(result.loss) and not result.skipped:
             journal.step(step_metrics(trainee, step, result, elapsed, totals))

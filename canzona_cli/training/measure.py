@@ -19,9 +19,12 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     """Collect every rank's mean phase times; the breakdown on rank 0, `None` on the others or with no step to show.
 
     Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured steps.
+    Steps under torch's profiler are left out, unless there are no others.
     """
     skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
-    measured = steps[skipped:]
+    first, last = config.run.profile_steps or (0, -1)
+    plain = [step for number, step in enumerate(steps, 1) if number > skipped and not first <= number <= last]
+    measured = plain or steps[skipped:]
     own = {
         "step_s": sum(s.step_s for s in measured) / max(1, len(measured)),
         "phases": _mean_phases(measured),
@@ -50,6 +53,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         "layout": asdict(world.layout),
         "steps_measured": len(measured),
         "steps_skipped": skipped,
+        "steps_profiled": len(steps) - skipped - len(measured),
         "step": _spread(step_times, step_mean),
         "phases": phases,
         "ranks": [{"rank": rank, "phases": phases} for rank, phases in enumerate(by_rank)],

@@ -56,6 +56,7 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
     from canzona_cli.training.data import CorpusFacts, build_datasets
     from canzona_cli.training.loop import train
     from canzona_cli.training.measure import gather_breakdown
+    from canzona_cli.training.trace import write_timeline
 
     config = load_resolved(files.config)
     layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
@@ -73,6 +74,7 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
 
     finished = train(trainee, datasets, files, journal, record)
     journal.stage("finish")
+    write_timeline(files, rank, trainee.timer.timelines())
     breakdown = gather_breakdown(config, world, trainee.timer.timings())
     if breakdown is not None:
         journal.breakdown(breakdown)

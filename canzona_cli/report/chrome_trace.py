@@ -1,0 +1,258 @@
+"""A run's timelines as a Chrome trace, which Perfetto and chrome://tracing open: measured and planned, rank by rank.
+
+A rank is a process. Its `compute` track holds the phases of its steps, one after another; transfers in flight have
+tracks of their own, one more wherever two of a kind overlap. Ranks of one machine share a clock. Between machines,
+steps are laid over each other by their ends, which come after a sum over all ranks (the loss): the end of one rank is
+never earlier than the last rank's contribution, so ends are equal but for the latency of that sum. Planned ranks are
+processes behind the measured ones; their step begins with the first measured one.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.launch.files import RunFiles, read_json, write_text_atomic
+from canzona_cli.report.predicted import PlannedStep, load_planned
+
+VERSION = 1
+TRACKS: Mapping[str, str] = {
+    "step": "step",
+    "compute": "compute",
+    "grad_reduce": "gradient reduction in flight",
+    "exchange": "exchange in flight",
+    "param_gather": "parameter gathering in flight",
+}
+"""Of a rank, in this order."""
+PLANNED_TRACKS: Mapping[str, str] = {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
+_TIDS = 100
+"""Track numbers that one process may use; they are different in every process, as threads of a machine are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A stretch of time with a name; seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one rank, on its machine's clock; see `canzona_cli.megatron.timers.StepTimeline`."""
+
+    number: int
+    start_s: float
+    end_s: float
+    phases: tuple[Interval, ...]
+    transfers: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """timeline/rank-NNNNN.json."""
+
+    version: int
+    rank: int
+    host: str
+    clock: str
+    """Equal on ranks that share a clock."""
+    steps: tuple[Step, ...]
+
+
+def write_trace(run_dir: Path, target: Path) -> int:
+    """Draw a run's timelines into `target`; returns how many ranks it shows as measured.
+
+    Raises:
+        ConfigError: the run has no timelines, they are damaged, or `target` cannot be written.
+    """
+    files = RunFiles(run_dir)
+    ranks = load_timelines(files)
+    if not ranks:
+        raise ConfigError(
+            Problem(
+                key="RUN_DIR",
+                value=run_dir,
+                reason="there are no timelines in it",
+                fix="they are written when training ends; give the directory of such a run",
+            )
+        )
+    try:
+        planned = load_planned(run_dir)
+    except ConfigError:
+        planned = None
+    layout = _layout(files)
+    trace = {
+        "displayTimeUnit": "ms",
+        "otherData": {"run": str(run_dir), "clock": "microseconds from the first step shown"},
+        "traceEvents": list(trace_events(ranks, planned, layout)),
+    }
+    try:
+        write_text_atomic(target, json.dumps(trace) + "\n")
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise ConfigError(Problem(key="--trace", value=target, reason=reason, fix="name another file")) from None
+    return len(ranks)
+
+
+def load_timelines(files: RunFiles) -> list[RankTimeline]:
+    """By rank; empty where there are none.
+
+    Raises:
+        ConfigError: with every file that is damaged or of another version.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter, found, problems = TypeAdapter(RankTimeline), [], []
+    for path in sorted(files.timelines.glob("rank-*.json")):
+        content = read_json(path) or {}
+        try:
+            if content.get("version") != VERSION:
+                raise ValueError(f"it has version {content.get('version')}, this canzona reads version {VERSION}")
+            found.append(adapter.validate_python(content | {"steps": [_step(step) for step in content["steps"]]}))  # type: ignore[attr-defined]
+        except ValidationError:
+            problems.append(_damaged(path, "it is not a timeline of canzona's"))
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(_damaged(path, str(error) or "it is not a timeline of canzona's"))
+    if problems:
+        raise ConfigError(*problems)
+    return sorted(found, key=lambda timeline: timeline.rank)
+
+
+def _step(step: Mapping[str, Sequence[Sequence[object]]]) -> dict[str, object]:
+    """Intervals are rows in the file: name, start, end."""
+    names = ("name", "start_s", "end_s")
+    return dict(step) | {
+        kind: [dict(zip(names, row, strict=True)) for row in step[kind]] for kind in ("phases", "transfers")
+    }
+
+
+def _damaged(path: Path, reason: str) -> Problem:
+    return Problem(key="timeline", value=path, reason=reason, fix="remove the file, or train again")
+
+
+def _layout(files: RunFiles) -> Layout | None:
+    try:
+        return Layout(**(read_json(files.layout) or {}))  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def trace_events(
+    ranks: Sequence[RankTimeline], planned: PlannedStep | None, layout: Layout | None
+) -> Iterator[dict[str, object]]:
+    """The trace's events: names of processes and tracks, then what happened; microseconds."""
+    shifts = _clock_shifts(ranks)
+    origin = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
+    for rank in ranks:
+        shift = shifts[rank.clock] - origin
+        place = f" ({_place(rank.rank, layout)})" if layout is not None else ""
+        process = _Process(number=rank.rank + 1, name=f"rank {rank.rank}{place}", order=rank.rank)
+        yield from process.names()
+        steps = [Interval(name=f"step {s.number}", start_s=s.start_s, end_s=s.end_s) for s in rank.steps]
+        yield from process.track(TRACKS["step"], steps, shift, "step")
+        phases = [phase for step in rank.steps for phase in step.phases]
+        yield from process.track(TRACKS["compute"], phases, shift, "phase")
+        transfers = [transfer for step in rank.steps for transfer in step.transfers]
+        for kind in dict.fromkeys((*list(TRACKS)[2:], *(transfer.name for transfer in transfers))):
+            own = [transfer for transfer in transfers if transfer.name == kind]
+            for number, lane in enumerate(lanes(own), 1):
+                name = TRACKS.get(kind, kind)
+                yield from process.track(name if number == 1 else f"{name} {number}", lane, shift, "transfer")
+    if planned is None:
+        return
+    behind = max(rank.rank for rank in ranks) + 1
+    for rank_number in dict.fromkeys(event.rank for event in planned.events):
+        process = _Process(
+            number=behind + rank_number + 1,
+            name=f"planned: rank {rank_number} ({planned.strategy}, profile {planned.profile})",
+            order=behind + rank_number,
+        )
+        yield from process.names()
+        for stream, name in PLANNED_TRACKS.items():
+            events = [
+                Interval(name=event.phase, start_s=event.start_s, end_s=event.end_s)
+                for event in planned.events
+                if event.rank == rank_number and event.stream == stream
+            ]
+            for number, lane in enumerate(lanes(events), 1):
+                yield from process.track(name if number == 1 else f"{name} {number}", lane, 0.0, "planned")
+
+
+def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """Spread intervals over as few tracks as it takes that none overlap on a track."""
+    found: list[list[Interval]] = []
+    for interval in sorted(intervals, key=lambda one: (one.start_s, one.end_s)):
+        free = next((lane for lane in found if lane[-1].end_s <= interval.start_s), None)
+        if free is None:
+            found.append([interval])
+        else:
+            free.append(interval)
+    return found
+
+
+class _Process:
+    """A process of the trace; its tracks are numbered as they come."""
+
+    def __init__(self, *, number: int, name: str, order: int) -> None:
+        self._number, self._name, self._order, self._tracks = number, name, order, 0
+
+    def names(self) -> Iterator[dict[str, object]]:
+        yield self._meta("process_name", {"name": self._name})
+        yield self._meta("process_sort_index", {"sort_index": self._order})
+
+    def track(
+        self, name: str, intervals: Sequence[Interval], shift_s: float, category: str
+    ) -> Iterator[dict[str, object]]:
+        """Nothing for a track without intervals."""
+        if not intervals:
+            return
+        self._tracks += 1
+        tid = self._number * _TIDS + self._tracks
+        yield self._meta("thread_name", {"name": name}, tid)
+        yield self._meta("thread_sort_index", {"sort_index": self._tracks}, tid)
+        for interval in intervals:
+            yield {
+                "name": interval.name,
+                "cat": category,
+                "ph": "X",
+                "pid": self._number,
+                "tid": tid,
+                "ts": 1e6 * (interval.start_s + shift_s),
+                "dur": 1e6 * max(0.0, interval.end_s - interval.start_s),
+            }
+
+    def _meta(self, kind: str, arguments: Mapping[str, object], tid: int = 0) -> dict[str, object]:
+        return {"name": kind, "ph": "M", "pid": self._number, "tid": tid, "args": dict(arguments)}
+
+
+def _clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
+    """Seconds to add to each clock so that the ends of steps fall together; nothing for rank 0's."""
+    ends: dict[str, dict[int, list[float]]] = {}
+    for rank in ranks:
+        for step in rank.steps:
+            ends.setdefault(rank.clock, {}).setdefault(step.number, []).append(step.end_s)
+    reference = ends[ranks[0].clock]
+    shifts = {}
+    for clock, steps in ends.items():
+        apart = [
+            statistics.mean(reference[number]) - statistics.mean(steps[number])
+            for number in steps
+            if number in reference
+        ]
+        shifts[clock] = statistics.mean(apart) if apart and clock != ranks[0].clock else 0.0
+    return shifts
+
+
+def _place(rank: int, layout: Layout) -> str:
+    """`TP 1, DP 0`: tp innermost, then cp, dp and pp, as Megatron numbers ranks."""
+    found, rest = [], rank
+    for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
+        if size > 1:
+            found.append(f"{name} {rest % size}")
+        rest //= size
+    return ", ".join(found) or "alone"
