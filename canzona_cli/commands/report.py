@@ -1,24 +1,71 @@
-"""`canzona report RUN_DIR`: how a run went, from the files it left."""
+"""`canzona report RUN_DIR`: how a run went, from the files it left; and how it differs from another one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run directory that `canzona train` named.")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="The run directory that `canzona train` named.")
+    ],
+    compare: Annotated[bool, typer.Option("--compare", help="Show two run directories side by side.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
+    _check_usage(run_dirs, compare=compare, trace=trace)
+    if trace is not None:
+        from canzona_cli.report.chrome_trace import write_trace
+
+        ranks = write_trace(run_dirs[0], trace)
+        typer.echo(f"{trace}: timelines of {ranks} ranks (open it in ui.perfetto.dev)", err=True)
+        return
+    if compare:
+        from canzona_cli.report.compare_runs import compare_runs, render_compared
+
+        compared = compare_runs(run_dirs[0], run_dirs[1])
+        _print(compared.as_json() if json else render_compared(compared))
+        return
     from canzona_cli.report.summary import load_summary, render_summary
 
-    summary = load_summary(run_dir)
-    if json:
+    summary = load_summary(run_dirs[0])
+    _print(summary.as_json() if json else render_summary(summary))
+
+
+def _print(content: "dict[str, object] | RenderableType") -> None:
+    """A mapping as JSON, anything else for a person."""
+    if isinstance(content, dict):
         from canzona_cli.report.text import json_text
 
-        typer.echo(json_text(summary.as_json()))
+        typer.echo(json_text(content))
         return
     from rich.console import Console
 
-    Console(highlight=False).print(render_summary(summary))
+    Console(highlight=False).print(content)
+
+
+def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None) -> None:
+    """One directory, two to compare; a trace is of one run."""
+    from canzona_cli.errors import ConfigError, Problem
+
+    problems = []
+    wanted = 2 if compare else 1
+    if len(run_dirs) != wanted:
+        fix = "canzona report --compare RUN_A RUN_B" if compare or len(run_dirs) == 2 else "canzona report RUN_DIR"
+        reason = f"there are {len(run_dirs)} run directories, where {wanted} can be shown"
+        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
+    if compare and trace is not None:
+        reason, fix = "a trace is of one run", "write one trace for each run, without --compare"
+        problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
+    if problems:
+        raise ConfigError(*problems)

@@ -14,6 +14,7 @@ from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
 from canzona_cli.report.chart import line_chart
+from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import clean, duration, guarded, number, plural, real, wrapped
 
@@ -82,7 +83,7 @@ class RunSummary:
             "fallbacks": self.fallbacks,
             "validation": {"first": validation[0], "last": validation[-1]} if validation else None,
             "errors": [asdict(error) for error in self.errors],
-            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
+            "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
             "notes": list(self.notes),
         }
 
@@ -110,6 +111,10 @@ def load_summary(run_dir: Path) -> RunSummary:
     except ConfigError as error:
         breakdown = None
         notes += [f"no breakdown: {problem.reason}" for problem in error.problems]
+    try:
+        load_planned(run_dir)
+    except ConfigError as error:
+        notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
     times = [t for record in metrics + validation + list(_lines(files.events, [])) if (t := real(record.get("time")))]
     steps = [int(s) for m in [*metrics, result] if (s := real(m.get("step"))) is not None]
     code = result.get("exit_code")

@@ -27,6 +27,8 @@ NEGLIGIBLE = 0.05
 """Of the step: where no phase differs by more, the step is as planned."""
 _MUCH = 1.25
 """Times as long: what counts as longer rather than as scatter."""
+_EXPLAINS = 0.5
+"""Of the difference to the plan: a cause that brings less is not the one."""
 
 
 class OverRanks(Protocol):
@@ -137,10 +139,11 @@ class _Facts:
         return took / sum(self.planned(name) for name in _COMPUTE if self.planned(name) > large) if apart else None
 
     def _straggler(self, phase: str) -> str | None:
-        """One rank that takes much longer than the mean of the others."""
+        """One rank that takes much longer than the mean of the others, and so lifts the mean of all."""
         spread = self.measured[phase]
         others = (spread.mean_s * self.world_size - spread.max_s) / max(1, self.world_size - 1)
-        if self.world_size == 1 or spread.max_s <= _MUCH * others:
+        excess = self.took(phase) - self.planned(phase)
+        if self.world_size == 1 or spread.max_s <= _MUCH * others or spread.mean_s - others < _EXPLAINS * excess:
             return None
         slow = self._extreme(phase, most=True)
         who = "one rank" if slow is None else f"rank {slow}"
@@ -173,7 +176,7 @@ class _Facts:
     def _waiting(self, phase: str) -> str | None:
         """Ranks that are early wait in a collective for the one that comes last and waits least."""
         spread = self.measured[phase]
-        if spread.max_s - spread.min_s <= 0.5 * spread.mean_s:
+        if spread.mean_s - spread.min_s < _EXPLAINS * (self.took(phase) - self.planned(phase)):
             return None
         late = self._extreme(phase, most=False)
         who = "the rank that comes last" if late is None else f"rank {late}, which comes last"
