@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.cluster.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.cluster.step_time import StepTime, step_time
 from canzona_cli.config.schedule import complete
-from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
 
@@ -266,7 +266,9 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     if train.recompute not in (None, "full"):
         yield [("train.recompute=full", replace(config, train=replace(train, recompute="full")))]
     if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
-        yield [("engine.strategy=layerwise", replace(config, engine=replace(config.engine, strategy="layerwise")))]
+        # Megatron's own has Muon only.
+        sharded: Strategy = "layerwise" if config.optimizer.name == "muon" else "canzona"
+        yield [(f"engine.strategy={sharded}", replace(config, engine=replace(config.engine, strategy=sharded)))]
     if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
         yield [("train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16")))]
     yield (

@@ -1,4 +1,4 @@
-"""The optimizer of a canzona run: Megatron's DistributedOptimizer for AdamW's parameters, the plan for the matrices."""
+"""The optimizer of a run: Megatron's AdamW for what is no matrix, a `MasterOptimizer` for the matrices."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from canzona_cli.config.schema import NonFinite
-from canzona_cli.engine.matrix_optimizer import MatrixOptimizer
+from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
@@ -35,13 +35,15 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     norm is the step's one host synchronisation; it comes before any state changes.
 
     Args:
-        stats_group: ranks over which every gradient element is counted once: all of them.
+        matrices: by the plan (`MatrixOptimizer`), or all of them on every rank (`RedundantOptimizer`).
+        stats_group: ranks over which every gradient element is counted once: all of them, or, where data-parallel
+            ranks have equal gradients, those of one model replica.
     """
 
     def __init__(
         self,
         adamw: MegatronOptimizer,
-        matrices: MatrixOptimizer,
+        matrices: MasterOptimizer,
         model: DistributedDataParallel,
         stats_group: torch.distributed.ProcessGroup,
         timer: PhaseTimer,
@@ -118,9 +120,10 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._model)
         )
         own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
-        everyone: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size(self._stats_group))]
+        members = torch.distributed.get_process_group_ranks(self._stats_group)
+        everyone: list[list[str]] = [[] for _ in members]
         torch.distributed.all_gather_object(everyone, own, group=self._stats_group)
-        ranks = [rank for rank, names in enumerate(everyone) if names]
+        ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in everyone for name in names))
         found = (
             f"NaN or infinite in {len(culprits)} of the parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"

@@ -1,17 +1,17 @@
 """The matrices' part of an optimizer step: micro-groups in a pipeline, then gathering over the data-parallel ranks."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.buffers import Exchange, Messages
 from canzona_cli.engine.fallbacks import Fallbacks
 from canzona_cli.engine.fragments import is_replicated
 from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratch_elements
+from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.routes import Route, from_hosts, to_hosts
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.planner.plan import Plan
@@ -23,7 +23,7 @@ SCRATCH_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
 
-class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
+class MatrixOptimizer(MasterOptimizer):
     """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
 
     A host keeps the fp32 master and all optimizer state of the matrices it hosts; nobody else has any.
@@ -49,9 +49,7 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
         make_optimizer: MakeOptimizer,
         fallbacks: Fallbacks,
     ) -> None:
-        self.config = config
-        self.is_stub_optimizer = False
-        self.model_chunks = [model]
+        super().__init__(config, model, wiring.masters, wiring.device)
         self._model, self._wiring = model, wiring
         self._hosts = {
             matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -70,7 +68,7 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
         self._owned = tuple(matrix for batch in batches for matrix in batch)
         with torch.no_grad():
             self._gather_whole(self._owned)
-        self.groups = [
+        self.groups: list[HostedGroup] = [
             HostedGroup(
                 wiring,
                 batch,
@@ -84,7 +82,6 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
             for number, (batch, (out, back)) in enumerate(zip(batches, routes, strict=True))
         ]
         self._slices = self._gradient_slices(plan, stage, owner)
-        self._scale = 1.0
         self._fallbacks = fallbacks
 
     # --- one step ---
@@ -92,15 +89,6 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def gradients_for_norm(self) -> list[torch.Tensor]:
         """What this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
         return self._slices
-
-    def set_gradient_scale(self, scale: float) -> None:
-        """What the next step multiplies gradients by: the clipping coefficient."""
-        self._scale = scale
-
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """Gradients are used where Megatron reduced them; nothing is copied."""
-        return False
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -235,74 +223,15 @@ class MatrixOptimizer(MegatronOptimizer):  # type: ignore[misc]
             found += [data[part.start : part.end] for part in bucket.ranges if part.owner == owner]
         return found
 
-    # --- MegatronOptimizer ---
-
-    @property
-    def param_groups(self) -> list[dict[str, object]]:
-        """Of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
-        return [
-            params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups
-        ]
-
-    @property
-    def masters(self) -> Mapping[int, torch.nn.Parameter]:
-        """fp32 weights of the matrices hosted here, by index in the plan."""
-        return self._wiring.masters
-
     @property
     def exchange_bytes(self) -> int:
         """Of message buffers and gradient scratch."""
         return self._gradients.bytes + self._weights.bytes + self._scratch.nbytes
 
-    def get_parameters(self) -> list[torch.nn.Parameter]:
-        return list(self._wiring.masters.values())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Megatron's gradient buffers are zeroed by the model; masters have gradients only while they are updated."""
-
-    def get_loss_scale(self) -> torch.Tensor:
-        return torch.ones(1, device=self._wiring.device)
-
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
         """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
         self._gather_whole(self._owned)
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
-
-    def state_dict(self) -> dict[str, object]:
-        """State of the matrices hosted here, whole, by name: {"master": fp32, "state": the optimizer's own}."""
-        self.repair()
-        found: dict[str, object] = {}
-        for group in self.groups:
-            for matrix in group.hosted:
-                assert group.optimizer is not None
-                master = self._wiring.masters[matrix.index]
-                found[matrix.name] = {"master": master.detach(), "state": dict(group.optimizer.state.get(master, {}))}
-        return found
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
-        """The inverse of `state_dict`: each matrix hosted here is looked up by name.
-
-        Raises:
-            KeyError: a matrix hosted here is not in it.
-        """
-        for group in self.groups:
-            for matrix in group.hosted:
-                assert group.optimizer is not None
-                saved = state_dict[matrix.name]
-                master, kept, state = self._wiring.masters[matrix.index], saved["master"], saved["state"]
-                assert isinstance(kept, torch.Tensor)
-                assert isinstance(state, Mapping)
-                master.copy_(kept)
-                group.optimizer.state[master] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
-                }
-
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        raise NotImplementedError("canzona saves whole matrices (state_dict), not Megatron's sharded optimizer state")
 
 
 def hosted_matrices(plan: Plan, stage: int, owner: int, host: int) -> list[Matrix]:

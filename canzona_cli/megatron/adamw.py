@@ -1,4 +1,5 @@
-"""AdamW for what is no matrix: Megatron's `DistributedOptimizer` on the buffers that hold no matrices."""
+"""AdamW for what is no matrix: Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its plain
+mixed-precision (or fp32) optimizer where every rank updates everything."""
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
@@ -24,10 +25,9 @@ def build_adamw(model: DistributedDataParallel, world: World, megatron_config: O
     All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs. Collective.
 
     Args:
-        megatron_config: `optimizer="adam"`, `use_distributed_optimizer=True`.
+        megatron_config: `optimizer="adam"`; with `use_distributed_optimizer=True` matrices lie in buffers of their own.
     """
     assert megatron_config.optimizer == "adam"
-    assert megatron_config.use_distributed_optimizer
     overrides = get_standard_config_overrides(megatron_config)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
     overrides[ParamKey(predicate=is_matrix)] = {"optimizer": _MATRICES}

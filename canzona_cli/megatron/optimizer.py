@@ -93,7 +93,7 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Megatron's settings for AdamW by `DistributedOptimizer`."""
+    """Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -110,7 +110,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
         "clip_grad": optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
-        "use_distributed_optimizer": True,
+        "use_distributed_optimizer": not _is_sc(config),
         "overlap_param_gather": overlaps_param_gather(config),
     }
 

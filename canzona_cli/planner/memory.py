@@ -120,7 +120,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
     splitting = config.engine.splitting
-    if config.engine.strategy not in _HOSTED and splitting != "fused":
+    if config.engine.strategy not in _HOSTED and not redundant(config) and splitting != "fused":
         splitting = "qkv"
     return layer_shapes(config.model, splitting)
 
@@ -130,13 +130,20 @@ def hosted(config: RunConfig) -> bool:
     return config.optimizer.name != "adamw" and config.engine.strategy in _HOSTED
 
 
+def redundant(config: RunConfig) -> bool:
+    """Whether every rank updates every matrix of its stage whole, by canzona's engine: sc, which Megatron has for Muon
+    alone."""
+    return config.engine.strategy == "sc" and config.optimizer.name not in ("adamw", "muon")
+
+
 def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
     """Masters and moments on the worst rank of a stage.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
     masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
     and its factors, see `moment_bytes` and `factor_bytes`:
-    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike;
+    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike; where the
+      engine does it (`redundant`), matrices are whole, with masters at fp32 weights too;
     - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded. What asc and
       canzona host has a master with fp32 weights too: nowhere else is the matrix whole.
     """
@@ -145,12 +152,13 @@ def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
     adamw, shards = master + 2 * _FP32, layout.dp * layout.cp
     if config.optimizer.name == "adamw":
         return adamw * math.ceil((weights.matrices + weights.others) / shards)
-    kept = (_FP32 if hosted(config) else master) + moment_bytes(algorithm(config))
+    kept = (_FP32 if hosted(config) or redundant(config) else master) + moment_bytes(algorithm(config))
     held = placement(config, layout, stage)
     if held is None:
         layers = config.model.num_layers // layout.pp
         factors = layers * sum(_factors(config, rows, cols) for rows, cols in matrix_shapes(config))
-        return kept * weights.matrices + factors + adamw * weights.others
+        copies = layout.tp if redundant(config) else 1
+        return kept * weights.matrices * copies + factors + adamw * weights.others
     factors = sum(count * _factors(config, rows, cols) for (rows, cols), count in held.worst_shapes.items())
     return kept * held.worst + factors + adamw * math.ceil(weights.others / shards)
 
@@ -239,6 +247,8 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
+    if redundant(config):
+        return _FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)
     if held is None or not hosted(config):
         return 0
@@ -256,6 +266,21 @@ def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
     share = interleaved / sum(math.prod(shape) for shape in shapes)
     return min(int(_FP32 * held.worst * share), batch)
+
+
+def _gathered_elements(config: RunConfig, layout: Layout) -> int:
+    """Of sc by the engine, which gathers one matrix at a time: its fragment, all ranks' fragments, the whole they make.
+
+    With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16, else q, k
+    and v where they are matrices.
+    """
+    largest = max(math.prod(shape) for shape in matrix_shapes(config))
+    if layout.tp > 1:
+        return largest // layout.tp + 2 * largest
+    if element_bytes(config)[1] != _FP32:
+        return largest
+    interleaved = config.engine.splitting in ("qkv", "split")
+    return config.model.hidden_size * config.model.head_dim * config.model.num_attention_heads if interleaved else 0
 
 
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
@@ -295,7 +320,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         logits=logits,
         working=working,
         update=_update_workspace(config, layout, weights, held),
-        adamw=_adamw_workspace(config, layout, weights) if hosted(config) else 0,
+        adamw=_adamw_workspace(config, layout, weights) if hosted(config) or redundant(config) else 0,
     )
 
 
@@ -308,7 +333,7 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     """
     shards = layout.dp * layout.cp
     local = weights.matrices + weights.others
-    if hosted(config):
+    if hosted(config) or redundant(config):
         return _main_gradients(config, layout, weights) + _matrix_workspace(config)
     # Reduced in bf16, gradients are copied to fp32 for the masters.
     copies = _FP32 * (local if held is None and config.optimizer.name != "adamw" else math.ceil(local / shards))
@@ -336,13 +361,18 @@ def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) ->
     """Reduced in bf16, a rank's share of the other parameters' gradients is copied to fp32, until the step is over."""
     if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32":
         return 0
-    return _FP32 * math.ceil(weights.others / (layout.dp * layout.cp))
+    return _FP32 * math.ceil(weights.others / _adamw_shards(config, layout))
 
 
 def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
     """Of AdamW on the parameters that are no matrices; torch's foreach version makes an fp32 temporary of them."""
-    foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(weights.others / (layout.dp * layout.cp))
+    share = math.ceil(weights.others / _adamw_shards(config, layout))
+    foreach = 0 if config.cluster.transformer_engine else _FP32 * share
     return _main_gradients(config, layout, weights) + foreach
+
+
+def _adamw_shards(config: RunConfig, layout: Layout) -> int:
+    return 1 if redundant(config) else layout.dp * layout.cp
 
 
 def moment_bytes(algorithm: Algorithm) -> int:

@@ -9,7 +9,7 @@ from canzona_cli.models.matrices import matrices as matrices_of
 from canzona_cli.planner.baselines import layerwise
 from canzona_cli.planner.compare import simulate_plan
 from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import estimate
+from canzona_cli.planner.memory import estimate, redundant
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.simulate import Event, Simulated, StrategyResult, simulate
@@ -87,7 +87,9 @@ def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> Str
     if strategy == "adamw":
         config = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
         return simulate(config, layout, (), (), None, (), (), strategy)
-    splitting: Splitting = "fused" if config.engine.splitting == "fused" else "qkv"  # as far as Megatron's own go
+    splitting: Splitting = config.engine.splitting
+    if splitting != "fused" and not redundant(config):
+        splitting = "qkv"  # as far as Megatron's own go
     matrices = matrices_of(config.model, layout, splitting)
     costs = update_costs(config, matrices)
     if strategy == "sc":

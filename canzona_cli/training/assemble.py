@@ -6,10 +6,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
 from canzona_cli.engine.build import build_canzona
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.redundant import build_redundant
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.planner.memory import redundant
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.training.step import Trainee
@@ -44,11 +47,14 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         plan = None
     wrapped = optimizer.wrap_data_parallel(built, config, world, plan)
     updater: MegatronOptimizer
-    if plan is None:
-        updater = optimizer.build_optimizer(wrapped, config, world)
-    else:
+    if plan is not None:
         updater = build_canzona(wrapped, config, world, plan, timer)
+    elif redundant(config):
+        updater = build_redundant(wrapped, config, world, timer)
+    else:
+        updater = optimizer.build_optimizer(wrapped, config, world)
     if timed:
-        instrument.attach(wrapped, updater if plan is None else None, timer)
+        # Ours tell the timer their phases themselves.
+        instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer)
     schedule = optimizer.build_schedule(updater, config)
     return Trainee(config=config, world=world, model=wrapped, optimizer=updater, schedule=schedule, timer=timer)

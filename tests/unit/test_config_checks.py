@@ -9,9 +9,9 @@ from canzona_cli.errors import ConfigError
 
 OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 IMPOSSIBLE = [
-    ("optimizer=shampoo engine=sc", "engine.strategy"),
+    ("optimizer=shampoo engine=layerwise", "engine.strategy"),
     ("optimizer=soap engine.strategy=layerwise", "engine.strategy"),
-    ("optimizer=custom optimizer.source=here.py:Own engine=sc", "engine.strategy"),
+    ("optimizer=custom optimizer.source=here.py:Own engine=layerwise", "engine.strategy"),
     ("engine=layerwise train.precision=fp32", "train.precision"),
     ("engine.reduction=even", "engine.reduction"),
     ("engine.layout=contiguous engine.reduction=even", "engine.reduction"),
@@ -105,6 +105,8 @@ def test_a_wsd_decay_longer_than_the_run() -> None:
         *("engine.layout=aligned engine.reduction=even", "engine.reduction=all_to_all", "train.non_finite=skip"),
         *("optimizer.stack=true", "optimizer.min_lr=0", "train.steps=11"),
         "optimizer=custom optimizer.source=torch.optim:SGD optimizer.allow=[torch]",
+        *("optimizer=shampoo engine=sc", "optimizer=soap engine=sc train.precision=fp32"),
+        "optimizer=custom optimizer.source=torch.optim:SGD optimizer.allow=[torch] engine=sc",
     ],
 )
 def test_what_works_passes(override: str) -> None:
@@ -135,6 +137,7 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("engine=sc parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("engine=sc train.non_finite=skip", "train.non_finite"),
+        ("optimizer=soap engine=sc engine.layout=aligned", "engine.layout"),
         ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
     ],
 )
@@ -156,6 +159,8 @@ def test_megatrons_strategies_split_as_far_as_they_can_and_say_so(strategy: str,
     [
         *("engine.splitting=fused engine=sc", "engine.splitting=qkv engine=layerwise", "engine.splitting=per_head"),
         *("parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype=bf16", "engine.plan=some.json"),
+        # Every rank updates everything, but by canzona's own engine.
+        *("optimizer=soap engine=sc engine.splitting=split", "optimizer=shampoo engine=sc train.non_finite=skip"),
     ],
 )
 def test_a_setting_with_an_effect_is_no_warning(overrides: str) -> None:
@@ -187,6 +192,12 @@ def test_an_option_that_canzona_gives_itself_is_refused(typed: str, name: str) -
     (problem,) = caught.value.problems
     assert problem.key == f"optimizer.options.{name}"
     assert "canzona itself" in problem.reason
+
+
+def test_why_megatrons_layerwise_takes_no_other_optimizer_is_told() -> None:
+    for optimizer, words in (("soap", "drops optimizer.precondition_frequency"), ("shampoo", "has no Shampoo")):
+        with pytest.raises(ConfigError, match=words):
+            compose_run(["recipe=tiny", f"optimizer={optimizer}", "engine=layerwise"])
 
 
 def test_a_plan_needs_no_class_of_an_own_optimizer() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Splitting
 from canzona_cli.models.qwen3 import fused_shapes, parameter_count, split_shapes
 from canzona_cli.planner.cost import algorithm
@@ -54,6 +55,21 @@ def test_sc_muon_shards_no_state() -> None:
     expected = 8 * MATRICES + 12 * OTHERS
     assert estimate(config, layout()).parts["optimizer"] == expected
     assert estimate(config, layout(dp=8)).parts["optimizer"] == expected
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
+def test_sc_by_the_engine_keeps_all_matrices_whole_on_every_rank(optimizer: str) -> None:
+    """Masters, moments and factors do not shrink with tp or dp; Megatron's sc of Muon holds fragments."""
+    configs = [
+        compose_run(["recipe=0.6b", f"optimizer={optimizer}", "engine.strategy=sc", f"parallel.tp={tp}"]).config
+        for tp in (1, 2)
+    ]
+    how = algorithm(configs[0])
+    factors = 28 * sum(factor_bytes(how, *shape) for shape in split_shapes(configs[0].model))
+    kept = (4 + moment_bytes(how)) * MATRICES + factors
+    for config, here in zip(configs, (layout(dp=4), layout(tp=2, dp=2)), strict=True):
+        others = stage_weights(config, here, 0).others
+        assert estimate(config, here).parts["optimizer"] == kept + 12 * others
 
 
 def test_layerwise_keeps_whole_parameters_on_some_rank() -> None:

@@ -1,0 +1,128 @@
+"""What optimizers of whole matrices share, whoever updates which: fp32 masters, and state saved whole and by name."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from canzona_cli.planner.types import Matrix
+
+
+class Group(Protocol):
+    """Matrices this rank updates with one optimizer."""
+
+    @property
+    def hosted(self) -> tuple[Matrix, ...]: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """None where this rank updates nothing of it."""
+
+
+class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
+    """The matrices' part of a `CanzonaOptimizer`; a subclass moves fragments and steps the groups' optimizers.
+
+    Args:
+        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns).
+    """
+
+    groups: Sequence[Group]
+
+    def __init__(
+        self,
+        config: MegatronOptimizerConfig,
+        model: torch.nn.Module,
+        masters: Mapping[int, torch.nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.is_stub_optimizer = False
+        self.model_chunks = [model]
+        self.masters = masters
+        self._device = device
+        self._scale = 1.0
+
+    @abstractmethod
+    def gradients_for_norm(self) -> list[torch.Tensor]:
+        """What this rank adds to the global gradient norm, so that every element counts once."""
+
+    @abstractmethod
+    def step_with_ready_grads(self) -> bool:
+        """Update this rank's matrices from reduced gradients; True, as nothing is ever left out."""
+
+    @abstractmethod
+    def fallbacks(self) -> torch.Tensor:
+        """Of the last step: updates that something had to be done about, each counted on one rank. On the device."""
+
+    @abstractmethod
+    def repair(self) -> None:
+        """Mend what the last update left broken."""
+
+    @property
+    @abstractmethod
+    def exchange_bytes(self) -> int:
+        """Of message buffers and gradient scratch."""
+
+    def set_gradient_scale(self, scale: float) -> None:
+        """What the next step multiplies gradients by: the clipping coefficient."""
+        self._scale = scale
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Gradients are used where Megatron reduced them; nothing is copied."""
+        return False
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        """Of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        return [
+            params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups
+        ]
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.masters.values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Megatron's gradient buffers are zeroed by the model; masters have gradients only while they are updated."""
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1, device=self._device)
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
+
+    def state_dict(self) -> dict[str, object]:
+        """State of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own}."""
+        self.repair()
+        found: dict[str, object] = {}
+        for group in self.groups:
+            for matrix in group.hosted:
+                assert group.optimizer is not None
+                master = self.masters[matrix.index]
+                found[matrix.name] = {"master": master.detach(), "state": dict(group.optimizer.state.get(master, {}))}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
+        """The inverse of `state_dict`: each matrix updated here is looked up by name.
+
+        Raises:
+            KeyError: a matrix updated here is not in it.
+        """
+        for group in self.groups:
+            for matrix in group.hosted:
+                assert group.optimizer is not None
+                saved = state_dict[matrix.name]
+                master, kept, state = self.masters[matrix.index], saved["master"], saved["state"]
+                assert isinstance(kept, torch.Tensor)
+                assert isinstance(state, Mapping)
+                master.copy_(kept)
+                group.optimizer.state[master] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+                }
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        raise NotImplementedError("canzona saves whole matrices (state_dict), not Megatron's sharded optimizer state")

@@ -1,0 +1,167 @@
+"""Strategy sc for what Megatron has no sc: every rank updates every matrix, and comes to what strategy canzona does.
+
+Gradients are known ones of whole matrices (`tests.dist.synthetic`), so there is no sum whose order could differ but the
+global norm's.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.memory import estimate
+from canzona_cli.training.step import Trainee, train_step
+from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import fill_gradients, noise, optimizer_step, run_engine
+from tests.dist.whole import Weights
+
+STEPS = 5
+LR = 0.01
+LAYOUTS = {
+    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
+    "dp2": ("gpus=2", "parallel.tp=1", "parallel.pp=1"),
+    "tp2": ("gpus=2", "parallel.tp=2", "parallel.pp=1"),
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+}
+ONE = ("gpus=1", "parallel.tp=1", "parallel.pp=1")
+OFTEN = ("optimizer.precondition_frequency=2", "train.precision=fp32", "model.num_layers=2")
+PLAIN = """
+from torch.optim import SGD
+
+
+class Plain(SGD):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's own optimizer, whose update is in proportion to the gradient."""
+    path = tmp_path_factory.mktemp("own") / "plain.py"
+    path.write_text(PLAIN, encoding="utf-8")
+    return path
+
+
+def _worst(first: Weights, second: Weights) -> float:
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def _after(*overrides: str) -> Weights:
+    found = run_engine(*resolve(*OFTEN, *overrides), STEPS)
+    assert all(not torch.equal(found.before[name], found.after[name]) for name in found.after), "something stood still"
+    return found.after
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
+def test_every_layout_is_canzona_and_one_rank_bitwise(optimizer: str) -> None:
+    """Matrices and AdamW's parameters; refreshes take turns, which are the matrices' own."""
+    settings = (f"optimizer={optimizer}", "optimizer.clip_grad=0")
+    one = _after(*settings, "engine.strategy=sc", *ONE)
+    for where, layout in LAYOUTS.items():
+        assert _worst(_after(*settings, "engine.strategy=sc", *layout), one) == 0.0, where
+    assert _worst(_after(*settings, *LAYOUTS["tp2 dp2"]), one) == 0.0
+    together = _after(*settings, "engine.strategy=sc", "optimizer.stagger=false", *ONE)
+    assert _worst(together, one) > 0.0, "there were no turns"
+
+
+@pytest.mark.parametrize("splitting", ["fused", "qkv", "per_head"])
+def test_every_splitting_is_canzonas(splitting: str) -> None:
+    settings = ("optimizer=soap", "optimizer.clip_grad=0", f"engine.splitting={splitting}", *LAYOUTS["tp2"])
+    assert _worst(_after(*settings, "engine.strategy=sc"), _after(*settings)) == 0.0
+
+
+def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:
+    """SC or canzona with the user's own optimizer; gradients of unit size are clipped to about a third."""
+    config, layout = resolve("train.precision=fp32", "optimizer.clip_grad=100", *overrides)
+    return custom(config, source, "Plain"), layout
+
+
+def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
+    """The norm's sum goes in another order, so its last bits differ. SOAP would blow them up (the factors of its first
+    steps lack rank), whatever the strategy; an update in proportion to the gradient shows them as they are."""
+
+    def norm(trainee: Trainee) -> float:
+        fill_gradients(trainee, STEPS, noise)
+        engine_of(trainee).chained_optimizers[0].prepare_grads()
+        return float(engine_of(trainee).get_grad_norm())
+
+    one = run_engine(*_plain(source, "engine.strategy=sc", *ONE), STEPS, look=norm)
+    free = run_engine(*_plain(source, "engine.strategy=sc", "optimizer.clip_grad=0", *ONE), STEPS)
+    assert _worst(one.after, free.after) > 0.1 * LR, "nothing was clipped"
+    for where, strategy in (("tp2 dp2", "sc"), ("tp2 pp2", "sc"), ("tp2 dp2", "canzona")):
+        found = run_engine(*_plain(source, f"engine.strategy={strategy}", *LAYOUTS[where]), STEPS, look=norm)
+        assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
+        for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more
+            torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=f"{where}: {name}")
+
+
+def test_real_steps_train_as_canzonas_do(source: Path) -> None:
+    """Gradients through Megatron's all-reduce, which adds up in another order than canzona's reduction."""
+
+    def steps(*overrides: str) -> list[list[float]]:
+        config, layout = _plain(source, "parallel.tp=2", "gpus=4", *overrides)
+
+        def rank() -> list[float]:
+            trainee = build(config, layout)
+            stream = batches(trainee, STEPS)
+            return [train_step(trainee, stream).loss for _ in range(STEPS)]
+
+        return run_ranks(layout.world_size, rank)
+
+    (losses, *others), (expected, *_) = steps("engine.strategy=sc"), steps("engine.strategy=canzona")
+    assert all(other == losses for other in others)
+    assert losses == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("where", "settings"),
+    [
+        ("tp2 dp2", ("optimizer=soap",)),
+        ("dp2", ("optimizer=shampoo", "train.grad_reduce_dtype=bf16")),
+        ("dp2", ("optimizer=soap", "train.precision=fp32")),
+        ("tp2 pp2", ("optimizer=soap", "engine.splitting=per_head")),
+    ],
+)
+def test_memory_is_what_was_estimated(where: str, settings: tuple[str, ...]) -> None:
+    """Every rank keeps all of its stage: nothing but alignment and counters comes on top."""
+    config, layout = resolve("engine.strategy=sc", *settings, *LAYOUTS[where])
+    parts = estimate(config, layout).parts
+    expected = sum(parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
+
+    def rank() -> int:
+        trainee = build(config, layout)
+        for step in range(2):
+            optimizer_step(trainee, step)
+        trainee.optimizer.zero_grad()
+        return tensor_bytes(trainee)
+
+    held = run_ranks(layout.world_size, rank)
+    # Seen: 1.00001 to 1.0004.
+    assert max(held) == pytest.approx(expected, rel=0.01)
+
+
+def test_phases_and_guards() -> None:
+    """Gathers are exchange, nothing travels afterwards; NaN gradients are found before any weight changes."""
+    config, layout = resolve("engine.strategy=sc", "optimizer=soap", "train.non_finite=skip", *LAYOUTS["tp2 dp2"])
+
+    def rank() -> tuple[dict[str, float], bool, bool]:
+        trainee = build(config, layout)
+        stream = batches(trainee)
+        train_step(trainee, stream)
+        before = weights(trainee)
+        name = "decoder.layers.1.mlp.linear_fc1.weight"
+        with poisoned(parameter(trainee, name) if trainee.world.rank == 3 else None, float("nan")):
+            skipped = train_step(trainee, stream).skipped
+        unchanged = weights(trainee) == before
+        train_step(trainee, stream)
+        return trainee.timer.timings()[0].phases, skipped and unchanged, weights(trainee) != before
+
+    for phases, left_out, went_on in run_ranks(layout.world_size, rank):
+        assert left_out
+        assert went_on
+        assert all(phases[name] > 0 for name in ("exchange", "matrix_update", "adamw_update", "norm_clip"))
+        assert phases.get("param_gather", 0.0) == 0.0
