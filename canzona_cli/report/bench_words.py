@@ -1,0 +1,134 @@
+"""What the reports of `canzona bench` share: phases' short names, and numbers measured beside predicted."""
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from canzona_cli.bench.results import STRATEGIES, BenchResult, Measured
+from canzona_cli.bench.statistics import Speedup, Spread
+from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.report.text import MISSING, milliseconds, number, real
+
+TOLERANCE = 0.20
+"""A prediction further off than this stands out."""
+NOT_DISTINCT = "not told apart"
+"""Instead of a speed-up; `OVERLAP` below the table says why."""
+OVERLAP = "not told apart: intervals overlap, so no speed-up is claimed"
+COMMUNICATION = ("grad_reduce", "exchange", "param_gather")
+"""Phases in which a step waits for data of other ranks."""
+NAMES = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "pipeline": "pipeline wait",
+    "grad_reduce": "gradient reduction",
+    "norm_clip": "norm + clip",
+    "exchange": "exchange",
+    "matrix_update": "matrix update",
+    "adamw_update": "AdamW update",
+    "param_gather": "parameter gathering",
+    "other": "other",
+}
+ROWS = tuple(name for phase in IN_STEP for name in (phase, f"{phase}_total"))
+"""Phases in the order of the step, each followed by what there is of it in all, hidden parts included."""
+
+
+def phase_name(phase: str) -> str:
+    """`gradient reduction`, or for a total `  with overlap`, to be read below its phase."""
+    return "  with overlap" if phase.endswith("_total") else NAMES.get(phase, phase)
+
+
+def order(result: BenchResult) -> tuple[str, ...]:
+    """The strategies of a result as they are shown."""
+    known = [name for name in STRATEGIES if name in result.strategies]
+    return (*known, *(name for name in result.strategies if name not in known))
+
+
+def error_text(measured: float | None, predicted: float | None) -> Text:
+    """`+12%`: how much longer the prediction is; one that is far off stands out."""
+    found, planned = real(measured), real(predicted)
+    if not found or planned is None:
+        return Text("")
+    error = planned / found - 1
+    shown = f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
+    return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
+
+
+def beside(
+    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = milliseconds
+) -> tuple[Text, Text, Text]:
+    """Measured, predicted, error."""
+    return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
+
+
+def quartiles(values: Sequence[float], show: Callable[[float], str] = milliseconds) -> str:
+    """`41.2 [40.8, 43.0]`; without brackets where one round was measured."""
+    spread = Spread.of(values)
+    if len(values) < 2:
+        return show(spread.median)
+    return f"{show(spread.median)} [{show(spread.low)}, {show(spread.high)}]"
+
+
+def times(speedup: Speedup) -> str:
+    """`4.16x [2.92, 5.28]`, or that the two cannot be told apart: then no number."""
+    if not speedup.distinct:
+        return NOT_DISTINCT
+    ratio = speedup.ratio
+    return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:+.1f}%"
+
+
+def ratio(value: float | None) -> str:
+    return number(value, ".2f")
+
+
+def exposed(phases: Sequence[tuple[str, float]]) -> float:
+    """Seconds a step waits for data of other ranks."""
+    return sum(seconds for name, seconds in phases if name in COMMUNICATION)
+
+
+def measured_phase(measured: Measured, phase: str) -> float | None:
+    """Mean over ranks, seconds; None for a phase that this strategy does not have."""
+    found = measured.phases.get(phase)
+    return None if found is None else found.mean_s
+
+
+def median(values: Sequence[float]) -> float:
+    return Spread.of(values).median
+
+
+def overhead(result: BenchResult, strategy: str) -> Speedup | None:
+    """How many times as long as AdamW's a strategy's iteration is; None where AdamW was not measured, and for itself.
+
+    Strategies of different sittings are compared by way of the reference, which is in every sitting.
+    """
+    if strategy == "adamw" or "adamw" not in result.strategies:
+        return None
+    mine, adamw = result.strategies[strategy], result.strategies["adamw"]
+    if mine.sitting == adamw.sitting:
+        return Speedup.of(mine.measured.iteration_s, adamw.measured.iteration_s)
+    by_mine, by_adamw = (
+        Spread.of(
+            [a / b for a, b in zip(s.measured.iteration_s, result.references[s.sitting].iteration_s, strict=True)]
+        )
+        for s in (mine, adamw)
+    )
+    return Speedup(
+        ratio=Spread(
+            low=by_mine.low / by_adamw.median,
+            median=by_mine.median / by_adamw.median,
+            high=by_mine.high / by_adamw.median,
+        ),
+        distinct=not by_mine.overlaps(by_adamw),
+    )
+
+
+def predicted_overhead(result: BenchResult, strategy: str) -> float | None:
+    """The same in the plan's word, less 1."""
+    if strategy == "adamw" or "adamw" not in result.strategies:
+        return None
+    mine, adamw = result.strategies[strategy], result.strategies["adamw"]
+    return mine.predicted.iteration_s / adamw.predicted.iteration_s - 1
