@@ -68,7 +68,7 @@ class Buffers:
             return Chunk(module=module, reduce=reduced, gather=Transfer())
         return Chunk(
             module=module,
-            reduce=self._links.all_gather(elements * self._grad, self._group),
+            reduce=self._links.reduce_scatter(elements * self._grad, self._group),
             gather=self._links.all_gather(elements * self._width, self._group),
         )
 

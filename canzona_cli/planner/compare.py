@@ -13,7 +13,7 @@ from canzona_cli.planner.baselines import layerwise
 from canzona_cli.planner.measures import balance, communication, plan_memory
 from canzona_cli.planner.memory import capacity, estimate
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan, plan_unbounded
+from canzona_cli.planner.planner import make_plan, plan_unbounded, update_costs
 from canzona_cli.planner.simulate import Simulated, StrategyResult, assumptions, simulate
 from canzona_cli.planner.study import STRATEGIES, Compared, Study, Variant
 from canzona_cli.planner.subject import bucket_elements
@@ -105,7 +105,8 @@ def _compared(
         as_adamw = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
         as_run = as_adamw if strategy == "adamw" else _with_strategy(config, strategy)
         memory = estimate(as_run, layout).total
-        result = simulate(as_run, layout, plan.matrices, plan.costs, assignment, buckets, (), strategy)
+        costs = update_costs(as_run, plan.matrices, "megatron") if strategy != "adamw" else plan.costs
+        result = simulate(as_run, layout, plan.matrices, costs, assignment, buckets, (), strategy)
     return Compared(
         result=result,
         memory_bytes=memory,

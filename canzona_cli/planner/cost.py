@@ -15,6 +15,8 @@ from typing import Literal
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.planner.types import Algorithm, Matrix
 
+Implementation = Literal["canzona", "megatron"]
+"""Whose code runs an update."""
 Unit = Literal["bf16", "tf32", "fp32"]
 """What a product runs on."""
 
@@ -109,8 +111,18 @@ def peak_flops(a: Algorithm, rows: int, cols: int) -> float:
     return step.flops + refresh.flops
 
 
-def seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Seconds of one update on one device; refreshes spread over their period."""
+def seconds(
+    a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
+) -> float:
+    """Seconds of one update on one device; refreshes spread over their period.
+
+    Args:
+        implementation: megatron for what Megatron's own strategies execute, where that was measured apart.
+    """
+    if implementation == "megatron":
+        own = _measured(a, rows, cols, cluster, prefix="megatron/")
+        if own is not None:
+            return own
     return _measured(a, rows, cols, cluster) or _modelled(a, rows, cols, cluster)[0]
 
 
@@ -129,7 +141,9 @@ def costs(a: Algorithm, matrices: Sequence[Matrix], cluster: ClusterConfig) -> t
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Seconds of AdamW on so many elements of one device: memory traffic alone."""
+    """Seconds of AdamW on so many elements of one device: as measured, else memory traffic alone."""
+    if cluster.adamw_ns is not None:
+        return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
 
 
@@ -255,10 +269,10 @@ def _modelled(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tup
     return step + refresh / a.refresh_period, step + refresh
 
 
-def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float | None:
+def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
     if not cluster.measured_updates:
         return None
-    wanted = (label(a), rows, cols)
+    wanted = (prefix + label(a), rows, cols)
     return next((entry[3] for entry in cluster.measured_updates if entry[:3] == wanted), None)
 
 

@@ -23,6 +23,7 @@ class IterationTimeline:
 
     Args:
         chunks: by stage, in the order of the gradient buffers (last registered parameters first).
+        cores: that all ranks share; None where each has a device of its own.
         begin_s: by stage, what is done before the first forward.
         tail_s: by stage, what follows the gradient reduction before its result is complete.
         first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
@@ -38,14 +39,17 @@ class IterationTimeline:
         overlap_gather: bool,
         begin_s: Sequence[float],
         tail_s: Sequence[float],
+        cores: float | None = None,
         first_matrices_early: bool = False,
     ) -> None:
         self._layout, self._stages, self._chunks, self._tail = layout, stages, chunks, tail_s
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._first_early = first_matrices_early and overlap_gather
-        self._timeline = Timeline()
+        self._timeline, self._shares_cores = Timeline(cores), cores is not None
+        self._owners = layout.dp * layout.cp
         self._last: list[int] = []
         for stage, seconds in enumerate(begin_s):
+            # Before any rank waits for another, all are as busy; `begin_s` has that in it.
             self._last.append(self._timeline.add("other", ("compute", stage), seconds=seconds))
         self._sent: dict[tuple[Pass, int, int], int] = {}
         self._build()
@@ -110,6 +114,7 @@ class IterationTimeline:
                 seconds=time.hop.latency_s,
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
+                cores=time.hop.cores * self._owners * layout.tp,
                 after=[self._last[stage]],
             )
             self._sent[direction, stage, micro] = send
@@ -157,18 +162,28 @@ class IterationTimeline:
         else:
             seconds = module.backward_s + module.again_s
             exchanges = module.exchanges + module.exchanges_again
-        task = self._timeline.add(
+        if self._shares_cores:
+            # Apart, for computing keeps other cores busy than communicating does.
+            self._compute_task(stage, direction, seconds, after)
+            seconds = 0.0
+        self._last[stage] = self._timeline.add(
             direction,
             ("compute", stage),
             seconds=seconds + exchanges * exchange.latency_s,
             link=(stage, exchange.link),
             link_s=exchanges * exchange.link_s,
-            after=after,
+            cores=exchange.cores * self._owners,
+            after=() if self._shares_cores else after,
         )
-        self._last[stage] = task
 
     def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:
-        self._last[stage] = self._timeline.add(phase, ("compute", stage), seconds=seconds, after=after)
+        self._last[stage] = self._timeline.add(
+            phase,
+            ("compute", stage),
+            seconds=seconds,
+            cores=float(self._owners * self._layout.tp) if seconds else 0.0,
+            after=after,
+        )
 
     def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
         return self._timeline.add(
@@ -177,6 +192,7 @@ class IterationTimeline:
             seconds=transfer.latency_s,
             link=(stage, transfer.link),
             link_s=transfer.link_s,
+            cores=transfer.cores * self._layout.tp,
             after=after,
         )
 

@@ -7,14 +7,17 @@ full rate, which stretches where transfers share the link (`planner.timeline`).
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank. Over
 several machines NCCL runs as many rings as the group has members on a machine, each leaving it through another
 network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
+
+Where the profile has measured the collective inside a machine (`ClusterConfig.collectives`), that counts instead.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
-from canzona_cli.config.schema import ClusterConfig, Layout
+from canzona_cli.config.schema import ClusterConfig, Collective, Layout
 
 Link = Literal["machine", "network"]
 
@@ -31,6 +34,8 @@ class Transfer:
     link: Link = "machine"
     link_s: float = 0.0
     """Seconds on `link` when nothing else uses it."""
+    cores: float = 0.0
+    """Processor cores that moving it keeps busy, all ranks of the group together; 0 where devices do it themselves."""
 
     @property
     def seconds(self) -> float:
@@ -90,6 +95,10 @@ def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
     return Group(size=size, per_machine=together)
 
 
+GLOO_THREADS = 2
+"""Collectives of one group that gloo runs at the same time (the default of torch's ProcessGroupGloo)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """A cluster profile's links, and what collectives take on them. Bytes are per rank, before sharding."""
@@ -116,21 +125,40 @@ class Links:
         return ("network", outer) if outer <= inner or group.per_machine == 1 else ("machine", inner)
 
     def all_gather(self, size: float, group: Group) -> Transfer:
-        """`size` bytes gathered in equal shards; a reduce-scatter of `size` bytes takes the same."""
-        return self.through(size * (group.size - 1) / group.size, group)
+        """`size` bytes gathered in equal shards."""
+        return self._measured("all_gather", size, group) or self.through(size * (group.size - 1) / group.size, group)
+
+    def reduce_scatter(self, size: float, group: Group) -> Transfer:
+        """`size` bytes added up in equal shards: an all-gather backwards."""
+        measured = self._measured("reduce_scatter", size, group)
+        return measured or self.through(size * (group.size - 1) / group.size, group)
 
     def all_reduce(self, size: float, group: Group) -> Transfer:
         """A reduce-scatter and an all-gather. Small ones go up and down a tree."""
+        measured = self._measured("all_reduce", size, group)
+        if measured is not None:
+            return measured
         ring = self.through(2 * size * (group.size - 1) / group.size, group)
         tree = 2 * math.ceil(math.log2(group.size)) * self.latency(group.link)
         return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
 
-    def through(self, size: float, group: Group) -> Transfer:
-        """Chains or a ring that move `size` bytes through every rank, pipelined, past every member once.
+    def rooted(self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group) -> Transfer:
+        """Reductions to (broadcasts from) one rank after another, of so many bytes each, started together.
 
-        Also what reduces to (broadcasts from) several owners with unlike shares take: each owner's share runs down a
-        chain that ends at it, so a rank sends every share but its own, whoever owns most. Nobody is flooded.
+        Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever owns
+        most; whoever owns least sends most. Nobody is flooded.
         """
+        each = [self._measured(kind, size, group) for size in sizes]
+        measured = [one for one in each if one is not None]
+        if not measured:
+            least = min(sizes) if len(sizes) == group.size else 0.0
+            return self.through(sum(sizes) - least, group)
+        at_once = min(GLOO_THREADS, len(measured))
+        seconds = sum(one.seconds for one in measured) / at_once
+        return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))
+
+    def through(self, size: float, group: Group) -> Transfer:
+        """Chains or a ring that move `size` bytes through every rank, pipelined, past every member once."""
         if group.size == 1 or size == 0:
             return Transfer()
         link, rate = self.ring(group)
@@ -146,6 +174,9 @@ class Links:
         busiest = max(*sent, *received, 0.0)
         if group.size == 1 or busiest == 0:
             return Transfer()
+        measured = self._measured_exchange(sent, busiest, group)
+        if measured is not None:
+            return measured
         remote = (group.size - group.per_machine) / (group.size - 1)
         times: dict[Link, float] = {
             "machine": busiest * (1 - remote) / self.bandwidth("machine"),
@@ -156,5 +187,53 @@ class Links:
 
     def point_to_point(self, size: float, *, crosses: bool) -> Transfer:
         """`size` bytes from one GPU to another."""
+        measured = None if crosses else self._measured("send", size, Group(size=2, per_machine=2))
+        if measured is not None:
+            return measured
         link: Link = "network" if crosses else "machine"
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
+
+    def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
+        """Measured with as much from every rank. Where cores are few, they move all bytes one after another: the mean
+        counts; else the busiest rank does, and the others leave their cores to somebody else.
+        """
+        mean = sum(sent) / group.size
+        cores = self.cluster.cores
+        if cores is not None and group.size > cores:
+            return self._measured("all_to_all", mean, group)
+        found = self._measured("all_to_all", busiest, group)
+        return found and replace(found, cores=found.cores * mean / busiest)
+
+    def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
+        """From the profile's table: linear in bytes between two rows, and beyond the last as between the last two."""
+        if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
+            return None
+        rows = _rows(self.cluster.collectives, kind, group.size)
+        if not rows:
+            return None
+        if size == 0:
+            return Transfer()
+        first = rows[0]
+        if size <= first[0] or len(rows) == 1:
+            return Transfer(latency_s=first[1], cores=first[2])
+        above = next((number for number, row in enumerate(rows) if row[0] >= size), len(rows) - 1)
+        (low, low_s, low_cores), (high, high_s, high_cores) = rows[above - 1], rows[above]
+        place = (size - low) / (high - low)
+        seconds = max(first[1], low_s + place * (high_s - low_s))
+        return Transfer(
+            latency_s=first[1],
+            link_s=seconds - first[1],
+            cores=low_cores + min(1.0, place) * (high_cores - low_cores),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _rows(
+    table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
+) -> tuple[tuple[float, float, float], ...]:
+    """(bytes, seconds, cores), ascending, of the group size that comes nearest: not below it where there is one."""
+    sizes = sorted({row[1] for row in table if row[0] == kind})
+    if not sizes:
+        return ()
+    nearest = next((size for size in sizes if size >= ranks), sizes[-1])
+    return tuple(sorted((row[2], row[3], row[4]) for row in table if row[:2] == (kind, nearest)))

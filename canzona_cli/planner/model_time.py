@@ -7,7 +7,7 @@ a link.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -121,9 +121,10 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
                 Module(
                     part=piece.part,
                     layer=layer,
-                    forward_s=forward,
-                    backward_s=backward + accumulate_s * piece.weights,
-                    again_s={"none": 0.0, "selective": piece.core_s, "full": forward}[layout.recompute],
+                    forward_s=forward * cluster.forward_factor,
+                    backward_s=(backward + accumulate_s * piece.weights) * cluster.backward_factor,
+                    again_s={"none": 0.0, "selective": piece.core_s, "full": forward}[layout.recompute]
+                    * cluster.forward_factor,
                     weights=piece.weights,
                     exchanges=exchanges,
                     exchanges_again=exchanges if full else 0,
@@ -134,8 +135,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         embedding = Module(
             part="embedding",
             layer=-1,
-            forward_s=2 * pass_s * stream,
-            backward_s=2 * pass_s * stream,
+            forward_s=2 * pass_s * stream * cluster.forward_factor,
+            backward_s=2 * pass_s * stream * cluster.backward_factor,
             again_s=0.0,
             weights=vocabulary * model.hidden_size,
             exchanges=exchanges,
@@ -149,8 +150,9 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         output = Module(
             part="output",
             layer=model.num_layers,
-            forward_s=product + logits * LOSS_FORWARD_BYTES + 2 * pass_s * stream,
-            backward_s=2 * product + logits * LOSS_BACKWARD_BYTES + 2 * pass_s * stream + accumulate_s * weights,
+            forward_s=(product + logits * LOSS_FORWARD_BYTES + 2 * pass_s * stream) * cluster.forward_factor,
+            backward_s=(2 * product + logits * LOSS_BACKWARD_BYTES + 2 * pass_s * stream + accumulate_s * weights)
+            * cluster.backward_factor,
             again_s=0.0,
             weights=0 if stage == 0 and model.tied_embeddings else weights,
             exchanges=exchanges,
@@ -207,7 +209,7 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
     if layout.sequence_parallel:
         return links.all_gather(size, group)
     whole = links.all_reduce(size, group)
-    return Transfer(latency_s=whole.latency_s / 2, link=whole.link, link_s=whole.link_s / 2)
+    return replace(whole, latency_s=whole.latency_s / 2, link_s=whole.link_s / 2)
 
 
 def _hop(config: RunConfig, layout: Layout, stream: int) -> Transfer:

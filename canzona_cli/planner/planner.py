@@ -10,7 +10,7 @@ from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.buckets import buckets
-from canzona_cli.planner.cost import algorithm, seconds
+from canzona_cli.planner.cost import Implementation, algorithm, seconds
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.memory import (
@@ -33,6 +33,8 @@ from canzona_cli.planner.types import Matrix
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
 _FP32 = 4
+_PROBES = (float(1 << 20), float(8 << 20))
+"""Bytes of two exchanges of usual sizes."""
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -98,11 +100,13 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
     return _plan(config, layout, shapes, _matrices(config, layout, shapes), None)
 
 
-def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
+def update_costs(
+    config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
+) -> tuple[float, ...]:
     """Seconds of each matrix's update, to `COST_DIGITS` digits."""
     how = algorithm(config)
     by_shape = {
-        shape: float(f"{seconds(how, *shape, config.cluster):.{COST_DIGITS - 1}e}")
+        shape: float(f"{seconds(how, *shape, config.cluster, implementation):.{COST_DIGITS - 1}e}")
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}
     }
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
@@ -156,7 +160,12 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
 def _exchange_link(config: RunConfig, layout: Layout) -> Link:
     """What micro-groups travel over: the TP group's link of the profile."""
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    return Link(bytes_per_s=links.bandwidth(group.link), latency_s=links.latency(group.link))
+    if group.size == 1:
+        return Link()
+    # What two sizes take gives latency and bandwidth, whether from the profile's figures or its measurements.
+    small, large = (links.all_to_all([size] * group.size, [size] * group.size, group).seconds for size in _PROBES)
+    bytes_per_s = (_PROBES[1] - _PROBES[0]) / (large - small)
+    return Link(bytes_per_s=bytes_per_s, latency_s=max(0.0, small - _PROBES[0] / bytes_per_s))
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:

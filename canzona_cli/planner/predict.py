@@ -91,7 +91,7 @@ def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> Str
     if splitting != "fused" and not redundant(config):
         splitting = "qkv"  # as far as Megatron's own go
     matrices = matrices_of(config.model, layout, splitting)
-    costs = update_costs(config, matrices)
+    costs = update_costs(config, matrices, "megatron")
     if strategy == "sc":
         return simulate(config, layout, matrices, costs, None, (), (), strategy)
     placed = layerwise(matrices, layout, bucket_elements(config, layout))

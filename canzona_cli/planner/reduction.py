@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.errors import ConfigError, Problem
@@ -63,16 +64,16 @@ class ReductionModel:
     def reduce(self, bucket: Bucket) -> Transfer:
         """Gradients to their owners."""
         if bucket.reduction == "even":
-            return self._links.all_gather(bucket.elements * self._grad, self._group)
+            return self._links.reduce_scatter(bucket.elements * self._grad, self._group)
         if bucket.reduction == "all_to_all":
             return self._all_to_all(bucket)
-        return self._per_range(bucket, self._grad)
+        return self._per_range(bucket, "reduce")
 
     def gather(self, bucket: Bucket) -> Transfer:
         """New weights from their owners: Megatron's all-gather of equal shards, else a broadcast of each range."""
         if bucket.reduction == "even":
             return self._links.all_gather(bucket.elements * self._width, self._group)
-        return self._per_range(bucket, self._width)
+        return self._per_range(bucket, "broadcast")
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """The buckets with how each is reduced.
@@ -107,7 +108,7 @@ class ReductionModel:
             return "even"
         if settings.strategy == "asc" or not scratch or not self._alike(bucket):
             return "reduce"
-        worth = self._all_to_all(bucket).seconds <= WORTH * self._per_range(bucket, self._grad).seconds
+        worth = self._all_to_all(bucket).seconds <= WORTH * self._per_range(bucket, "reduce").seconds
         return "all_to_all" if worth else "reduce"
 
     def _alike(self, bucket: Bucket) -> bool:
@@ -116,12 +117,10 @@ class ReductionModel:
             return False
         return max(found.values()) * self._group.size <= SIMILAR * sum(found.values())
 
-    def _per_range(self, bucket: Bucket, width: int) -> Transfer:
+    def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
         """A reduction (broadcast) of each range, grouped into one launch; each adds the work of issuing it."""
-        found = shares(bucket)
-        # Whoever owns least sends most: every share but its own.
-        least = min(found.values()) if len(found) == self._group.size else 0
-        whole = self._links.through((sum(found.values()) - least) * width, self._group)
+        width = self._grad if kind == "reduce" else self._width
+        whole = self._links.rooted(kind, [share * width for share in shares(bucket).values()], self._group)
         issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
         return replace(whole, latency_s=whole.latency_s + issue)
 

@@ -3,7 +3,8 @@
 One steady-state iteration from the first forward to the last updated weight: parameters of the last step are gathered
 under the forward, gradients are reduced under the last backward, then norm and clip, exchange and update, AdamW. One
 rank stands for each pipeline stage up to the update (collectives keep the others in step with it); the update itself
-is simulated for every rank that has its own. See `assumptions` for what is left out.
+is simulated for every rank that has its own. Where ranks share a machine's cores (`ClusterConfig.cores`), all that
+runs at the same time shares them. See `assumptions` for what is left out.
 """
 
 import math
@@ -20,8 +21,9 @@ from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.memory import element_bytes, stage_weights
 from canzona_cli.planner.model_time import stage_time
 from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.planner.timeline import Timeline
 from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
-from canzona_cli.planner.update import RankUpdate, UpdateModel
+from canzona_cli.planner.update import Crowded, RankUpdate, UpdateModel
 
 Simulated = Strategy | Literal["adamw"]
 Stream = Literal["compute", "data", "exchange"]
@@ -31,7 +33,6 @@ ENGINE: tuple[Simulated, ...] = ("canzona", "asc")
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
-_IDLE = RankUpdate(matrix_update_s=0.0, exchange_s=0.0, exchange_total_s=0.0, segments=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +71,39 @@ class StrategyResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Team:
+    """Ranks of a stage that update together: an owner's TP group, or, for sc and adamw, all of the stage alike."""
+
+    stage: int
+    owner: int
+    hosts: int
+    """How many of its ranks have work of their own; the others do the same as one of them."""
+    ranks: int
+    """How many ranks one host stands for."""
+    elements: int
+    """Gradient elements each holds reduced, and clips."""
+    groups: tuple[MicroGroup, ...] = ()
+    """Hosted work, in order."""
+    members: tuple[int, ...] = ()
+    """Or matrices that every rank updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Cell:
-    """Ranks that behave alike in the update phase: one host of an owner, or all of them."""
+    """Ranks that behave alike in the update phase: one host of a team."""
 
     stage: int
     owner: int
     host: int
     ranks: int
-    update: RankUpdate
     elements: int
-    """Gradient elements it holds reduced, and clips."""
+    adamw_s: float
+    update: RankUpdate
+
+    @property
+    def seconds(self) -> float:
+        """From clipped gradients to the last updated weight."""
+        return self.adamw_s + self.update.seconds
 
 
 def simulate(
@@ -118,24 +142,34 @@ class _Simulation:
         self._config, self._layout, self._strategy = config, layout, strategy
         self._matrices, self._costs, self._assignment = matrices, costs, assignment
         self._buckets, self._groups = buckets, groups
+        self._updates = UpdateModel(config, layout, matrices, costs)
         self._owners = layout.dp * layout.cp
-        self._rate = memory_rate(config.cluster)
-        self._links = Links(cluster=config.cluster)
-        self._world = Groups.of(layout, config.cluster).world
+        cluster = config.cluster
+        self._links = Links(cluster=cluster)
+        self._world = Groups.of(layout, cluster).world
+        self._cores = None if cluster.cores is None else float(cluster.cores * self._world.machines)
+        # What all ranks do at the same time takes longer by this where cores are few.
+        crowd = 1.0 if self._cores is None else max(1.0, layout.world_size / self._cores)
+        self._rate = memory_rate(cluster) / crowd
 
     def result(self) -> StrategyResult:
         config, layout = self._config, self._layout
         stages = [stage_time(config, layout, stage) for stage in range(layout.pp)]
-        cells = [cell for stage in range(layout.pp) for cell in self._cells(stage)]
         gathers = self._strategy != "sc"
         overlap = config.parallel.overlap_grad_reduce
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
+        teams = [team for stage in range(layout.pp) for team in self._teams(stage)]
         early = [0.0] * layout.pp
-        if overlap_gather and self._strategy in ENGINE:
+        gathers_early = overlap_gather and self._strategy in ENGINE
+        if self._cores is None:
+            cells = [cell for team in teams for cell in self._alone(team)]
+            windows = [max(c.update.matrix_update_s for c in cells if c.stage == stage) for stage in range(layout.pp)]
+        else:
+            cells, windows = self._crowded(teams, chunks if gathers_early else None)
+        if gathers_early:
             for stage in range(layout.pp):
-                window = max(cell.update.matrix_update_s for cell in cells if cell.stage == stage)
-                chunks[stage], early[stage] = _gathered_early(chunks[stage], self._others(stage), window)
+                chunks[stage], early[stage] = _gathered_early(chunks[stage], self._others(stage), windows[stage])
         iteration = IterationTimeline(
             layout,
             stages,
@@ -143,6 +177,7 @@ class _Simulation:
             first_matrices_early=self._strategy in ENGINE,
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
+            cores=self._cores,
             begin_s=[self._zero_s(stage) for stage in range(layout.pp)],
             tail_s=[self._after_reduction(stage) for stage in range(layout.pp)],
         )
@@ -152,9 +187,8 @@ class _Simulation:
         before = [iteration.phases(stage) for stage in range(layout.pp)]
         agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
         normed = max(iteration.reduced_s[c.stage] + c.elements * NORM_BYTES / self._rate for c in cells) + agree
-        adamw = [adamw_seconds(self._adamw_elements(stage), config.cluster) for stage in range(layout.pp)]
         clipped = [normed + c.elements * CLIP_BYTES / self._rate for c in cells]
-        updated = [end + c.update.seconds + adamw[c.stage] for end, c in zip(clipped, cells, strict=True)]
+        updated = [end + c.seconds for end, c in zip(clipped, cells, strict=True)]
         done = [max(updated[number] for number in by_stage[stage]) + gather_s[stage] for stage in range(layout.pp)]
         end = max(done) + agree
 
@@ -168,7 +202,7 @@ class _Simulation:
             found["exchange"] = cell.update.exchange_s
             found["exchange_total"] = cell.update.exchange_total_s
             found["matrix_update"] = cell.update.matrix_update_s
-            found["adamw_update"] = adamw[cell.stage]
+            found["adamw_update"] = cell.adamw_s
             found["param_gather"] += gathered
             found["param_gather_total"] += gathered + early[cell.stage]
             found["other"] += end - own_end - gathered
@@ -182,7 +216,7 @@ class _Simulation:
         longest = max(range(len(cells)), key=lambda n: (updated[n] + phases(n)["param_gather"], -n))
         exposed = updated[longest] - max(iteration.reduced_s) + phases(longest)["param_gather"]
         shown = [slowest, least] if updated[least] < updated[slowest] else [slowest]
-        events = [self._events(iteration, cells[n], clipped[n], adamw, gather_s, early) for n in shown]
+        events = [self._events(iteration, cells[n], clipped[n], gather_s, early) for n in shown]
         return StrategyResult(
             strategy=self._strategy,
             iteration_s=end,
@@ -207,17 +241,22 @@ class _Simulation:
         """How many of the stage's chunks are AdamW's own; they come first."""
         return len(self._chunks(stage)) - sum(bucket.stage == stage for bucket in self._buckets)
 
-    def _cells(self, stage: int) -> list[_Cell]:
+    def _teams(self, stage: int) -> list[_Team]:
         tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
         stored = weights.matrices + weights.others
-        if self._strategy == "adamw":
-            elements = math.ceil(stored / owners)
-            return [_Cell(stage=stage, owner=0, host=0, ranks=owners * tp, update=_IDLE, elements=elements)]
-        model = UpdateModel(self._config, self._layout, self._matrices, self._costs)
         own = [matrix for matrix in self._matrices if matrix.stage == stage]
-        if self._strategy == "sc":
-            update = model.duplicated([matrix.index for matrix in own])
-            return [_Cell(stage=stage, owner=0, host=0, ranks=owners * tp, update=update, elements=stored)]
+        if self._strategy in ("adamw", "sc"):
+            sharded = self._strategy == "adamw"
+            return [
+                _Team(
+                    stage=stage,
+                    owner=0,
+                    hosts=1,
+                    ranks=owners * tp,
+                    elements=math.ceil(stored / owners) if sharded else stored,
+                    members=() if sharded else tuple(matrix.index for matrix in own),
+                )
+            ]
         assert self._assignment is not None
         cells = self._assignment.cells
         members: list[list[int]] = [[] for _ in range(owners)]
@@ -228,25 +267,100 @@ class _Simulation:
             held[owner] += matrix.fragment_elements(tp)
         if self._strategy == "layerwise":
             return [
-                _Cell(
-                    stage=stage,
-                    owner=owner,
-                    host=0,
-                    ranks=tp,
-                    update=model.duplicated(members[owner]),
-                    elements=held[owner],
-                )
-                for owner in range(owners)
+                _Team(stage=stage, owner=o, hosts=1, ranks=tp, elements=held[o], members=tuple(members[o]))
+                for o in range(owners)
             ]
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
         for group in sorted(self._groups, key=lambda group: group.index):
             if group.stage == stage:
                 groups[group.owner].append(group)
         return [
-            _Cell(stage=stage, owner=owner, host=host, ranks=1, update=update, elements=held[owner])
-            for owner in range(owners)
-            for host, update in enumerate(model.hosted(groups[owner], self._assignment))
+            _Team(stage=stage, owner=o, hosts=tp, ranks=1, elements=held[o], groups=tuple(groups[o]))
+            for o in range(owners)
         ]
+
+    def _alone(self, team: _Team) -> list[_Cell]:
+        """Every rank on a device of its own."""
+        if self._assignment is not None and self._strategy in ENGINE:
+            updates = self._updates.hosted(team.groups, self._assignment)
+        else:
+            updates = (self._updates.duplicated(team.members),)
+        adamw = adamw_seconds(self._adamw_elements(team.stage), self._config.cluster)
+        return [self._cell(team, host, adamw, update) for host, update in enumerate(updates)]
+
+    def _crowded(
+        self, teams: Sequence[_Team], chunks: Sequence[Sequence[Chunk]] | None
+    ) -> tuple[list[_Cell], list[float]]:
+        """All ranks on the cores they share.
+
+        Args:
+            chunks: by stage, where AdamW's own are gathered under the updates.
+
+        Returns:
+            All cells; and by stage, how long of its full rate that gathering ran before the last update was done.
+        """
+        timeline = Timeline(self._cores)
+        adamw: list[list[int]] = []
+        groups = []
+        for number, team in enumerate(teams):
+            elements = self._adamw_elements(team.stage)
+            seconds = adamw_seconds(elements, self._config.cluster)
+            hosts = range(team.hosts)
+
+            def update(name: int, hosts: range, seconds: float, ranks: int) -> list[int]:
+                return [
+                    timeline.add("adamw_update", (name, host), seconds=seconds, cores=float(ranks)) for host in hosts
+                ]
+
+            if self._strategy in ENGINE:
+                assert self._assignment is not None
+                adamw.append(update(number, hosts, seconds, team.ranks))
+                group = Crowded(timeline, number, team.hosts, adamw[-1])
+                self._updates.run_hosted(team.groups, self._assignment, group)
+            else:
+                begin = [timeline.add("other", (number, 0))]
+                alike = self._layout.tp
+                group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
+                self._updates.run_duplicated(team.members, group)
+                group.end(0)
+                adamw.append(update(number, hosts, seconds, team.ranks))
+            groups.append(group)
+        gathers = []
+        for stage, own in enumerate(chunks or ()):
+            others = [chunk.gather for chunk in own[: self._others(stage)]]
+            done = [task for team, tasks in zip(teams, adamw, strict=True) for task in tasks if team.stage == stage]
+            gathers.append(
+                timeline.add(
+                    "param_gather",
+                    ("data", stage),
+                    seconds=sum(transfer.seconds for transfer in others),
+                    cores=self._layout.tp * max((transfer.cores for transfer in others), default=0.0),
+                    after=done,
+                )
+            )
+        ran = timeline.run()
+        cells = []
+        for team, group, tasks in zip(teams, groups, adamw, strict=True):
+            for host, result in enumerate(group.results(ran)):
+                cells.append(self._cell(team, host, ran[tasks[host]].end - ran[tasks[host]].start, result))
+        windows = []
+        for stage, task in enumerate(gathers):
+            last = max(cell.seconds for cell in cells if cell.stage == stage)
+            length = ran[task].end - ran[task].start
+            within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
+            windows.append(within * timeline.tasks[task].link_s)
+        return cells, windows
+
+    def _cell(self, team: _Team, host: int, adamw_s: float, update: RankUpdate) -> _Cell:
+        return _Cell(
+            stage=team.stage,
+            owner=team.owner,
+            host=host,
+            ranks=team.ranks,
+            elements=team.elements,
+            adamw_s=adamw_s,
+            update=update,
+        )
 
     def _adamw_elements(self, stage: int) -> float:
         weights = stage_weights(self._config, self._layout, stage)
@@ -289,7 +403,6 @@ class _Simulation:
         iteration: IterationTimeline,
         cell: _Cell,
         clipped: float,
-        adamw: Sequence[float],
         gather_s: Sequence[float],
         early: Sequence[float],
     ) -> list[Event]:
@@ -297,11 +410,11 @@ class _Simulation:
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
         # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
-        first = adamw[stage] if self._strategy in ENGINE else 0.0
+        first = cell.adamw_s if self._strategy in ENGINE else 0.0
         begin = clipped + first
         found += [(stream, phase, begin + a, begin + b) for stream, phase, a, b in cell.update.segments]
-        updated = clipped + cell.update.seconds + adamw[stage]
-        found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - adamw[stage], updated))))
+        updated = clipped + cell.seconds
+        found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated))))
         if early[stage]:
             found.append(("data", "param_gather", begin, begin + early[stage]))
         if gather_s[stage]:
@@ -317,7 +430,8 @@ def assumptions() -> tuple[str, ...]:
     return (
         "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
         "machine and 90% between machines, each hop adds the profile's latency.",
-        "Every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
+        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them; "
+        "every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
         "host-bound launches, no data loading.",
         "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "

@@ -1,8 +1,13 @@
-"""A small discrete-event simulator: tasks on streams, some of which share a link.
+"""A small discrete-event simulator: tasks on streams, some of which share a link, or a machine's processor cores.
 
 A stream runs its tasks one after another, in the order they were added. A task starts when the stream is free and
 everything it waits for has ended, takes `seconds` that nothing stretches (computation, latency), then `link_s` on its
-link, where n transfers at a time get an n-th of the rate each. Deterministic: ties go to the earlier task.
+link, where n transfers at a time get an n-th of the rate each.
+
+On a timeline with `cores` a task that keeps some busy takes `seconds + link_s` while there are enough of them; where
+the running tasks want more cores than there are, all of them slow down alike, as under a fair scheduler.
+
+Deterministic: ties go to the earlier task.
 """
 
 import heapq
@@ -20,6 +25,8 @@ class Task:
     link: Hashable
     """None where it uses none."""
     link_s: float
+    cores: float
+    """Processor cores it keeps busy; it then uses no link."""
     after: tuple[int, ...]
 
 
@@ -35,29 +42,51 @@ class Ran:
     """The task of another stream it waited for last; None where it did not wait."""
 
 
+_PROCESSOR = ("processor",)
+"""What tasks that keep cores busy share, in the place of a link."""
+
+
 @dataclass
 class _Shared:
-    """A link in use. `served` is the seconds of full rate each transfer on it has had since the beginning."""
+    """A link, or the cores, in use. `served` is the seconds of full rate that each task on it has had so far."""
 
+    cores: float | None = None
+    """None for a link."""
+    wanted: float = 0.0
+    """Cores that active tasks would keep busy."""
     served: float = 0.0
     at: float = 0.0
     active: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (served at which it is done, task)."""
 
+    @property
+    def rate(self) -> float:
+        """Of each active task, as a share of full."""
+        return 1.0 / len(self.active) if self.cores is None else min(1.0, self.cores / self.wanted)
+
     def advance(self, now: float) -> None:
         if self.active:
-            self.served += (now - self.at) / len(self.active)
+            self.served += (now - self.at) * self.rate
         self.at = now
 
+    def join(self, number: int, seconds: float, wanted: float) -> None:
+        heapq.heappush(self.active, (self.served + seconds, number))
+        self.wanted += wanted
+
     def next_end(self) -> float:
-        return self.at + max(0.0, self.active[0][0] - self.served) * len(self.active)
+        return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
 class Timeline:
-    """Add tasks, then `run`."""
+    """Add tasks, then `run`.
 
-    def __init__(self) -> None:
+    Args:
+        cores: of the machine; None where nothing shares any, and what tasks say of cores means nothing.
+    """
+
+    def __init__(self, cores: float | None = None) -> None:
         self.tasks: list[Task] = []
+        self._cores = cores
 
     def add(
         self,
@@ -67,11 +96,16 @@ class Timeline:
         seconds: float = 0.0,
         link: Hashable = None,
         link_s: float = 0.0,
+        cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
         """Append a task to `stream`; returns its number, to be waited for with `after`."""
+        if self._cores is not None and cores > 0:
+            seconds, link, link_s = 0.0, _PROCESSOR, seconds + link_s
+        else:
+            cores = 0.0
         self.tasks.append(
-            Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, after=tuple(after))
+            Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, cores=cores, after=tuple(after))
         )
         return len(self.tasks) - 1
 
@@ -118,15 +152,16 @@ class Timeline:
             if kind == 0 and (task.link is None or task.link_s == 0):
                 finish(number, now)
                 continue
-            link = links.setdefault(task.link, _Shared())
+            link = links.setdefault(task.link, _Shared(cores=self._cores if task.link is _PROCESSOR else None))
             if kind == 0:
                 link.advance(now)
-                heapq.heappush(link.active, (link.served + task.link_s, number))
+                link.join(number, task.link_s, task.cores)
             elif not link.active or now < link.next_end():
                 continue  # another transfer joined meanwhile; its event knows the new end
             else:
                 link.advance(now)
                 _, done = heapq.heappop(link.active)
+                link.wanted -= tasks[done].cores
                 finish(done, now)
             if link.active:
                 heapq.heappush(events, (link.next_end(), 1, link.active[0][1]))

@@ -7,16 +7,20 @@ exchanges in the order gradients 0, gradients 1, weights 0, gradients 2, weights
 the group have packed for it and the one before is done.
 
 duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for.
+
+Both are written down once, as what a `Pipeline` is told to do: `Alone` works it out rank by rank, for ranks with a
+device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.cost import algorithm, memory_rate
-from canzona_cli.planner.links import Groups, Links
+from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes, exchange_bytes
+from canzona_cli.planner.timeline import Ran, Timeline
 from canzona_cli.planner.types import Assignment, Matrix, MicroGroup
 
 _FP32 = 4
@@ -49,6 +53,18 @@ class RankUpdate:
         return max(0.0, self.exchange_total_s - self.exchange_s)
 
 
+class Pipeline[Moment](Protocol):
+    """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
+
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None: ...
+
+    def wait(self, host: int, moment: Moment) -> None: ...
+
+    def exchange(self, transfer: Transfer) -> Moment:
+        """Starts once all ranks have come to it and the one before is done."""
+        ...
+
+
 class UpdateModel:
     """Prices updates and exchanges of a run's matrices."""
 
@@ -62,50 +78,51 @@ class UpdateModel:
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
         """One owner's micro-groups, in order: its TP ranks' updates, by host."""
+        alone = Alone(self._tp)
+        self.run_hosted(groups, assignment, alone)
+        return alone.results()
+
+    def duplicated(self, members: Sequence[int]) -> RankUpdate:
+        """The matrices `members`, gathered and updated one after another, by every rank of a TP group alike."""
+        alone = Alone(1)
+        self.run_duplicated(members, alone)
+        return alone.results()[0]
+
+    def run_hosted[Moment](self, groups: Sequence[MicroGroup], assignment: Assignment, ranks: Pipeline[Moment]) -> None:
+        """Has `ranks` work through an owner's micro-groups."""
         if self._tp == 1:
-            members = [index for group in groups for index in group.matrices]
-            return (self._serial([self._costs[i] for i in members]),)
-        ranks = [_Rank() for _ in range(self._tp)]
+            for group in groups:
+                for index in group.matrices:
+                    ranks.work(0, "matrix_update", self._costs[index])
+            return
         loads = [self._load(group, assignment) for group in groups]
-        channel = _Channel(ranks)
-        gradients: list[float] = []
+        gradients: list[Moment] = []
         for load in loads[:2]:
-            gradients.append(self._send_gradients(load, ranks, channel))
-        weights: list[float] = []
+            gradients.append(self._send_gradients(load, ranks))
+        weights: list[Moment] = []
         for number, load in enumerate(loads):
-            for host, rank in enumerate(ranks):
-                rank.wait(gradients[number])
-                rank.work("exchange", load.hosted[host] * (self._grad + _FP32) / self._rate)
-                rank.work("matrix_update", load.seconds[host])
-                rank.work("exchange", load.hosted[host] * 2 * self._width / self._rate)
-            weights.append(channel.run(self._weights_s(load)))
+            for host in range(self._tp):
+                ranks.wait(host, gradients[number])
+                ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) / self._rate)
+                ranks.work(host, "matrix_update", load.seconds[host])
+                ranks.work(host, "exchange", load.hosted[host] * 2 * self._width / self._rate)
+            weights.append(ranks.exchange(self._weights(load)))
             if number + 2 < len(loads):
-                gradients.append(self._send_gradients(loads[number + 2], ranks, channel))
+                gradients.append(self._send_gradients(loads[number + 2], ranks))
             if number:
                 self._receive_weights(loads[number - 1], weights[number - 1], ranks)
         if loads:
             self._receive_weights(loads[-1], weights[-1], ranks)
-        return tuple(rank.result(channel.segments) for rank in ranks)
 
-    def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """The matrices `members`, gathered and updated one after another, by every rank of a TP group alike."""
-        rank = _Rank()
-        channel = _Channel([rank])
+    def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
+        """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
         for index in members:
             matrix = self._matrices[index]
             if self._tp > 1 and matrix.shard_dim is not None:
                 # Megatron gathers the fp32 update, momentum included.
-                channel.run(self._links.all_gather(4.0 * matrix.elements, self._group).seconds)
-                rank.wait(channel.free)
+                rank.wait(0, rank.exchange(self._links.all_gather(4.0 * matrix.elements, self._group)))
             on_fragment = matrix.elements * self._fragment_bytes / self._rate
-            rank.work("matrix_update", max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment))
-        return rank.result(channel.segments)
-
-    def _serial(self, updates: Sequence[float]) -> RankUpdate:
-        rank = _Rank()
-        for seconds in updates:
-            rank.work("matrix_update", seconds)
-        return rank.result([])
+            rank.work(0, "matrix_update", max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment))
 
     def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
         load = _Load(self._tp)
@@ -127,20 +144,20 @@ class UpdateModel:
                     load.sent_back[host] += stored
         return load
 
-    def _send_gradients(self, load: "_Load", ranks: Sequence["_Rank"], channel: "_Channel") -> float:
-        for rank, stored in zip(ranks, load.stored, strict=True):
-            rank.work("exchange", stored * (self._buffer + self._grad) / self._rate)
+    def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
+        for host, stored in enumerate(load.stored):
+            ranks.work(host, "exchange", stored * (self._buffer + self._grad) / self._rate)
         given, taken = ([elements * self._grad for elements in side] for side in (load.given, load.taken))
-        return channel.run(self._links.all_to_all(given, taken, self._group).seconds)
+        return ranks.exchange(self._links.all_to_all(given, taken, self._group))
 
-    def _weights_s(self, load: "_Load") -> float:
+    def _weights(self, load: "_Load") -> Transfer:
         given, taken = ([elements * self._width for elements in side] for side in (load.sent_back, load.returned))
-        return self._links.all_to_all(given, taken, self._group).seconds
+        return self._links.all_to_all(given, taken, self._group)
 
-    def _receive_weights(self, load: "_Load", landed: float, ranks: Sequence["_Rank"]) -> None:
-        for rank, stored in zip(ranks, load.stored, strict=True):
-            rank.wait(landed)
-            rank.work("exchange", stored * 2 * self._width / self._rate)
+    def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
+        for host, stored in enumerate(load.stored):
+            ranks.wait(host, landed)
+            ranks.work(host, "exchange", stored * 2 * self._width / self._rate)
 
 
 class _Load:
@@ -153,49 +170,110 @@ class _Load:
         self.seconds = [0.0] * tp
 
 
-class _Rank:
-    """One rank's compute stream."""
+class Alone:
+    """A TP group whose ranks have a device each: every rank's time follows from its own work and the exchanges."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.updating = self.packing = 0.0
-        self._segments: list[Segment] = []
+    def __init__(self, tp: int) -> None:
+        self._now = [0.0] * tp
+        self._own: list[list[Segment]] = [[] for _ in range(tp)]
+        self._transfers: list[Segment] = []
+        self._free = 0.0
 
-    def work(self, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
-        if seconds <= 0:
-            return
-        self._segments.append(("compute", phase, self.now, self.now + seconds))
-        self.now += seconds
-        if phase == "matrix_update":
-            self.updating += seconds
-        else:
-            self.packing += seconds
-
-    def wait(self, until: float) -> None:
-        self.now = max(self.now, until)
-
-    def result(self, transfers: Sequence[Segment]) -> RankUpdate:
-        in_flight = sum(end - start for _, _, start, end in transfers)
-        return RankUpdate(
-            matrix_update_s=self.updating,
-            exchange_s=self.now - self.updating,
-            exchange_total_s=max(in_flight + self.packing, self.now - self.updating),
-            segments=(*self._segments, *transfers),
-        )
-
-
-class _Channel:
-    """The TP group's communicator: one exchange at a time, once all ranks have come to it."""
-
-    def __init__(self, ranks: Sequence[_Rank]) -> None:
-        self.free = 0.0
-        self.segments: list[Segment] = []
-        self._ranks = ranks
-
-    def run(self, seconds: float) -> float:
-        """Returns when it has landed."""
-        start = max(self.free, *(rank.now for rank in self._ranks))
-        self.free = start + seconds
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
         if seconds > 0:
-            self.segments.append(("exchange", "exchange", start, self.free))
-        return self.free
+            begin = self._now[host]
+            self._now[host] = begin + seconds
+            self._own[host].append(("compute", phase, begin, self._now[host]))
+
+    def wait(self, host: int, moment: float) -> None:
+        self._now[host] = max(self._now[host], moment)
+
+    def exchange(self, transfer: Transfer) -> float:
+        start = max(self._free, *self._now)
+        self._free = start + transfer.seconds
+        if transfer.seconds > 0:
+            self._transfers.append(("exchange", "exchange", start, self._free))
+        return self._free
+
+    def results(self) -> tuple[RankUpdate, ...]:
+        return tuple(_result(own, self._transfers, now) for own, now in zip(self._own, self._now, strict=True))
+
+
+class Crowded:
+    """A TP group on a timeline whose tasks share cores; ask for `results` once that has run.
+
+    Args:
+        name: of the group, unlike any other's on the timeline.
+        copies: how many TP groups do the very same at the same time.
+        alike: how many ranks of each group one host here stands for: 1, or tp where all do the same.
+        after: by host, the task it begins behind.
+    """
+
+    def __init__(
+        self, timeline: Timeline, name: Hashable, hosts: int, after: Sequence[int], *, copies: int = 1, alike: int = 1
+    ) -> None:
+        self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
+        self._begin, self._last = list(after), list(after)
+        self._waits: list[list[int]] = [[number] for number in after]
+        self._own: list[list[int]] = [[] for _ in range(hosts)]
+        self._transfers: list[int] = []
+
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+        if seconds > 0:
+            self._own[host].append(self._task(host, phase, seconds))
+
+    def wait(self, host: int, moment: int) -> None:
+        self._waits[host].append(moment)
+
+    def exchange(self, transfer: Transfer) -> int:
+        number = self._timeline.add(
+            "exchange",
+            (self._name, "exchange"),
+            seconds=transfer.seconds,
+            cores=transfer.cores * self._copies,
+            after=[place for waits in self._waits for place in waits] + self._last,
+        )
+        if transfer.seconds > 0:
+            self._transfers.append(number)
+        return number
+
+    def end(self, host: int) -> int:
+        """A task at the end of all a host has been told so far."""
+        return self._task(host, "other", 0.0)
+
+    def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
+        """By host, from the end of what it began behind."""
+        found = []
+        for own, begin, last in zip(self._own, self._begin, self._last, strict=True):
+            zero = ran[begin].end
+            tasks: list[Segment] = [
+                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in own
+            ]
+            moved: list[Segment] = [
+                ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
+            ]
+            found.append(_result(tasks, moved, ran[last].end - zero))
+        return tuple(found)
+
+    def _task(self, host: int, phase: str, seconds: float) -> int:
+        number = self._timeline.add(
+            phase,
+            (self._name, host),
+            seconds=seconds,
+            cores=float(self._copies * self._alike) if seconds > 0 else 0.0,
+            after=self._waits[host],
+        )
+        self._waits[host], self._last[host] = [], number
+        return number
+
+
+def _result(own: Sequence[Segment], transfers: Sequence[Segment], end: float) -> RankUpdate:
+    updating = sum(stop - start for _, phase, start, stop in own if phase == "matrix_update")
+    packing = sum(stop - start for _, phase, start, stop in own if phase == "exchange")
+    in_flight = sum(stop - start for _, _, start, stop in transfers)
+    return RankUpdate(
+        matrix_update_s=updating,
+        exchange_s=end - updating,
+        exchange_total_s=max(in_flight + packing, end - updating),
+        segments=(*own, *transfers),
+    )
