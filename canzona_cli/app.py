@@ -14,6 +14,7 @@ from canzona_cli.errors import ExitCode
 COMMANDS = {
     "plan": "Plan who updates which matrix; simulate the step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
+    "bench": "Measure strategies side by side, beside the plan's prediction.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",
     "data": "Turn text into training data.",

@@ -73,6 +73,8 @@ class StrategyBench:
     predicted: Predicted
     sitting: int
     """Which sitting it was measured in, from 0."""
+    arithmetic: str = ""
+    """Strategies with the same word here compute the same updates, so their losses must agree."""
     alone: bool = False
     """Nothing else fitted into memory beside it: its times were not taken in turns with the reference's."""
 

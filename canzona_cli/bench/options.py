@@ -1,0 +1,134 @@
+"""What the command line of `canzona bench` asks for besides the run itself, checked. No torch."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.bench.results import STRATEGIES
+from canzona_cli.config.hints import closest
+from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.planner.simulate import Simulated
+
+SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Strategies, length and outputs of a bench; `problems` is what is wrong with them."""
+
+    strategies: tuple[Simulated, ...] | None
+    """None: all that the run can have."""
+    rounds: int
+    steps_per_turn: int
+    out: Path | None
+    plot: Path | None
+    sweep: SweepKind | None
+    values: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def read_options(
+    *,
+    strategies: Sequence[str],
+    rounds: int,
+    steps_per_turn: int,
+    out: Path | None = None,
+    plot: Path | None = None,
+    sweep: SweepKind | None = None,
+    values: Sequence[str] = (),
+) -> Options:
+    """Check options by themselves; problems are kept, to be told with those of the run.
+
+    Args:
+        strategies: as typed: names, several in one word with commas between.
+        values: likewise.
+
+    Raises:
+        EnvironmentProblem: matplotlib is wanted and not there.
+    """
+    names = _words(strategies)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise EnvironmentProblem(
+            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
+        )
+    problems = (
+        *_unknown(names),
+        *_lengths(rounds, steps_per_turn),
+        *_places(out, plot),
+        *([_no_sweep(values)] if values and sweep is None else []),
+    )
+    return Options(
+        strategies=tuple(name for name in STRATEGIES if name in names) or None,
+        # What is wrong is told anyway; the rest of the run is checked with something that works.
+        rounds=max(1, rounds),
+        steps_per_turn=max(2, steps_per_turn),
+        out=out,
+        plot=plot,
+        sweep=sweep,
+        values=tuple(_words(values)),
+        problems=problems,
+    )
+
+
+def _words(typed: Sequence[str]) -> list[str]:
+    return [word.strip() for part in typed for word in part.split(",") if word.strip()]
+
+
+def _unknown(names: Sequence[str]) -> Iterator[Problem]:
+    for name in names:
+        if name not in STRATEGIES:
+            meant = closest(name, STRATEGIES)
+            yield Problem(
+                key="--strategies",
+                value=name,
+                reason=f"is none of {', '.join(STRATEGIES)}",
+                fix=f"did you mean {meant}?" if meant else "--strategies canzona,sc",
+            )
+
+
+def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
+    if rounds < 1:
+        yield Problem(key="--rounds", value=rounds, reason="nothing would be measured", fix="use --rounds 6")
+    if steps_per_turn < 2:
+        yield Problem(
+            key="--steps-per-turn",
+            value=steps_per_turn,
+            reason="the first step of a turn is left out, so one has at least two",
+            fix="use --steps-per-turn 3",
+        )
+
+
+def _places(out: Path | None, plot: Path | None) -> Iterator[Problem]:
+    if plot is not None and plot.suffix.lower() != ".png":
+        yield Problem(key="--plot", value=plot, reason="is drawn as PNG", fix=f"use --plot {plot.stem}.png")
+    for key, path in (("--out", out), ("--plot", plot)):
+        if path is not None and (reason := _not_writable(path)):
+            yield Problem(
+                key=key, value=path, reason=reason, fix=f"name a file in a place you may write to: {key} FILE"
+            )
+
+
+def _not_writable(path: Path) -> str:
+    """Why no file can be written there, after what may be minutes; empty when it can."""
+    if path.is_dir():
+        return "is a directory"
+    if path.exists():
+        return "" if os.access(path, os.W_OK) else "does not allow writing"
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} does not allow writing"
+
+
+def _no_sweep(values: Sequence[str]) -> Problem:
+    return Problem(
+        key="--values",
+        value=",".join(values),
+        reason="is what --sweep goes through, and there is no --sweep",
+        fix="add --sweep alpha, c_max, gpus, optimizer or layers",
+    )

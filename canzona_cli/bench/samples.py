@@ -1,0 +1,87 @@
+"""What the workers of a sitting write, and what is computed from it. No torch."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from canzona_cli.bench.results import Measured, PhaseSeconds
+from canzona_cli.launch.files import write_text_atomic
+
+_OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update", "param_gather")
+"""Phases of the optimizer step that a rank spends by itself, or waiting for transfers of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSample:
+    """One training step on one rank, seconds."""
+
+    step_s: float
+    processor_s: float
+    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """One strategy in one sitting."""
+
+    losses: tuple[float, ...]
+    """By training step."""
+    tensor_bytes: tuple[int, ...]
+    """By rank."""
+    ranks: tuple[tuple[StepSample, ...], ...]
+    """By rank, every step of every turn."""
+
+
+def write_samples(path: Path, found: Mapping[str, Samples]) -> None:
+    """By strategy."""
+    write_text_atomic(path, json.dumps({name: asdict(samples) for name, samples in found.items()}) + "\n")
+
+
+def read_samples(path: Path) -> dict[str, Samples]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(dict[str, Samples]).validate_json(path.read_bytes())
+
+
+def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
+    """Leave out the warm-up and each turn's first step, and take the rest together.
+
+    The first step of a turn starts from parameters that are complete already and caches that another strategy filled.
+    """
+    steps = len(samples.losses)
+    turns = [
+        [[rank[step] for rank in samples.ranks] for step in range(first + 1, first + steps_per_turn)]
+        for first in range(warm_up_rounds * steps_per_turn, steps, steps_per_turn)
+    ]
+    kept = [step for turn in turns for step in turn]
+    names = dict.fromkeys(name for step in kept for sample in step for name in sample.phases)
+    by_rank = {
+        name: [statistics.fmean(step[rank].phases.get(name, 0.0) for step in kept) for rank in range(len(kept[0]))]
+        for name in names
+    }
+    updates = by_rank.get("matrix_update", [0.0])
+    return Measured(
+        iteration_s=tuple(_mean([max(s.step_s for s in step) for step in turn]) for turn in turns),
+        optimizer_s=tuple(_mean([_optimizer_s(step) for step in turn]) for turn in turns),
+        processor_s=tuple(_mean([sum(s.processor_s for s in step) for step in turn]) for turn in turns),
+        phases={
+            name: PhaseSeconds(min_s=min(ranks), mean_s=statistics.fmean(ranks), max_s=max(ranks))
+            for name, ranks in by_rank.items()
+        },
+        load_balance=max(updates) / statistics.fmean(updates) if any(updates) else 1.0,
+        losses=samples.losses,
+        tensor_bytes=samples.tensor_bytes,
+    )
+
+
+def _optimizer_s(step: Sequence[StepSample]) -> float:
+    """From reduced gradients to the next forward: the rank that takes longest, and norm and clip of the one that comes
+    last, as the others wait for it there."""
+    own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
+    return own + min(sample.phases.get("norm_clip", 0.0) for sample in step)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)

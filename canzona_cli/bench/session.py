@@ -1,0 +1,329 @@
+"""One bench from its command line to its result: checked and resolved, launched sitting by sitting, put together. The
+launcher's side, so no torch.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
+from canzona_cli.bench.lineup import Contender, LineUp, line_up
+from canzona_cli.bench.machine import machine_facts
+from canzona_cli.bench.progress import RoundLines
+from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
+from canzona_cli.bench.samples import measured, read_samples
+from canzona_cli.bench.sittings import Seating, available_bytes, seat
+from canzona_cli.config.compose import Composed, compose_run, dump_resolved
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
+from canzona_cli.errors import (
+    CanzonaError,
+    ConfigError,
+    DoesNotFit,
+    EnvironmentProblem,
+    Problem,
+    WorkerCrashed,
+)
+from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.files import write_text_atomic
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.run_dir import RunDirectory, check_free
+from canzona_cli.launch.supervisor import supervise
+from canzona_cli.planner.predict import predict
+from canzona_cli.planner.simulate import Simulated
+from canzona_cli.report.text import plural
+
+WORKER_MODULE = "canzona_cli.bench.worker"
+ROOT = "bench"
+"""Where bench directories go unless run.root says otherwise."""
+WARM_UP_ROUNDS = 1
+_BUSY = 0.5
+"""Load average over cores from which other work disturbs the measurement."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A bench that is ready to run: nothing has been written or started."""
+
+    overrides: tuple[str, ...]
+    line_up: LineUp
+    rounds: int
+    steps_per_turn: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> RunConfig:
+        """The reference's."""
+        return self.line_up.reference.config
+
+
+def prepare(
+    overrides: Sequence[str],
+    *,
+    strategies: Sequence[Simulated] | None = None,
+    rounds: int,
+    steps_per_turn: int,
+    recipes_dirs: Sequence[Path] = (),
+    directory: str | None = None,
+    problems: Sequence[Problem] = (),
+) -> Session:
+    """Resolve and check everything that can be told before anything is written.
+
+    Args:
+        strategies: what to run; None for all that the run can have.
+        rounds: measured ones, at least 1.
+        steps_per_turn: at least 2, as the first of a turn is left out.
+        directory: the bench directory; None for `run.dir`, else a new one under `run.root`.
+        problems: of the command line, found before; told with the run's own.
+
+    Raises:
+        ConfigError: of the settings and of the data, every problem at once.
+        DoesNotFit: a strategy needs more memory than the profile has.
+        EnvironmentProblem: this machine lacks something.
+    """
+    try:
+        composed = compose_run(overrides, recipes_dirs=recipes_dirs)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from None
+    composed = replace(composed, config=_in_bench_folder(composed, directory))
+    steps = (WARM_UP_ROUNDS + rounds) * steps_per_turn
+    wrong = [*problems, *_data_problems(composed.config)]
+    try:
+        lined_up = line_up(composed, strategies, steps=steps)
+    except ConfigError as error:
+        raise ConfigError(*wrong, *error.problems) from None
+    config = lined_up.reference.config
+    if torchrun.node_count(config) > 1:
+        nodes, per_node = torchrun.node_count(config), config.cluster.gpus_per_node
+        wrong.append(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason=f"are on {nodes} machines, and a bench runs on one, of {per_node}",
+                fix=f"use gpus={per_node}; `canzona bench --simulate` shows larger jobs",
+            )
+        )
+    if wrong:
+        raise ConfigError(*wrong)
+    preflight.check_machine(config, lined_up.layout)
+    check_free(config)
+    return Session(
+        overrides=tuple(overrides),
+        line_up=lined_up,
+        rounds=rounds,
+        steps_per_turn=steps_per_turn,
+        warnings=(*composed.warnings, *_warnings(composed)),
+    )
+
+
+def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
+    """Hold every sitting; what was found, and the directory where everything of it lies.
+
+    Args:
+        say: told what goes on, line by line.
+
+    Raises:
+        ConfigError: the bench directory holds something already.
+        EnvironmentProblem: files cannot be written.
+        WorkerCrashed: a rank failed; or the error that it ended with.
+        KeyboardInterrupt: somebody stopped it.
+    """
+    lined_up, config = session.line_up, session.config
+    machine = machine_facts(lined_up.layout.world_size)
+    corpus = ensure_corpus(config, lambda what, fraction: None)
+    files = _create(config, lined_up)
+    seatings = seat(lined_up, available_bytes(config.cluster))
+    say(f"{config.name}: {', '.join(c.strategy for c in lined_up.contenders)} on {plural(config.gpus, 'rank')}, "
+        f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each; {files.root}")  # fmt: skip
+    measurements = []
+    for number, seating in enumerate(seatings):
+        name = "sitting" if len(seatings) == 1 else f"sitting {number + 1} of {len(seatings)}"
+        measurements.append(_hold(session, files, number, seating, corpus, name, say))
+    result = _result(session, seatings, measurements, machine)
+    return result, files.root
+
+
+def _in_bench_folder(composed: Composed, directory: str | None) -> RunConfig:
+    settings = composed.config.run
+    root = settings.root if {"run", "run.root"} & composed.explicit else ROOT
+    return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, tensorboard=False))
+
+
+def _data_problems(config: RunConfig) -> tuple[Problem, ...]:
+    """Of data that are there or not; the built-in corpus is prepared when everything else is known to work."""
+    if config.data.source != "prepared":
+        return ()
+    try:
+        ensure_corpus(config)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _warnings(composed: Composed) -> tuple[str, ...]:
+    ignored = {
+        "engine.strategy": "--strategies says what a bench runs",
+        "train.steps": "rounds and steps of a turn say how long a bench is; only the schedule follows it",
+        "train.eval_interval": "a bench does not validate",
+    }
+    return tuple(f"{key} is ignored: {why}" for key, why in ignored.items() if key in composed.explicit)
+
+
+def _create(config: RunConfig, lined_up: LineUp) -> BenchFiles:
+    """A directory of this bench's own, with what the workers of every sitting read."""
+    stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        if config.run.dir is not None:
+            files = BenchFiles(Path(config.run.dir).absolute())
+            files.root.mkdir(parents=True, exist_ok=True)
+        else:
+            root = Path(config.run.root).absolute()
+            root.mkdir(parents=True, exist_ok=True)
+            files = BenchFiles(_new(root, stem))
+        for contender in lined_up.contenders:
+            write_text_atomic(files.config(contender.strategy), dump_resolved(contender.config))
+            if contender.plan is not None:
+                write_text_atomic(files.plan(contender.strategy), contender.plan.to_json())
+    except OSError as error:
+        raise EnvironmentProblem(
+            Problem(
+                key="run.dir" if config.run.dir is not None else "run.root",
+                value=config.run.dir or config.run.root,
+                reason=f"the bench directory cannot be written: {error.strerror or error}",
+                fix="run.dir=DIR with a directory you may write to",
+            )
+        ) from None
+    return files
+
+
+def _new(root: Path, stem: str) -> Path:
+    number = 1
+    while True:
+        path = root / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:  # another bench of this very second
+            number += 1
+        else:
+            return path
+
+
+def _hold(
+    session: Session,
+    files: BenchFiles,
+    number: int,
+    seating: Seating,
+    corpus: PreparedCorpus,
+    name: str,
+    say: Say,
+) -> dict[str, Measured]:
+    """One sitting: real ranks, to their end."""
+    first = seating.contenders[0].config
+    config = replace(first, run=replace(first.run, dir=str(files.sitting(number))))
+    layout, run = session.line_up.layout, RunDirectory.create(config)
+    command = torchrun.build(config, layout, run.path, module=WORKER_MODULE)
+    with run.never_without_result():
+        run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
+        Sitting(
+            strategies=tuple(contender.strategy for contender in seating.contenders),
+            rounds=WARM_UP_ROUNDS + session.rounds,
+            steps_per_turn=session.steps_per_turn,
+        ).write(run.files)
+        view = RoundLines(say, name, len(seating.contenders))
+        outcome = supervise(run.files, command, view, ranks=range(config.gpus), say=say)
+    if outcome.status == "interrupted":
+        raise KeyboardInterrupt
+    if outcome.status == "failed":
+        raise _failure(outcome)
+    return {
+        strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
+        for strategy, samples in read_samples(samples_of(run.files)).items()
+    }
+
+
+def _failure(outcome: Outcome) -> CanzonaError:
+    """The failing rank's own error, then where it happened, then where to read on."""
+    kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
+    kind = next((k for k in kinds if k.exit_code == outcome.exit_code), WorkerCrashed)
+    place = "launcher" if outcome.rank is None else f"rank {outcome.rank}"
+    reason = outcome.message.removeprefix(place).removeprefix(":").strip()
+    log = "" if outcome.log is None else f"its whole output: {outcome.log}"
+    return kind(Problem(key=place, reason="\n".join([reason, *outcome.traceback]), fix=log))
+
+
+def _result(
+    session: Session,
+    seatings: Sequence[Seating],
+    measurements: Sequence[Mapping[str, Measured]],
+    machine: Mapping[str, str | int | float],
+) -> BenchResult:
+    lined_up, config = session.line_up, session.config
+    reference = lined_up.reference.strategy
+    places: dict[str, tuple[int, bool]] = {}
+    for number, seating in enumerate(seatings):
+        for contender in seating.contenders:
+            places.setdefault(contender.strategy, (number, seating.alone))
+    strategies: dict[str, StrategyBench] = {}
+    for contender in lined_up.contenders:
+        sitting, alone = places[contender.strategy]
+        strategies[contender.strategy] = StrategyBench(
+            measured=measurements[sitting][contender.strategy],
+            predicted=_predicted(contender, lined_up),
+            sitting=sitting,
+            arithmetic=contender.arithmetic,
+            alone=alone,
+        )
+    return BenchResult(
+        recipe=config.name,
+        overrides=session.overrides,
+        optimizer=config.optimizer.name,
+        layout=lined_up.layout,
+        device=config.cluster.device,
+        profile=config.cluster.name,
+        calibrated=bool(config.cluster.measured_on),
+        machine=machine,
+        rounds=session.rounds,
+        steps_per_turn=session.steps_per_turn,
+        warm_up_rounds=WARM_UP_ROUNDS,
+        reference=reference,
+        strategies=strategies,
+        references=tuple(found.get(reference, measurements[0][reference]) for found in measurements),
+        notes=(*lined_up.notes, *_notes(seatings, reference, machine)),
+    )
+
+
+def _predicted(contender: Contender, lined_up: LineUp) -> Predicted:
+    prediction = predict(contender.config, lined_up.layout, contender.plan)
+    return Predicted(
+        iteration_s=prediction.iteration_s,
+        optimizer_s=prediction.optimizer_s,
+        phases=dict(prediction.phases),
+        load_balance=prediction.load_balance,
+        tensor_bytes=contender.tensor_bytes,
+        memory_bytes=prediction.memory_bytes,
+    )
+
+
+def _notes(seatings: Sequence[Seating], reference: str, machine: Mapping[str, str | int | float]) -> list[str]:
+    notes = []
+    alone = [contender.strategy for seating in seatings if seating.alone for contender in seating.contenders]
+    if len(seatings) - len(alone) > 1:
+        notes.append(
+            f"not all strategies fit into memory together: {len(seatings)} sittings, each with {reference} in it"
+        )
+    if alone:
+        notes.append(
+            f"{' and '.join(alone)} ran alone, for want of memory: not in turns with {reference}, so what else the "
+            "machine did at that time counts in full"
+        )
+    load, available = machine.get("load_average"), machine["cores"]
+    assert isinstance(available, int)
+    if isinstance(load, float) and load > _BUSY * available:
+        notes.append(
+            f"the machine was busy before it began (load average {load:g} on {plural(available, 'core')}): expect "
+            "longer times and wide spreads"
+        )
+    return notes

@@ -1,0 +1,130 @@
+"""The same bench for several values of one setting: the paper's ablations, and how things scale. No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.bench.options import Options, SweepKind
+from canzona_cli.bench.results import BenchResult
+from canzona_cli.bench.session import Say, Session, prepare, run
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.planner.memory import exchange_bytes, matrix_shapes
+from canzona_cli.planner.simulate import Simulated
+
+_KEYS: Mapping[SweepKind, str] = {
+    "alpha": "engine.alpha",
+    "c_max": "engine.c_max_mib",
+    "gpus": "gpus",
+    "optimizer": "optimizer",
+    "layers": "model.num_layers",
+}
+_STRATEGIES: Mapping[SweepKind, tuple[Simulated, ...]] = {"alpha": ("canzona",), "c_max": ("canzona",)}
+"""Where nothing else depends on what is varied."""
+_AUTO = "auto"
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Benches that are ready to run, by the value they have."""
+
+    kind: SweepKind
+    sessions: Mapping[str, Session]
+
+
+def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequence[Path] = ()) -> Sweep:
+    """Resolve and check the bench of every value, before the first is run.
+
+    Raises:
+        ConfigError: of all benches at once.
+        EnvironmentProblem, DoesNotFit: as `session.prepare`.
+    """
+    kind = options.sweep
+    assert kind is not None
+    try:
+        composed = compose_run([word for word in overrides if not _sets(word, kind)], recipes_dirs=recipes_dirs)
+        config, layout = resolve(composed.config)
+    except ConfigError as error:
+        raise ConfigError(*options.problems, *error.problems) from None
+    problems = [*options.problems, *_pointless(kind, layout)]
+    chosen = options.values or _values(kind, config, layout)
+    sessions = {}
+    for value in dict.fromkeys(chosen):
+        own = [word for word in overrides if not _sets(word, kind)]
+        own.append(f"{_KEYS[kind]}={'null' if value == _AUTO else value}")
+        try:
+            sessions[value] = prepare(
+                own,
+                strategies=options.strategies or _STRATEGIES.get(kind),
+                rounds=options.rounds,
+                steps_per_turn=options.steps_per_turn,
+                recipes_dirs=recipes_dirs,
+                directory=None if config.run.dir is None else f"{config.run.dir}/{kind}-{value}",
+            )
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return Sweep(kind=kind, sessions=sessions)
+
+
+def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
+    """One bench after another, by value.
+
+    Raises:
+        CanzonaError: as `session.run`; results so far stay in their directories.
+    """
+    found = {}
+    for value, session in sweep.sessions.items():
+        say(f"{sweep.kind} {value}")
+        found[value], _ = run(session, say)
+    return found
+
+
+def _sets(word: str, kind: SweepKind) -> bool:
+    """Whether an override sets what is varied, so that the swept value takes its place."""
+    return word.partition("=")[0].strip() == _KEYS[kind]
+
+
+def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:
+    """Layouts on which what is varied changes nothing."""
+    if kind == "alpha" and layout.dp * layout.cp == 1:
+        return [
+            Problem(
+                key="--sweep",
+                value=kind,
+                reason="alpha balances data-parallel ranks, and this layout has one",
+                fix="use more gpus, or a smaller parallel.tp",
+            )
+        ]
+    if kind == "c_max" and layout.tp == 1:
+        return [
+            Problem(
+                key="--sweep",
+                value=kind,
+                reason="C_max limits exchanges between tensor-parallel ranks, and this layout has none",
+                fix="use parallel.tp=2 or more",
+            )
+        ]
+    return []
+
+
+def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ...]:
+    """What to go through where the user does not say."""
+    if kind == "alpha":
+        return ("0", "0.25", "0.5", "0.75", "1")
+    if kind == "optimizer":
+        return ("muon", "soap", "shampoo")
+    if kind == "gpus":
+        largest = config.cluster.gpus_per_node
+        return tuple(str(1 << power) for power in range(1, largest.bit_length()) if 1 << power <= largest)
+    if kind == "layers":
+        whole = config.model.num_layers // layout.pp
+        return tuple(str(layout.pp * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
+    # From groups of the largest matrix alone to eight of them, and what the planner finds.
+    largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
+    return (*(f"{times * largest / _MIB:.6g}" for times in (1, 2, 4, 8)), _AUTO)

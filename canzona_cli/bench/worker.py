@@ -1,0 +1,58 @@
+"""One rank of a bench's sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
+from canzona_cli.bench.samples import write_samples
+from canzona_cli.launch.files import RunFiles, append_json_line
+from canzona_cli.training.process import run_rank
+from canzona_cli.training.records import Journal, RankRecord
+
+
+def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
+    """Hold the sitting; rank 0 leaves the samples. Every strategy has a model, an optimizer and batches of its own."""
+    from canzona_cli.bench.turns import Contestant, gather_samples, hold
+    from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.schema import Layout
+    from canzona_cli.data.prepare import cache_root
+    from canzona_cli.megatron import parallel
+    from canzona_cli.planner.obtain import executes_plan
+    from canzona_cli.planner.plan_file import read_plan
+    from canzona_cli.training.assemble import assemble, join
+    from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+
+    sitting, inputs = Sitting.read(files), BenchFiles(files.root.parent)
+    configs = {name: load_resolved(inputs.config(name)) for name in sitting.strategies}
+    first = next(iter(configs.values()))
+    world = join(first, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
+    journal = Journal(files, writes=rank == 0)
+    corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
+    facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
+    data = build_datasets(first, Path(corpus["prefix"]), facts, cache=cache_root(first) / "indices").train
+    contestants: dict[str, Contestant] = {}
+    for name, config in configs.items():
+        journal.stage("build model", name)
+        plan = read_plan(inputs.plan(name)) if executes_plan(config) else None
+        contestants[name] = Contestant(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
+
+    def tell(number: int, name: str, loss: float) -> None:
+        record.step, record.loss = len(contestants[name].losses), loss
+        if rank == 0:
+            line = {"step": record.step, "loss": loss, "strategy": name, "round": number + 1, "rounds": sitting.rounds}
+            append_json_line(files.metrics, {**line, "time": time.time()})
+
+    journal.stage("train", f"{sitting.rounds} rounds of {', '.join(sitting.strategies)}")
+    finished = hold(sitting, contestants, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
+    if finished:
+        found = gather_samples(contestants)
+        if rank == 0:
+            write_samples(samples_of(files), found)
+    parallel.shutdown()
+    return finished
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), bench_rank)

@@ -1,0 +1,52 @@
+"""One rank as a process: signs of life in its result file, and an end that never hangs."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.launch.orphan import die_with_parent
+from canzona_cli.training.records import Journal, RankRecord
+
+Work = Callable[[RunFiles, RankRecord, int], bool]
+"""Given the run's files, this rank's record and its number; whether it came to its end rather than being stopped."""
+
+
+def run_rank(run_dir: Path, work: Work) -> NoReturn:
+    """Do this rank's work and exit; the exit code also stands in the rank's result file."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    die_with_parent()
+    files = RunFiles(run_dir)
+    rank = int(os.environ["RANK"])
+    record = RankRecord(files, rank)
+    record.running()
+    Journal(files, writes=rank == 0).stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
+    _hush()
+    try:
+        finished = work(files, record, rank)
+    except BaseException as error:
+        code = record.failed(error)
+        logging.getLogger(__name__).exception("rank %d failed", rank)
+        # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
+        sys.stderr.flush()
+        os._exit(int(code))
+    if finished:
+        record.done()
+    else:
+        record.interrupted()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for seconds.
+    os._exit(0)
+
+
+def _hush() -> None:
+    """What torch and Megatron say of optional packages and of their own future is nothing the reader of a log can act
+    on, and it would stand above a rank's own error."""
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
