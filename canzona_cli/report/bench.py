@@ -16,6 +16,7 @@ from canzona_cli.report.bench_words import (
     exposed,
     measured_phase,
     median,
+    mib,
     order,
     overhead,
     percent,
@@ -33,7 +34,6 @@ from canzona_cli.report.text import MISSING, clean, milliseconds, number, plural
 from canzona_cli.report.why import explain
 
 _WIDEST = 130
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,20 @@ class BenchView:
             yield from _item(name, said, console, options)
 
 
-def heading(result: BenchResult, what: str, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-    """What was run, on what, how often."""
+def heading(
+    result: BenchResult, what: str, console: Console, options: ConsoleOptions, *, without: str = ""
+) -> Iterator[Text]:
+    """What was run, on what, how often.
+
+    Args:
+        without: what varies, `optimizer` or `gpus`, and so cannot be said once for all.
+    """
     unit = "GPU" if result.device == "cuda" else "CPU rank"
     layout = describe_layout(result.layout, unit, times="x" if options.ascii_only else "×")
-    title = Text.assemble((what, "bold"), f": {clean(result.recipe)}, {clean(result.optimizer)}, {layout}")
+    parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
+    title = Text.assemble(
+        (what, "bold"), f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}"
+    )
     yield from wrapped(title, console, options)
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
     rows = [
@@ -234,8 +243,8 @@ def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
     yield beside(measured.load_balance, predicted.load_balance, ratio)
     yield (milliseconds(median(measured.processor_s)) if measured.processor_s else MISSING, "", "")
     held = max(measured.tensor_bytes, default=None)
-    yield beside(held, predicted.tensor_bytes, _mib)
-    yield ("", _mib(predicted.memory_bytes), "")
+    yield beside(held, predicted.tensor_bytes, mib)
+    yield ("", mib(predicted.memory_bytes), "")
 
 
 def _speedups(result: BenchResult, names: Sequence[str], *, of: str) -> tuple[tuple[Cell, ...], ...]:
@@ -274,10 +283,6 @@ def _why(result: BenchResult, name: str) -> str:
         load_balance=found.predicted.load_balance,
     )
     return "no phase was measured" if why is None else why.text
-
-
-def _mib(amount: float | None) -> str:
-    return MISSING if amount is None else f"{amount / _MIB:,.0f}" if amount >= 100 * _MIB else f"{amount / _MIB:.1f}"
 
 
 def _item(label: str, value: Text, console: Console, options: ConsoleOptions, *, dim: bool = False) -> Iterator[Text]:

@@ -7,7 +7,7 @@ from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.statistics import Spread
 from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.planner.phases import IN_STEP
-from canzona_cli.report.bench_words import NOT_DISTINCT, measured_phase, order, phase_name, times
+from canzona_cli.report.bench_words import MIB, NOT_DISTINCT, measured_phase, order, phase_name, times
 from canzona_cli.report.plan_plot import COLOURS
 from canzona_cli.report.text import clean, step_time
 
@@ -22,7 +22,6 @@ STRATEGY_COLOURS = {
     "sc": "#c44e52",
     "adamw": "#7f7f7f",
 }
-_MIB = 1 << 20
 
 
 def draw(result: BenchResult, path: Path) -> None:
@@ -184,13 +183,13 @@ def _memory(axes: "Axes", result: BenchResult) -> None:
     for number, name in enumerate(names):
         found = result.strategies[name]
         colour = STRATEGY_COLOURS.get(name, "#999999")
-        held = [amount / _MIB for amount in found.measured.tensor_bytes]
+        held = [amount / MIB for amount in found.measured.tensor_bytes]
         places = [rank + (number - (len(names) - 1) / 2) * width for rank in range(len(held))]
         planned = found.predicted.tensor_bytes
-        label = name if planned is None else f"{name}: fullest predicted {planned / _MIB:,.0f} MiB (dashed)"
+        label = name if planned is None else f"{name}: fullest predicted {planned / MIB:,.0f} MiB (dashed)"
         axes.bar(places, held, width=width, color=colour, label=label)
         if planned is not None:
-            axes.axhline(planned / _MIB, color=colour, ls="--", lw=1)
+            axes.axhline(planned / MIB, color=colour, ls="--", lw=1)
     _rank_ticks(axes, result.layout.world_size)
     axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1], 1e-3))
     axes.set_ylabel("MiB", fontsize=9)

@@ -9,6 +9,7 @@ from canzona_cli.bench.statistics import Speedup, Spread
 from canzona_cli.planner.phases import IN_STEP
 from canzona_cli.report.text import MISSING, milliseconds, number, real
 
+MIB = 1 << 20
 TOLERANCE = 0.20
 """A prediction further off than this stands out."""
 NOT_DISTINCT = "not told apart"
@@ -83,6 +84,12 @@ def percent(value: float | None) -> str:
 
 def ratio(value: float | None) -> str:
     return number(value, ".2f")
+
+
+def mib(amount: float | None) -> str:
+    if amount is None:
+        return MISSING
+    return f"{amount / MIB:,.0f}" if amount >= 100 * MIB else f"{amount / MIB:.1f}"
 
 
 def exposed(phases: Sequence[tuple[str, float]]) -> float:
