@@ -348,7 +348,7 @@ class _Simulation:
             last = max(cell.seconds for cell in cells if cell.stage == stage)
             length = ran[task].end - ran[task].start
             within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
-            windows.append(within * timeline.tasks[task].link_s)
+            windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
 
     def _cell(self, team: _Team, host: int, adamw_s: float, update: RankUpdate) -> _Cell:

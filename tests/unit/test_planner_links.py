@@ -103,3 +103,49 @@ def test_more_bytes_never_take_less_and_faster_links_never_more(
         assert getattr(Links(cluster=quick), kind)(size, group).seconds <= seconds * (1 + 1e-12)
     gathered, reduced = (getattr(Links(cluster=H100), kind)(size, group) for kind in ("all_gather", "all_reduce"))
     assert reduced.link_s == pytest.approx(2 * gathered.link_s)
+
+
+TABLE = (
+    ("all_to_all", 2, 8.0, 1e-4, 0.5),
+    ("all_to_all", 2, 1e6, 1e-3, 1.5),
+    ("all_to_all", 2, 2e6, 3e-3, 2.0),
+    ("all_to_all", 4, 1e6, 8e-3, 2.0),
+    ("reduce", 2, 1e6, 2e-3, 1.0),
+)
+MEASURED = Links(cluster=replace(IDEAL, collectives=TABLE))
+
+
+def test_a_measured_collective_counts_before_the_formula() -> None:
+    exact = MEASURED.all_to_all([1e6, 1e6], [1e6, 1e6], PAIR)
+    assert (exact.seconds, exact.cores) == (1e-3, 1.5)
+    between = MEASURED.all_to_all([1.5e6, 1.5e6], [1.5e6, 1.5e6], PAIR)
+    assert (between.seconds, between.cores) == (pytest.approx(2e-3), 1.75)
+    # Beyond the table as between its last two; below it what the smallest takes.
+    assert MEASURED.all_to_all([4e6, 4e6], [4e6, 4e6], PAIR).seconds == pytest.approx(7e-3)
+    assert MEASURED.all_to_all([1.0, 1.0], [1.0, 1.0], PAIR).seconds == 1e-4
+    assert MEASURED.all_to_all([0.0, 0.0], [0.0, 0.0], PAIR).seconds == 0.0
+
+
+def test_what_was_not_measured_is_still_computed() -> None:
+    plain = Links(cluster=IDEAL)
+    assert MEASURED.all_reduce(1e6, PAIR) == plain.all_reduce(1e6, PAIR)
+    assert MEASURED.all_to_all([1e6] * 32, [1e6] * 32, MACHINES) == plain.all_to_all([1e6] * 32, [1e6] * 32, MACHINES)
+    # Three ranks take what four do, the nearest that was measured.
+    three = Group(size=3, per_machine=3)
+    assert MEASURED.all_to_all([1e6] * 3, [1e6] * 3, three).seconds == 8e-3
+
+
+def test_an_uneven_exchange_takes_its_busiest_rank_unless_cores_are_too_few() -> None:
+    sent, received = [1e6, 0.0], [0.0, 1e6]
+    enough = MEASURED.all_to_all(sent, received, PAIR)
+    assert (enough.seconds, enough.cores) == (1e-3, 0.75)
+    few = Links(cluster=replace(IDEAL, collectives=TABLE, cores=1))
+    half = few.all_to_all(sent, received, PAIR)
+    assert half.seconds == few.all_to_all([5e5, 5e5], [5e5, 5e5], PAIR).seconds < enough.seconds
+
+
+def test_reductions_to_several_owners_run_two_at_a_time_when_measured() -> None:
+    one, four = (MEASURED.rooted("reduce", [1e6] * count, PAIR) for count in (1, 4))
+    assert (one.seconds, one.cores) == (2e-3, 1.0)
+    assert (four.seconds, four.cores) == (4e-3, 2.0)
+    assert MEASURED.rooted("broadcast", [1e6, 1e6], PAIR) == MEASURED.through(1e6, PAIR)

@@ -316,3 +316,53 @@ def test_adamw_goes_first_and_its_parameters_travel_under_the_matrix_updates() -
     last = [event for event in ours.events if event.rank == ours.slowest_rank and event.phase == "adamw_update"][-1]
     update = [event for event in ours.events if event.rank == ours.slowest_rank and event.phase == "matrix_update"]
     assert last.end_s <= min(event.start_s for event in update)
+
+
+SMALL_MESHES = (layout(dp=4, count=2), layout(tp=2, dp=2, count=1), layout(tp=4, count=2), layout(tp=2, pp=2, count=4))
+
+
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: Simulated, mesh: Layout) -> None:
+    alone = simulated(config_of("0.6b", mesh), mesh, strategy)
+    # Twice as many, for a transfer may run under the work of the same rank.
+    shared = simulated(config_of("0.6b", mesh, replace(H100, cores=2 * mesh.world_size)), mesh, strategy)
+    assert shared.iteration_s == pytest.approx(alone.iteration_s, rel=1e-3)
+    assert shared.optimizer_exposed_s == pytest.approx(alone.optimizer_exposed_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: Simulated, mesh: Layout) -> None:
+    cluster = replace(FREE, cores=1)
+    config = config_of("0.6b", mesh, cluster)
+    result = simulated(config, mesh, strategy)
+    for name in ("forward", "backward"):
+        ranks = mesh.world_size // mesh.pp
+        work = (
+            ranks
+            * mesh.num_microbatches
+            * sum(getattr(stage_time(config, mesh, stage), f"{name}_s") for stage in range(mesh.pp))
+        )
+        # Stages take turns on it: all of their passes lie within the iteration, one after another.
+        assert result.iteration_s >= work - 1e-9
+        if mesh.pp == 1:
+            assert result.phases[name] == pytest.approx(work)
+    everyone = [matrix.index for matrix in matrices(config.model, mesh, "split")]
+    costs = inputs(config, mesh, strategy)[3]
+    repeated = {"canzona": 1, "asc": 1, "layerwise": mesh.tp, "sc": mesh.tp * mesh.dp, "adamw": 0}[strategy]
+    whole = repeated * sum(costs[index] for index in everyone)
+    fragments = {"layerwise", "sc"} & {strategy} and mesh.tp > 1
+    # A duplicated update does its elementwise part on its own fragment only.
+    assert result.optimizer_exposed_s >= whole * (0.8 if fragments else 1.0) - 1e-9
+
+
+def test_work_that_is_spread_gains_nothing_from_ranks_that_share_a_core() -> None:
+    mesh = layout(tp=4, count=1)
+    results = {
+        strategy: simulated(config_of("0.6b", mesh, replace(ONLY_PRODUCTS, cores=1)), mesh, strategy)
+        for strategy in ("canzona", "layerwise")
+    }
+    # Four ranks that repeat an update do four times the work of four that share it.
+    ratio = results["layerwise"].optimizer_exposed_s / results["canzona"].optimizer_exposed_s
+    assert ratio == pytest.approx(4.0, rel=0.01)

@@ -1,5 +1,7 @@
 """The event simulator against schedules worked out by hand, and the laws every schedule obeys."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +97,51 @@ def test_every_schedule_keeps_order_and_conserves_the_links(timeline: Timeline) 
             covered += max(0.0, end - max(start, reach))
             reach = max(reach, end)
         assert covered == pytest.approx(sum(task.link_s for task, _ in used))
+
+
+def test_tasks_that_want_more_cores_than_there_are_slow_down_alike() -> None:
+    timeline = Timeline(cores=2)
+    for name, seconds in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 2.0)):
+        timeline.add("work", name, seconds=seconds, cores=1.0)
+    # Four on two cores: half speed until three are done at 2; the last one has a core of its own from then on.
+    assert ends(timeline) == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_a_transfer_that_keeps_cores_busy_takes_them_from_who_computes() -> None:
+    timeline = Timeline(cores=2)
+    timeline.add("work", "a", seconds=2.0, cores=2.0)
+    timeline.add("move", "b", seconds=1.0, link="wire", link_s=1.0, cores=1.0)
+    timeline.add("move", "c", link="wire", link_s=1.0)
+    # Three cores wanted of two; what keeps none busy has the link to itself.
+    assert ends(timeline) == [3.0, 3.0, 1.0]
+
+
+def test_without_cores_nobody_is_slowed_down() -> None:
+    timeline = Timeline()
+    for name in "abcd":
+        timeline.add("work", name, seconds=1.0, cores=1.0)
+    assert ends(timeline) == [1.0] * 4
+
+
+@given(
+    cores=st.integers(1, 4),
+    works=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(1, 3)), min_size=1, max_size=20),
+)
+def test_cores_are_neither_exceeded_nor_left_idle(cores: int, works: list[tuple[int, int, int]]) -> None:
+    timeline = Timeline(cores=cores)
+    for stream, quarters, wanted in works:
+        timeline.add("work", stream, seconds=quarters / 4, cores=float(wanted))
+    ran = timeline.run()
+    demand = sum(quarters / 4 * wanted for _, quarters, wanted in works)
+    longest = max(sum(q / 4 for stream, q, _ in works if stream == own) for own in range(4))
+    end = max(when.end for when in ran)
+    assert end >= max(demand / cores, longest) - 1e-9
+    for (_, quarters, _), when in zip(works, ran, strict=True):
+        assert when.end - when.start >= quarters / 4 - 1e-9
+    # Whenever somebody runs, the cores do as much as is wanted of them, at most what they can.
+    moments = sorted({when.start for when in ran} | {when.end for when in ran})
+    done = 0.0
+    for begin, until in itertools.pairwise(moments):
+        now = sum(w for (_, _, w), when in zip(works, ran, strict=True) if when.start <= begin and when.end >= until)
+        done += min(now, cores) * (until - begin)
+    assert done == pytest.approx(demand)
