@@ -19,6 +19,7 @@ COMMANDS = {
     "recipes": "List, show and copy recipes; see their layouts.",
     "data": "Turn text into training data.",
     "report": "Show how a run went and where its step time goes.",
+    "calibrate": "Measure this machine; write a cluster profile.",
     "doctor": "Check what this machine has and lacks for training.",
 }
 

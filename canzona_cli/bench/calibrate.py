@@ -1,0 +1,321 @@
+"""`canzona calibrate` from the launcher's side: start the ranks, read what they measured, make a profile of it."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from canzona_cli.bench.measurement import Measurement, Quantity, Record, parts, read_record
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.machine import cores, machine_facts, profile_mismatches
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import AdamWConfig, ClusterConfig, Layout, RunConfig
+from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.supervisor import supervise
+from canzona_cli.planner.links import EFFICIENCY
+from canzona_cli.planner.model_time import stage_time
+from canzona_cli.report.view import TrainView
+
+WORKER_MODULE = "canzona_cli.bench.calibrate_worker"
+SETTINGS = "calibrate.json"
+"""What the ranks read beside configuration and layout."""
+MODEL_LAYERS = 2
+NOISE = 0.2
+"""A spread (interquartile range over median) that is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What came of it."""
+
+    base: ClusterConfig
+    profile: ClusterConfig
+    """The base profile with everything measured in its place."""
+    record: Record
+    outcome: Outcome
+    seconds: float
+    load: float
+    """Runnable processes at the start, the mean of a minute."""
+    logs: Path | None
+    """Kept where the ranks failed."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        found = []
+        if self.load > cores() / 2:
+            found.append(
+                f"load average {self.load:.1f} on {cores()} cores at the start: other programs are running; repeat on "
+                "a quiet machine"
+            )
+        noisy = [m for m in self.record.measurements if m.spread.relative > NOISE]
+        if noisy:
+            worst = sorted(noisy, key=lambda m: -m.spread.relative)[:3]
+            named = ", ".join(f"{describe(m)} {m.spread.relative:.0%}" for m in worst)
+            more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
+            found.append(f"spread above {NOISE:.0%}: {named}{more}")
+        if self.profile.not_measured:
+            found.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
+        return tuple(found)
+
+
+def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
+    """The run to calibrate for, on one machine, every rank with a whole model.
+
+    Raises:
+        ConfigError: ranks on several machines, or CPU ranks too few for a collective.
+    """
+    cluster = config.cluster
+    if config.gpus > cluster.gpus_per_node or (cluster.nodes or 1) > 1:
+        raise ConfigError(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason=f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on one",
+                fix=f"gpus={cluster.gpus_per_node}, or fewer",
+            )
+        )
+    if cluster.device == "cpu" and config.gpus < 2:
+        raise ConfigError(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason="collectives cannot be measured among fewer than 2 CPU ranks",
+                fix="gpus=4 measures groups of 2 and 4, gpus=8 those of 8 too",
+            )
+        )
+    layout = Layout(
+        tp=1,
+        pp=1,
+        cp=1,
+        dp=config.gpus,
+        micro_batch_size=_micro_batch(config),
+        num_microbatches=1,
+        global_batch_size=_micro_batch(config) * config.gpus,
+        recompute="none",
+        sequence_parallel=False,
+    )
+    return replace(
+        config,
+        cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),
+        parallel=replace(
+            config.parallel,
+            tp=1,
+            pp=1,
+            cp=1,
+            sequence_parallel=False,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        train=replace(
+            config.train,
+            micro_batch_size=layout.micro_batch_size,
+            global_batch_size=layout.global_batch_size,
+            recompute="none",
+        ),
+    ), layout
+
+
+def shortened(config: RunConfig) -> RunConfig:
+    """What forward and backward are measured on: a few layers, and AdamW's plain buffers."""
+    return replace(
+        config,
+        model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
+        optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr),
+    )
+
+
+def calibrate(
+    config: RunConfig, layout: Layout, view: TrainView, *, name: str, quick: bool = False, worker: str = WORKER_MODULE
+) -> Calibration:
+    """Measure this machine. Ctrl-C and a crash leave what was measured until then.
+
+    Args:
+        config, layout: `prepared`.
+        name: of the profile.
+        worker: the module each rank runs.
+
+    Raises:
+        EnvironmentProblem: GPUs, memory or packages are missing here.
+    """
+    preflight.check_machine(shortened(config), layout)
+    files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
+    begun, load = time.time(), os.getloadavg()[0]
+    kept = False
+    try:
+        files.ranks.mkdir()
+        files.logs.mkdir()
+        write_text_atomic(files.config, dump_resolved(config))
+        write_json_atomic(files.layout, asdict(layout))
+        workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
+        write_json_atomic(files.root / SETTINGS, {"quick": quick, "workers": workers})
+        command = torchrun.build(config, layout, files.root, module=worker)
+        outcome = supervise(files, command, view, ranks=range(config.gpus))
+        record = read_record(files)
+        kept = outcome.status == "failed"
+    finally:
+        if not kept:
+            shutil.rmtree(files.root, ignore_errors=True)
+    seconds = time.time() - begun
+    facts = {
+        **machine_facts(config.cluster.device),
+        "ranks": config.gpus,
+        "date": time.strftime("%Y-%m-%d", time.localtime(begun)),
+        "seconds": round(seconds, 1),
+        "load": round(load, 2),
+        "base": config.cluster.name,
+    }
+    return Calibration(
+        base=config.cluster,
+        profile=profile_of(config, layout, record, name=name, facts=facts),
+        record=record,
+        outcome=outcome,
+        seconds=seconds,
+        load=load,
+        logs=files.root if kept else None,
+    )
+
+
+def profile_of(
+    config: RunConfig,
+    layout: Layout,
+    record: Record,
+    *,
+    name: str,
+    facts: Mapping[str, str | int | float],
+) -> ClusterConfig:
+    """The base profile of `config` with what was measured in its place.
+
+    Rows of the base's own tables stay where this calibration has none, if the base was measured on this machine too.
+    """
+    base = config.cluster
+    known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
+    kept = (
+        base
+        if base.measured_on and not profile_mismatches(base)
+        else replace(base, measured_updates=(), collectives=())
+    )
+    here = {} if record.facts is None else asdict(record.facts)
+
+    def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
+        return _digits(known[quantity]) if quantity in known else otherwise
+
+    profile = replace(
+        base,
+        name=name,
+        matmul_tflops=tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
+        or base.matmul_tflops,
+        measured_updates=_updates(kept, record),
+        collectives=_collectives(kept, record),
+        cores=cores() if base.device == "cpu" else base.cores,
+        measured_on={**facts, **here},
+        not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),
+        nodes=None,
+        fp32_tflops=single("fp32_tflops", base.fp32_tflops),
+        tf32_tflops=single("tf32_tflops", base.tf32_tflops),
+        qr_tflops=single("qr_tflops", base.qr_tflops),
+        eigh_tflops=single("eigh_tflops", base.eigh_tflops),
+        launch_us=single("launch_us", base.launch_us),
+        memory_gb_per_s=single("memory_gb_per_s", base.memory_gb_per_s),
+        adamw_ns=single("adamw_ns", base.adamw_ns),
+    )
+    if base.device == "cpu" and profile.matmul_tflops:
+        # No datasheet tells the peak of so many threads of whatever processor this is.
+        profile = replace(profile, bf16_tflops=max(rate for _, rate in profile.matmul_tflops))
+    profile = _with_link(profile, record)
+    return _with_factors(replace(config, cluster=profile), layout, known)
+
+
+def describe(measurement: Measurement) -> str:
+    """What it is of, on a line."""
+    quantity, key = measurement.quantity, measurement.key
+    if quantity == "collectives":
+        return f"{key[0]} of {key[2]:,} bytes among {key[1]}"
+    if quantity == "updates":
+        return f"{key[0]} {key[1]} x {key[2]}"
+    if quantity == "matmul_tflops":
+        return f"bf16 product {key[0]}"
+    return quantity
+
+
+def _micro_batch(config: RunConfig) -> int:
+    """What the recipe's own run would have; 1 where it could not run here."""
+    if config.train.micro_batch_size is not None:
+        return config.train.micro_batch_size
+    try:
+        return resolve(config)[1].micro_batch_size
+    except CanzonaError:
+        return 1
+
+
+def _those(record: Record, quantity: Quantity) -> Iterable[Measurement]:
+    return (m for m in record.measurements if m.quantity == quantity)
+
+
+def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, float], ...]:
+    rows = {entry[:3]: entry[3] for entry in base.measured_updates}
+    for m in _those(record, "updates"):
+        label, height, width = m.key
+        rows[str(label), int(height), int(width)] = _digits(m.spread.median)
+    return tuple((*key, seconds) for key, seconds in sorted(rows.items()))
+
+
+def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, float, float, float], ...]:
+    rows = {entry[:3]: entry[3:] for entry in base.collectives}
+    for m in _those(record, "collectives"):
+        kind, ranks, size = m.key
+        rows[str(kind), int(ranks), float(size)] = (_digits(m.spread.median), round(m.busy, 2))
+    return tuple((*key, *found) for key, found in sorted(rows.items()))
+
+
+def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
+    """Latency and bandwidth inside the machine, from all-to-all of two ranks: what stands in for sizes and kinds that
+    no table has."""
+    pairs = sorted(
+        (int(m.key[2]), m.spread.median)
+        for m in _those(record, "collectives")
+        if (m.key[0], m.key[1]) == ("all_to_all", 2)
+    )
+    if len(pairs) < 2 or pairs[-1][1] <= pairs[0][1]:
+        return profile
+    (_, latency_s), (size, seconds) = pairs[0], pairs[-1]
+    rate = size / (seconds - latency_s) / EFFICIENCY["machine"]
+    return replace(profile, intra_node_latency_us=_digits(1e6 * latency_s), intra_node_gb_per_s=_digits(rate / 1e9))
+
+
+def _with_factors(config: RunConfig, layout: Layout, known: Mapping[Quantity, float]) -> ClusterConfig:
+    """Measured forward and backward over what the model of them says on this very profile."""
+    if not {"forward", "backward"} <= known.keys():
+        return config.cluster
+    plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0)
+    predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
+    return replace(
+        config.cluster,
+        forward_factor=_digits(known["forward"] / predicted.forward_s),
+        backward_factor=_digits(known["backward"] / predicted.backward_s),
+    )
+
+
+def _digits(value: float) -> float:
+    """Four significant ones; more would only look exact."""
+    return float(f"{value:.4g}")
+
+
+def as_json(found: Calibration, written: Path | None) -> dict[str, object]:
+    """Everything, for another program."""
+    return {
+        "profile_file": None if written is None else str(written),
+        "status": found.outcome.status,
+        "seconds": found.seconds,
+        "load": found.load,
+        "warnings": list(found.warnings),
+        "left_to_cost_model": list(found.record.skipped),
+        "profile": json.loads(json.dumps(asdict(found.profile))),
+        "measurements": [{**asdict(m), "relative_spread": m.spread.relative} for m in found.record.measurements],
+    }

@@ -1,0 +1,79 @@
+"""Ranks that measure at the same time, and the clock they measure with."""
+
+import datetime
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+LEAST, MOST = 3, 400
+"""Repetitions of a number; fewer only where three would take four times the budget."""
+_SAMPLE_S = 1e-3
+"""What is quicker is timed several times over as one sample."""
+
+
+class Team:
+    """The first `size` ranks of the job; the others wait without using a processor.
+
+    They meet over gloo also where the collectives to measure are NCCL's: a gloo rank that waits sleeps.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Collective: every rank of the job calls it."""
+        self.rank, self.size, self.device = rank, size, device
+        self.member = rank < size
+        self._group = dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(minutes=10))
+
+    def meet(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=group_of(self._group))
+
+    def gather[T](self, value: T) -> list[T]:
+        """Everybody's, in rank order, on all members."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=group_of(self._group))
+        return [found for found in values if found is not None]
+
+    def decide(self, value: float) -> float:
+        """The largest of all members' values, so that all do the same."""
+        return max(self.gather(value))
+
+    def samples(self, work: Callable[[], None], budget_s: float) -> list[float]:
+        """Seconds of one call of `work`, all members at it at the same time; everybody's samples."""
+        self.meet()
+        return [sample for own in self.gather(repeat(work, self.device, budget_s)) for sample in own]
+
+
+def group_of(made: dist.ProcessGroup | int) -> dist.ProcessGroup:
+    """What `new_group` made, on a rank that is a member of it."""
+    assert isinstance(made, dist.ProcessGroup), "not a member"
+    return made
+
+
+def repeat(work: Callable[[], None], device: torch.device, budget_s: float) -> list[float]:
+    """Seconds of one call, as often as the budget allows, after one call that does not count."""
+    first = timed(work, device)
+    calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while True:
+        samples.append(timed(work, device, calls))
+        spent = time.perf_counter() - begin
+        if len(samples) >= MOST or spent > 4 * budget_s or (spent > budget_s and len(samples) >= LEAST):
+            return samples
+
+
+def timed(work: Callable[[], None], device: torch.device, calls: int = 1) -> float:
+    """Seconds of one of so many calls in a row."""
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    wait(device)
+    return (time.perf_counter() - begin) / calls
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,66 @@
+"""`canzona calibrate`: measure this machine into a cluster profile that plans and predictions use."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override
+
+
+def calibrate(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="recipe=qwen3-mini gpus=4: whose matrices to measure, on how many ranks; cluster=NAME to start from.",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.yaml", help="Write the profile here; default: ./BASE-calibrated.yaml."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a profile that is there already.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repetitions and sizes: half a minute, more noise.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    recipes_dir: Annotated[
+        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
+    ] = None,
+) -> None:
+    """Measure this machine: products, memory, updates of the recipe's matrices, collectives, forward and backward.
+
+    What comes out is a cluster profile; `cluster=./FILE.yaml` makes any command use it. Takes one to three minutes.
+    Ctrl-C keeps what was measured until then.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from canzona_cli.bench.calibrate import as_json, prepared
+    from canzona_cli.bench.calibrate import calibrate as measure
+    from canzona_cli.bench.profile_file import check_writable, default_path, write_profile
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.report.calibration import CalibrationView, Progress
+
+    errors = Console(stderr=True, highlight=False)
+    composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
+    for warning in composed.warnings:
+        errors.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    config, layout = prepared(composed.config)
+    path = out or default_path(config.cluster.name)
+    check_writable(path, force=force)
+    found = measure(config, layout, Progress(errors), name=path.stem, quick=quick)
+    written = path if found.record.measurements else None
+    if written is not None:
+        write_profile(written, found)
+    if json:
+        from canzona_cli.report.text import json_text
+
+        typer.echo(json_text(as_json(found, written)))
+    else:
+        Console(highlight=False).print(CalibrationView(found=found, config=config, written=written))
+    if found.outcome.exit_code:
+        raise typer.Exit(found.outcome.exit_code)

@@ -1,0 +1,200 @@
+"""How `canzona calibrate` reads: progress while it measures, then each number with its spread and what was assumed."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from canzona_cli.bench.calibrate import Calibration
+from canzona_cli.bench.measurement import Measurement, Quantity
+from canzona_cli.config.paths import shown
+from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
+from canzona_cli.planner.links import Group, Links
+from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.text import MISSING, clean, milliseconds, size, wrapped
+from canzona_cli.report.view import RunStatus
+
+_NAME, _NUMBER, _SPREAD = 30, 11, 7
+_SINGLE: Mapping[Quantity, tuple[str, str]] = {
+    "fp32_tflops": ("fp32 products", "TFLOP/s"),
+    "tf32_tflops": ("TF32 products", "TFLOP/s"),
+    "qr_tflops": ("QR", "TFLOP/s"),
+    "eigh_tflops": ("eigendecomposition", "TFLOP/s"),
+    "launch_us": ("launch of an operation", "us"),
+    "memory_gb_per_s": ("memory", "GB/s"),
+    "adamw_ns": ("AdamW, an element", "ns"),
+}
+
+
+class Progress:
+    """One line for each part as it begins. Implements `canzona_cli.report.view.TrainView`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._begun = console, time.monotonic()
+
+    def header(
+        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+    ) -> None:
+        """There is no run to speak of."""
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Nothing is prepared."""
+
+    def stage(self, event: Mapping[str, object]) -> None:
+        what = clean(event.get("stage", ""))
+        text = what if what == "start workers" else f"measure {what}"
+        self._console.print(Text(f"{time.monotonic() - self._begun:5.0f} s  {text}", style="dim"))
+
+    def step(self, metrics: Mapping[str, object]) -> None:
+        """There are none."""
+
+    def validation(self, record: Mapping[str, object]) -> None:
+        """There are none."""
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        """What came of it is said by `CalibrationView`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationView:
+    """Tables, warnings, the file and how to use it."""
+
+    found: Calibration
+    config: RunConfig
+    """That was measured for, its cluster the base profile."""
+    written: Path | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self.found
+        if found.record.measurements:
+            yield from self._rates()
+            yield from self._updates()
+            yield from self._collectives()
+        yield Text(f"took {found.seconds:.0f} s, load average {found.load:.1f} at the start")
+        for skipped in found.record.skipped:
+            yield from wrapped(Text(clean(skipped)), console, options, first="left to the cost model: ", rest="  ")
+        for warning in found.warnings:
+            yield from wrapped(Text(clean(warning), style="yellow"), console, options, first="warning: ", rest="  ")
+        yield from self._end(console, options)
+
+    def _rates(self) -> Iterator[Text]:
+        base = self.found.base
+        yield _titles("", "measured", "spread", f"{base.name}")
+        for m in self.found.record.measurements:
+            if m.quantity == "matmul_tflops":
+                size_ = int(m.key[0])
+                before = matmul_rate(base, size_, "bf16") / 1e12
+                yield _line(f"bf16 products of {size_}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
+            elif m.quantity in _SINGLE:
+                name, unit = _SINGLE[m.quantity]
+                yield _line(f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
+        factors = (("forward", self.found.profile.forward_factor), ("backward", self.found.profile.backward_factor))
+        for m in self.found.record.measurements:
+            for name, factor in factors:
+                if m.quantity == name:
+                    yield _line(
+                        f"{name}, times its model", f"{factor:.3g}", m, f"{getattr(base, f'{name}_factor'):.3g}"
+                    )
+        yield Text()
+
+    def _updates(self) -> Iterator[Text]:
+        rows = [m for m in self.found.record.measurements if m.quantity == "updates"]
+        if not rows:
+            return
+        assumed = _Assumed(self.config)
+        yield _titles("update of a matrix, ms", "measured", "spread", self.found.base.name)
+        for m in sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:])):
+            name = f"{m.key[0]} {m.key[1]}x{m.key[2]}"
+            yield _line(name, milliseconds(m.spread.median), m, assumed.update(m.key))
+        yield Text()
+
+    def _collectives(self) -> Iterator[Text]:
+        rows = [m for m in self.found.record.measurements if m.quantity == "collectives"]
+        if not rows:
+            return
+        yield _titles("collective, ms", "measured", "spread", self.found.base.name)
+        links = Links(cluster=replace(self.found.base, collectives=()))
+        for m in sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:])):
+            kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
+            if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
+                continue  # the file has them all
+            name = f"{kind} among {ranks}, {size(bytes_)}"
+            before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
+            yield _line(name, milliseconds(m.spread.median), m, before)
+        yield Text()
+
+    def _end(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        found = self.found
+        if found.outcome.status == "interrupted":
+            kept = "what was measured is kept" if self.written is not None else "nothing was measured yet"
+            yield Text(f"interrupted: {kept}", style="bold yellow")
+        elif found.outcome.status == "failed":
+            reason = Text(clean(found.outcome.message), style="bold red")
+            yield from wrapped(reason, console, options, first="failed: ", rest="  ")
+            if found.outcome.log is not None:
+                yield Text(f"its whole output: {found.outcome.log}", no_wrap=True, overflow="ignore")
+        if self.written is None:
+            return
+        where = shown(self.written)
+        yield Text(f"written: {where}", style="bold", no_wrap=True, overflow="ignore")
+        use = f"canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={where}"
+        yield Text(f"use it: {use}", no_wrap=True, overflow="ignore")
+
+
+class _Assumed:
+    """What the base profile would have said of an update."""
+
+    def __init__(self, config: RunConfig) -> None:
+        own, lr = config.optimizer, config.optimizer.lr
+        self._cluster = config.cluster
+        self._ways = {}
+        muon = own if isinstance(own, MuonConfig) else MuonConfig(name="muon", lr=lr)
+        for optimizer in (
+            replace(muon, stack=False),
+            replace(muon, stack=True),
+            own if isinstance(own, SoapConfig) else SoapConfig(name="soap", lr=lr),
+            own if isinstance(own, ShampooConfig) else ShampooConfig(name="shampoo", lr=lr),
+        ):
+            how = algorithm(replace(config, optimizer=optimizer))
+            self._ways[label(how)] = how
+
+    def update(self, key: Sequence[str | int]) -> str:
+        how = self._ways.get(str(key[0]).removeprefix("megatron/"))
+        if how is None:
+            return MISSING
+        return milliseconds(seconds(how, int(key[1]), int(key[2]), self._cluster))
+
+
+def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
+    if quantity == "adamw_ns":
+        return f"{1e9 * adamw_seconds(1e6, base) / 1e6:.3g}"
+    value = getattr(base, quantity)
+    return MISSING if value is None else f"{value:.3g}"
+
+
+def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
+    """By latency and bandwidth."""
+    group = Group(size=ranks, per_machine=ranks)
+    if kind == "all_reduce":
+        return links.all_reduce(bytes_, group).seconds
+    if kind in ("all_gather", "reduce_scatter"):
+        return links.all_gather(bytes_, group).seconds
+    if kind == "all_to_all":
+        return links.all_to_all([bytes_] * ranks, [bytes_] * ranks, group).seconds
+    if kind == "send":
+        return links.point_to_point(bytes_, crosses=False).seconds
+    return links.through(bytes_, group).seconds
+
+
+def _titles(name: str, measured: str, spread: str, before: str) -> Text:
+    before = before if len(before) <= _NUMBER else f"{before[: _NUMBER - 1]}…"
+    return Text(f"{name:<{_NAME}}{measured:>{_NUMBER}}{spread:>{_SPREAD}}{before:>{_NUMBER + 1}}", style="dim")
+
+
+def _line(name: str, value: str, m: Measurement, before: str) -> Text:
+    text = f"{clean(name):<{_NAME}}{value:>{_NUMBER}}{m.spread.relative:>{_SPREAD}.0%}{before:>{_NUMBER + 1}}"
+    return Text(text, no_wrap=True, overflow="ignore")
