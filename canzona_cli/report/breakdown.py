@@ -273,7 +273,7 @@ class _BreakdownView:
         """As many as fit, in this order."""
         planned = self.breakdown.planned is not None
         found = ["phase", "min", "mean", "max"]
-        if planned and options.max_width < 78:
+        if planned and options.max_width < 80:
             found = ["phase", "mean"]
         if planned:
             found += ["planned", "error"]
@@ -283,9 +283,9 @@ class _BreakdownView:
         return [*found, "bar"] if self._bar_width(options, found) >= 4 else found
 
     def _bar_width(self, options: ConsoleOptions, columns: list[str]) -> int:
-        """What the other columns leave, which take at most so much with their padding."""
-        widths = {"phase": 24 if self._short_labels(options) else 30, "slowest": 11, "error": 8, "bar": 0}
-        return min(40, options.max_width - 2 - sum(widths.get(column, 9) for column in columns))
+        """What the other columns leave, which take at most so much with their padding: times six digits, and so on."""
+        widths = {"phase": 24 if self._short_labels(options) else 30, "slowest": 12, "share": 10, "bar": 0}
+        return min(40, options.max_width - 3 - sum(widths.get(column, 9) for column in columns))
 
     def _short_labels(self, options: ConsoleOptions) -> bool:
         """Without the word `exposed` the plan fits beside the times on a terminal of 80 columns."""

@@ -88,7 +88,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
     layout = _layout(files)
     trace = {
         "displayTimeUnit": "ms",
-        "otherData": {"run": str(run_dir), "clock": "microseconds from the first step shown"},
+        "otherData": {"run": str(run_dir.absolute()), "clock": "microseconds from the first step shown"},
         "traceEvents": list(trace_events(ranks, planned, layout)),
     }
     try:

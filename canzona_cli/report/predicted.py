@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.planner.plan import Plan
@@ -54,6 +54,7 @@ def planned_step(config: RunConfig, layout: Layout, plan: Plan | None) -> Planne
     Args:
         plan: what canzona and asc execute; None for the others.
     """
+    from canzona_cli.bench.profile_file import profile_mismatches
     from canzona_cli.planner.predict import predict, with_cores
 
     found = predict(config, layout, plan)
@@ -62,7 +63,7 @@ def planned_step(config: RunConfig, layout: Layout, plan: Plan | None) -> Planne
         strategy=found.strategy,
         profile=found.profile,
         calibrated=found.calibrated,
-        mismatches=_mismatches(config.cluster) if found.calibrated else (),
+        mismatches=profile_mismatches(config.cluster) if found.calibrated else (),
         cores=with_cores(config).cluster.cores if config.cluster.device == "cpu" else None,
         iteration_s=found.iteration_s,
         optimizer_s=found.optimizer_s,
@@ -101,11 +102,3 @@ def load_planned(run_dir: Path) -> PlannedStep | None:
 def _unreadable(run_dir: Path, reason: str) -> ConfigError:
     fix = "what was measured is shown without the plan; `canzona plan` predicts again"
     return ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
-
-
-def _mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    try:
-        from canzona_cli.bench.profile_file import profile_mismatches
-    except ImportError:
-        return ()
-    return profile_mismatches(cluster)

@@ -142,3 +142,52 @@ def test_a_run_nearby_is_suggested(tmp_path: Path) -> None:
     done = canzona("report", str(tmp_path / "reel"), columns=300)
     assert done.returncode == 2
     assert str(files.root) in done.stdout + done.stderr
+
+
+def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", steps=40)
+    shutil.copy(FIXTURE, one.breakdown)
+    done = canzona("report", "--compare", str(one.root), str(other.root))
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "all settings are equal" in text
+    assert "step 40 (last of both)" in text
+    assert "B: no breakdown" in text
+    content = json.loads(canzona("report", "--compare", str(one.root), str(other.root), "--json").stdout)
+    assert content["runs"]["b"]["step"] == 40
+    assert content["loss"]["first"]["change"] == 0
+    assert content["settings"] == {}
+
+
+def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None:
+    done = canzona("report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), columns=300)
+    assert done.returncode == 2
+    assert "2 problems" in done.stderr
+    assert str(tmp_path / "one") in done.stderr
+    assert str(tmp_path / "other") in done.stderr
+    files = make_run(tmp_path / "run", steps=3)
+    for arguments, fix in (
+        (("--compare", str(files.root)), "--compare RUN_A RUN_B"),
+        ((str(files.root),) * 3, "canzona report RUN_DIR"),
+    ):
+        done = canzona("report", *arguments)
+        assert done.returncode == 2
+        assert fix in " ".join(done.stderr.split())
+
+
+def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=3)
+    done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"))
+    assert done.returncode == 2
+    assert "there are no timelines in it" in " ".join(done.stderr.split())
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run")
+    shutil.copy(FIXTURE, files.breakdown)
+    files.predicted.write_text("{")
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0
+    assert "no plan beside it: predicted.json" in " ".join(done.stdout.split())
+    assert "matrix update" in done.stdout

@@ -13,6 +13,7 @@ from rich.console import Console
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
+from canzona_cli.report.predicted import load_planned
 
 DATA = Path(__file__).parent / "data"
 
@@ -174,3 +175,86 @@ def test_sixty_columns_cut_nothing_off() -> None:
     lines = shown(load_breakdown(DATA), 60)
     assert max(map(len, lines)) <= 60
     assert "…" not in "".join(lines)
+
+
+def planned_run(tmp_path: Path, **changes: object) -> Path:
+    """The fixture's run with a prediction: twice as long as measured, but for its matrix update, which is as long."""
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    prediction = {
+        "version": 1,
+        "strategy": "layerwise",
+        "profile": "cpu",
+        "calibrated": True,
+        "cores": 2,
+        "iteration_s": 0.8042,
+        "optimizer_s": 0.2,
+        "phases": {name: (1 if name == "matrix_update" else 2) * phase["mean_s"] for name, phase in phases.items()},
+        "load_balance": 1.25,
+        "memory_bytes": 100 * 2**20,
+        "events": [],
+    }
+    (tmp_path / "predicted.json").write_text(json.dumps(prediction | changes))
+    return written(tmp_path, content)
+
+
+@pytest.mark.parametrize("width", [60, 66, 70, 79, 80, 86, 100, 109, 110, 120, 200])
+def test_a_plan_fits_beside_what_was_measured(tmp_path: Path, width: int) -> None:
+    lines = shown(load_breakdown(planned_run(tmp_path)), width)
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    assert row(lines, "phase").split()[-3:] == ["planned", "error", "share"] or width >= 110
+    assert "194 +100%" in " ".join(row(lines, "forward").split()), "2 x 96.8 ms"
+    assert "+0%" in row(lines, "matrix update")
+    assert "804 +100%" in " ".join(row(lines, "step").split())
+
+
+def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> None:
+    text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path)))).split())
+    assert "matrix update 1.09 (planned 1.25)" in text
+    assert "planned 100 MiB" in text
+    assert "why backward took 187 ms, planned 375 ms" in text
+    assert "calibrate" not in text
+
+
+def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
+    text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
+    assert "Profile cpu is not measured on this machine: `canzona calibrate` does it" in text
+    other = planned_run(tmp_path, mismatches=["cores: 64, here 2"])
+    text = " ".join(" ".join(shown(load_breakdown(other))).split())
+    assert "measured elsewhere: cores: 64, here 2" in text
+    assert "which was not measured on it" in text, "its rates are not taken for this machine's"
+
+
+def test_json_has_the_plan_its_errors_and_why(tmp_path: Path) -> None:
+    content = load_breakdown(planned_run(tmp_path)).as_json()
+    planned, why = content["planned"], content["why"]
+    assert isinstance(planned, dict)
+    assert isinstance(why, dict)
+    assert planned["error"]["forward"] == pytest.approx(1)
+    assert planned["error"]["matrix_update"] == pytest.approx(0)
+    assert planned["error"]["step"] == pytest.approx(1, abs=1e-3)
+    assert "events" not in planned
+    assert why["phase"] == "backward"
+    json.dumps(content)
+    older = load_breakdown(DATA).as_json()
+    assert (older["planned"], older["why"]) == (None, None)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"version": 9}', '{"version": 1, "strategy": 3}'])
+def test_a_damaged_prediction_leaves_what_was_measured(tmp_path: Path, damage: str) -> None:
+    written(tmp_path, fixture())
+    (tmp_path / "predicted.json").write_text(damage)
+    breakdown = load_breakdown(tmp_path)
+    assert breakdown.planned is None
+    assert shown(breakdown) == shown(load_breakdown(DATA))
+    with pytest.raises(ConfigError, match=r"predicted\.json"):
+        load_planned(tmp_path)
+
+
+def test_phases_without_a_plan_or_without_a_time_have_no_error(tmp_path: Path) -> None:
+    lines = shown(load_breakdown(planned_run(tmp_path, phases={"forward": 0.0, "exchange": 0.002})), 80)
+    assert row(lines, "forward").split() == ["forward", "93.9", "96.8", "99.7", "-", "-", "24.1%"]
+    assert row(lines, "exchange").split() == ["exchange", "-", "-", "-", "2.00", "-", "-"]
+    assert row(lines, "backward").split()[4:6] == ["-", "-"]

@@ -199,3 +199,50 @@ def test_phases_add_up_to_the_step(parts: list[tuple[list[Phase], float]], trans
     assert timing.step_s == sum(seconds for _, seconds in parts)
     assert sum(timing.phases.get(name, 0.0) for name in IN_STEP) == timing.step_s
     assert timing.phases.get("exchange_total", 0.0) == len(covered)
+
+
+def test_the_last_steps_can_be_told_moment_by_moment() -> None:
+    """Exclusive phases without gaps from start to end, transfers beside them, on the host's clock."""
+    timer = HandTimer()
+    for number in range(1, 5):
+        timer.begin_step()
+        timer.spend(1.0, "forward")
+        sent = timer.span("grad_reduce_total", timer.now())
+        with timer.phase("norm_clip"):
+            timer.spend(2.0)
+            timer.spend(float(number), "matrix_update")
+        timer.end_step()
+        sent.end = timer.now()
+    assert [timeline.number for timeline in timer.timelines()] == [3, 4]
+    last = timer.timelines()[-1]
+    assert (last.start_s, last.end_s) == (100 + 4 + 5 + 6, 100 + 4 + 5 + 6 + 7)
+    assert [(phase.name, phase.end_s - phase.start_s) for phase in last.phases] == [
+        ("forward", 1.0),
+        ("norm_clip", 2.0),
+        ("matrix_update", 4.0),
+    ]
+    assert last.phases[0].start_s == last.start_s
+    assert last.phases[-1].end_s == last.end_s
+    (transfer,) = last.transfers
+    assert (transfer.name, transfer.start_s, transfer.end_s) == ("grad_reduce", last.start_s + 1, last.end_s)
+
+
+def test_the_steps_that_were_asked_for_are_kept_in_place_of_the_last() -> None:
+    timer = HandTimer()
+    timer.keep(2, 4)
+    for _ in range(6):
+        timer.begin_step()
+        timer.spend(1.0, "forward")
+        timer.end_step()
+    assert [timeline.number for timeline in timer.timelines()] == [2, 3, 4]
+    assert len(timer.timings()) == 6
+
+
+def test_a_transfer_that_has_not_landed_is_not_drawn() -> None:
+    timer = HandTimer()
+    timer.begin_step()
+    timer.span("exchange_total", timer.now())
+    timer.spend(1.0, "forward")
+    timer.end_step()
+    (timeline,) = timer.timelines()
+    assert timeline.transfers == ()
