@@ -363,7 +363,7 @@ class _BreakdownView:
         if not planned.calibrated:
             source += f". Profile {clean(planned.profile)} is not measured on this machine: `canzona calibrate` does it"
         elif planned.mismatches:
-            source += f". The profile was measured elsewhere: {clean('; '.join(planned.mismatches))}"
+            source += f". But {clean('; '.join(planned.mismatches))}"
         return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
 
     @property

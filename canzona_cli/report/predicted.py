@@ -33,7 +33,7 @@ class PlannedStep:
     profile: str
     calibrated: bool
     mismatches: tuple[str, ...] = ()
-    """What differs between this machine and the one that a calibrated profile was measured on."""
+    """Why a calibrated profile may not hold on this machine."""
     cores: int | None = None
     """Processor cores that the ranks of one machine share; None where each rank has a device of its own."""
     iteration_s: float
@@ -54,7 +54,7 @@ def planned_step(config: RunConfig, layout: Layout, plan: Plan | None) -> Planne
     Args:
         plan: what canzona and asc execute; None for the others.
     """
-    from canzona_cli.bench.profile_file import profile_mismatches
+    from canzona_cli.cluster.machine import profile_mismatches
     from canzona_cli.planner.predict import predict, with_cores
 
     found = predict(config, layout, plan)

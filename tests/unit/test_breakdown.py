@@ -221,9 +221,9 @@ def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> No
 def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
     text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
     assert "Profile cpu is not measured on this machine: `canzona calibrate` does it" in text
-    other = planned_run(tmp_path, mismatches=["cores: 64, here 2"])
+    other = planned_run(tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"])
     text = " ".join(" ".join(shown(load_breakdown(other))).split())
-    assert "measured elsewhere: cores: 64, here 2" in text
+    assert "But cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
     assert "which was not measured on it" in text, "its rates are not taken for this machine's"
 
 
