@@ -1,0 +1,263 @@
+"""`canzona bench --simulate`: what every size and strategy is predicted to take on more and more GPUs. No torch.
+
+Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a simulated
+iteration of each strategy on that layout. Nothing here is measured.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from canzona_cli.bench.results import STRATEGIES
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Device, Layout, RunConfig
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.planner.compare import study_run
+from canzona_cli.planner.planner import plannable
+from canzona_cli.planner.simulate import assumptions
+from canzona_cli.planner.study import Study
+
+SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+MOST_GPUS = 65_536
+"""More would take minutes to plan, and no profile's links are meant for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStrategy:
+    """One strategy of one size on one number of GPUs. Seconds and bytes."""
+
+    iteration_s: float
+    optimizer_s: float
+    """With the exchange as if hidden under nothing (`StrategyResult.optimizer_s`)."""
+    optimizer_exposed_s: float
+    """What the iteration waits for."""
+    overhead_over_adamw: float
+    """How much longer than AdamW's the iteration is; 0.01 is one per cent."""
+    load_balance: float
+    """Of matrix updates, max over mean of all ranks."""
+    memory_bytes: int
+    """Of the fullest rank."""
+    fits: bool
+    """Whether that is within the profile's memory; one that does not fit is timed as if it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedCell:
+    """One size on one number of GPUs: all strategies on one layout, or the reason why there is none."""
+
+    recipe: str
+    gpus: int
+    layout: Layout | None
+    reason: str
+    """Why no layout is possible; empty where there is one."""
+    strategies: Mapping[str, SimulatedStrategy]
+    """Empty without a layout."""
+
+    def ratio(self, strategy: str) -> float | None:
+        """How many times longer the optimizer step of a strategy is than canzona's."""
+        if not self.strategies:
+            return None
+        ours = self.strategies["canzona"].optimizer_s
+        return self.strategies[strategy].optimizer_s / ours if ours > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """All cells, by recipe, then GPUs."""
+
+    optimizer: str
+    profile: str
+    device: Device
+    calibrated: bool
+    overrides: tuple[str, ...]
+    gpus: tuple[int, ...]
+    cells: tuple[SimulatedCell, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.recipe for cell in self.cells))
+
+    def of(self, recipe: str) -> tuple[SimulatedCell, ...]:
+        """By GPUs, ascending."""
+        return tuple(cell for cell in self.cells if cell.recipe == recipe)
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints."""
+        return {
+            "simulated": True,
+            "optimizer": self.optimizer,
+            "profile": self.profile,
+            "calibrated": self.calibrated,
+            "overrides": list(self.overrides),
+            "gpus": list(self.gpus),
+            "cells": [
+                {
+                    "recipe": cell.recipe,
+                    "gpus": cell.gpus,
+                    "layout": None if cell.layout is None else asdict(cell.layout),
+                    "reason": cell.reason or None,
+                    "strategies": {name: asdict(found) for name, found in cell.strategies.items()},
+                    "optimizer_over_canzona": {name: cell.ratio(name) for name in cell.strategies if name != "canzona"},
+                }
+                for cell in self.cells
+            ],
+            "assumptions": list(self.assumptions),
+        }
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Numbers of GPUs, ascending: `8..1024` doubles from 8 to 1024, `8,64,256` lists them, both may be mixed.
+
+    Raises:
+        ConfigError: anything else; every mistake at once.
+    """
+    found: set[int] = set()
+    problems: list[Problem] = []
+    for part in text.split(","):
+        numbers = _numbers(part.strip())
+        if isinstance(numbers, str):
+            problems.append(
+                Problem(key="--gpus", value=part.strip() or text, reason=numbers, fix="write 8..1024 or 8,64,256")
+            )
+        else:
+            found.update(numbers)
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(sorted(found))
+
+
+def run_simulation(
+    overrides: Sequence[str],
+    gpus: Sequence[int],
+    sizes: Sequence[str] | None = None,
+    recipes_dirs: Sequence[Path] = (),
+) -> Simulation:
+    """Simulate every size on every number of GPUs; some 0.2 s each.
+
+    Args:
+        overrides: settings for all of them; `recipe=` there names the one size.
+        gpus: ascending.
+        sizes: recipes; None for the one in `overrides`, else all of Qwen3's.
+
+    Raises:
+        ConfigError: the settings are impossible for a size whatever the number of GPUs.
+    """
+    named = [text.partition("=")[2].strip() for text in overrides if _key(text) == "recipe"]
+    _check(overrides, named, sizes)
+    rest = [text for text in overrides if _key(text) != "recipe"]
+    recipes = tuple(sizes or named or SIZES)
+    cells: list[SimulatedCell] = []
+    configs: list[RunConfig] = []
+    for recipe in recipes:
+        refused: list[ConfigError] = []
+        for count in gpus:
+            try:
+                config = _config(recipe, count, rest, recipes_dirs)
+                configs.append(config)
+                cells.append(_cell(config, count))
+            except ConfigError as error:
+                refused.append(error)
+                cells.append(_impossible(recipe, count, error))
+        if len(refused) == len(gpus):  # not a matter of how many GPUs: a mistake to be told as such
+            raise ConfigError(*dict.fromkeys(problem for error in refused for problem in error.problems))
+    return Simulation(
+        optimizer=configs[0].optimizer.name,
+        profile=configs[0].cluster.name,
+        device=configs[0].cluster.device,
+        calibrated=bool(configs[0].cluster.measured_on),
+        overrides=tuple(overrides),
+        gpus=tuple(gpus),
+        cells=tuple(cells),
+        assumptions=assumptions(),
+    )
+
+
+def _numbers(text: str) -> Sequence[int] | str:
+    """The numbers of one part of `--gpus`, or what is wrong with it."""
+    first, dots, last = text.partition("..")
+    ends = [first.strip(), last.strip()] if dots else [first.strip()]
+    if not all(end.isascii() and end.isdigit() for end in ends):
+        return "is no number of GPUs and no range FROM..TO"
+    low, high = int(ends[0]), int(ends[-1])
+    if low < 1:
+        return "GPUs are counted from 1"
+    if high > MOST_GPUS:
+        return f"is more than the {MOST_GPUS:,} GPUs that plans are made for"
+    if high < low:
+        return "ends before it begins"
+    doubled = [low << power for power in range(high.bit_length()) if low << power <= high]
+    if doubled[-1] != high:
+        return f"doubling {low} does not lead to {high}, but to {doubled[-1]} and {2 * doubled[-1]}"
+    return doubled
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].strip()
+
+
+def _check(overrides: Sequence[str], named: Sequence[str], sizes: Sequence[str] | None) -> None:
+    problems = []
+    if any(_key(text) == "gpus" for text in overrides):
+        text = next(text for text in overrides if _key(text) == "gpus")
+        count = text.partition("=")[2].strip()
+        problems.append(
+            Problem(key="gpus", value=count, reason="is what --gpus goes through here", fix=f"write --gpus {count}")
+        )
+    if named and sizes:
+        problems.append(
+            Problem(
+                key="recipe", value=named[0], reason="sizes are named twice", fix="leave out recipe=... or the sizes"
+            )
+        )
+    if len(named) > 1:
+        problems.append(
+            Problem(key="recipe", value=named[-1], reason="is given twice", fix="leave recipe out for all sizes")
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
+    """Composed for so many GPUs, planned as canzona."""
+    composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
+    config, _ = plannable(composed.config)
+    return replace(config, engine=replace(config.engine, strategy="canzona"))
+
+
+def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
+    try:
+        study = study_run(*resolve(config))
+    except DoesNotFit as error:
+        return _impossible(config.name, gpus, error)
+    return SimulatedCell(
+        recipe=config.name,
+        gpus=gpus,
+        layout=study.layout,
+        reason="",
+        strategies=MappingProxyType(dict(_strategies(study))),
+    )
+
+
+def _strategies(study: Study) -> Iterator[tuple[str, SimulatedStrategy]]:
+    for name in STRATEGIES:
+        compared = study.strategies[name]
+        yield (
+            name,
+            SimulatedStrategy(
+                iteration_s=compared.result.iteration_s,
+                optimizer_s=compared.result.optimizer_s,
+                optimizer_exposed_s=compared.result.optimizer_exposed_s,
+                overhead_over_adamw=study.overhead(name),
+                load_balance=compared.result.update_balance,
+                memory_bytes=compared.memory_bytes,
+                fits=compared.fits,
+            ),
+        )
+
+
+def _impossible(recipe: str, gpus: int, error: ConfigError | DoesNotFit) -> SimulatedCell:
+    reason = "; ".join(f"{problem.key}: {problem.reason}" for problem in error.problems)
+    return SimulatedCell(recipe=recipe, gpus=gpus, layout=None, reason=reason, strategies=MappingProxyType({}))
