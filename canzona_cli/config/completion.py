@@ -11,11 +11,14 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
 from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
 from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
+CALIBRATED = "`canzona calibrate`"
+"""What the first line of a calibrated profile has."""
 
 # Typer's own script for bash, but without a space after a key, and with files only where there is nothing else.
 BASH_SCRIPT = """
@@ -102,6 +105,19 @@ def prepare_completion_options(arguments: list[str]) -> None:
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
 
 
+def _profiles_here() -> list[str]:
+    """Profiles in this folder, as `canzona calibrate` leaves them."""
+    found = []
+    for file in sorted(Path().glob("*.yaml")):
+        try:
+            with file.open(encoding="utf-8", errors="replace") as text:
+                if CALIBRATED in text.readline():
+                    found.append(f"./{file}")
+        except OSError:
+            continue
+    return found
+
+
 def _keys(prefix: str) -> list[str]:
     """Keys that begin like this. Sections first, so that an empty word does not offer a hundred settings."""
     from canzona_cli.config.keys import sections, settings
@@ -122,7 +138,7 @@ def _values(key: str) -> list[str]:
             dirs = (*user_recipes_dirs(), builtin_recipes_dir())
         except ConfigError:
             dirs = (builtin_recipes_dir(),)
-        return list(group_options(key, dirs))
+        return [*group_options(key, dirs), *(_profiles_here() if key == "cluster" else ())]
     setting = settings().get(key)
     if setting is None:
         return []

@@ -19,9 +19,12 @@ from canzona_cli.config.paths import (
 )
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.source import (
+    FILE_OPTION,
     RecipeSource,
     content_problems,
+    find_cluster,
     find_recipe,
+    is_file_name,
     nearest_recipe,
     read_yaml,
     shadowed,
@@ -85,6 +88,9 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     asked = parse_overrides(overrides)
     problems = list(asked.problems)
     groups = dict(_known_groups(asked, dirs, problems))
+    cluster_file = _cluster_file(asked, dirs, problems)
+    if cluster_file is not None:
+        groups["cluster"] = FILE_OPTION
     source = _recipe(asked.groups.get("recipe"), dirs, problems)
     if source is None:
         # Nothing to lay the overrides over: what can be told without a recipe is what is wrong with each by itself.
@@ -95,24 +101,25 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         if unsafe:
             raise ConfigError(*problems, *unsafe)
     try:
-        base, files = _composed(source, groups, dirs)
+        base, files = _composed(source, groups, dirs, cluster_file)
         tree = _with_values(base, asked.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
-    config = build(tree, texts=asked.texts, where=shown(source.path))
+    where = shown(source.path) if cluster_file is None else f"{shown(source.path)} with {shown(cluster_file)}"
+    config = build(tree, texts=asked.texts, where=where)
     if isinstance(config, list):
         told = {problem.key for problem in problems}
         problems += [problem for problem in config if problem.key not in told]
         bad = {problem.key for problem in config}
         fallback = _with_values(base, {k: v for k, v in asked.values.items() if not _among(k, bad)}, [])
-        substitute = build(fallback, texts=asked.texts, where=shown(source.path))
+        substitute = build(fallback, texts=asked.texts, where=where)
         if isinstance(substitute, RunConfig):
             problems += _judged(substitute, asked, base, ignoring=bad, training=training)
         raise ConfigError(*problems)
     problems += _judged(config, asked, base, ignoring=set(), training=training)
     if problems:
         raise ConfigError(*problems)
-    by_name = [file for file in files if not (source.is_file and file == source.path)]
+    by_name = [file for file in files if file != cluster_file and not (source.is_file and file == source.path)]
     notes = [f"{group} {name} from {shown(file)} shadows the built-in" for group, name, file in shadowed(by_name)]
     builtin_names = group_options("recipe", [builtin_recipes_dir()])
     if source.is_file and source.name in builtin_names and source.path != builtin_names[source.name]:
@@ -130,13 +137,25 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
 def _known_groups(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> Iterator[tuple[str, str]]:
     """Group choices of the command line that exist, by their full names."""
     for group, option in asked.groups.items():
-        if group == "recipe":
+        if group == "recipe" or (group == "cluster" and is_file_name(option)):
             continue
         name = full_name(option, group_options(group, dirs))
         if name is None:
             problems.append(unknown_option(group, option, dirs))
         else:
             yield group, name
+
+
+def _cluster_file(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> Path | None:
+    """The profile that the command line gives as a file."""
+    option = asked.groups.get("cluster", "")
+    if not is_file_name(option):
+        return None
+    try:
+        return find_cluster(option, dirs)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return None
 
 
 def _recipe(asked: str | None, dirs: Sequence[Path], problems: list[Problem]) -> RecipeSource | None:
@@ -155,7 +174,7 @@ def _recipe(asked: str | None, dirs: Sequence[Path], problems: list[Problem]) ->
 
 
 def _composed(
-    source: RecipeSource, groups: Mapping[str, str], dirs: Sequence[Path]
+    source: RecipeSource, groups: Mapping[str, str], dirs: Sequence[Path], cluster_file: Path | None = None
 ) -> tuple[dict[str, object], list[Path]]:
     """The tree that Hydra composes from files alone, and the files. References are not resolved yet."""
     from hydra import compose, initialize_config_dir
@@ -166,7 +185,8 @@ def _composed(
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    with staged(source, groups) as (stage, option):
+    given = {f"recipe/{FILE_OPTION}": source.path if source.is_file else None, f"cluster/{FILE_OPTION}": cluster_file}
+    with staged(source, groups, cluster_file) as (stage, option):
         search = ",".join("'file://" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in dirs)
         overrides = [f"recipe='{option}'", *(f"{group}='{name}'" for group, name in groups.items())]
         overrides.append(f"hydra.searchpath=[{search}]")
@@ -186,10 +206,9 @@ def _composed(
             fix = "give the file another name than what it builds on, or run it by its path: recipe=./FILE.yaml"
             raise ConfigError(Problem(key=shown(source.path), reason=reason, fix=fix)) from error
         files = [
-            source.path if source.is_file and part.config_path == f"recipe/{option}" else file
+            given.get(part.config_path) or _provider(part.config_path, dirs)
             for part in used
             if part.config_path is not None and part.config_path.partition("/")[0] in GROUPS
-            for file in [_provider(part.config_path, dirs)]
         ]
     assert isinstance(composed, dict)
     tree = {str(key): value for key, value in composed.items()}

@@ -8,13 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from canzona_cli.config.hints import closest
-from canzona_cli.config.overrides import resolver_problem, target_problem
+from canzona_cli.config.keys import sections
+from canzona_cli.config.overrides import resolver_problem, target_problem, unknown_key
 from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, full_name, group_options, shown
 from canzona_cli.errors import ConfigError, Problem
 
-# A recipe given as a file takes this place in the recipe group: a name of its own, so that it may build on a built-in
-# recipe it is named after.
-_FILE_OPTION = "from_file"
+# What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
+# one it is named after.
+FILE_OPTION = "from_file"
 # The setting that tells a section which is whole from one that adjusts its group's file.
 _TELLS_WHOLE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
@@ -34,16 +35,39 @@ def find_recipe(asked: str, dirs: Sequence[Path]) -> RecipeSource:
 
     Raises ConfigError with the nearest name when there is none.
     """
-    if asked.endswith((".yaml", ".yml")):
+    if is_file_name(asked):
         path = Path(asked).expanduser()
         if path.is_file():
             return RecipeSource(name=path.stem, path=path.resolve(), is_file=True)
-        raise ConfigError(_no_such_file(asked, path, dirs))
+        raise ConfigError(_no_such_file("recipe", asked, path, dirs))
     options = group_options("recipe", dirs)
     name = full_name(asked, options)
     if name is not None:
         return RecipeSource(name=name, path=options[name], is_file=False)
     raise ConfigError(unknown_option("recipe", asked, dirs))
+
+
+def is_file_name(asked: str) -> bool:
+    """Whether an option is the path of a file rather than a name."""
+    return asked.endswith((".yaml", ".yml"))
+
+
+def find_cluster(asked: str, dirs: Sequence[Path]) -> Path:
+    """The cluster profile at this path, as `canzona calibrate` writes it or as the cluster group has them.
+
+    Raises ConfigError when there is none, or it has settings that a profile has not.
+    """
+    path = Path(asked).expanduser()
+    if not path.is_file():
+        raise ConfigError(_no_such_file("cluster", asked, path, dirs))
+    content = read_yaml(path)
+    where = f" (in {shown(path)})"
+    known = sections()["cluster"]
+    strange = [unknown_key(f"cluster.{key}", value, where=where) for key, value in content.items() if key not in known]
+    unsafe = list(content_problems(content, shown(path), "cluster"))
+    if strange or unsafe:
+        raise ConfigError(*(unsafe or strange))
+    return path.resolve()
 
 
 def nearest_recipe(asked: str, dirs: Sequence[Path]) -> RecipeSource | None:
@@ -102,8 +126,11 @@ def content_problems(content: object, where: str, key: str = "") -> Iterator[Pro
 
 
 @contextmanager
-def staged(source: RecipeSource, groups: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    """A temporary folder with the primary configuration and, for a recipe file, the recipe; and the option's name.
+def staged(
+    source: RecipeSource, groups: Mapping[str, str], cluster_file: Path | None = None
+) -> Iterator[tuple[Path, str]]:
+    """A temporary folder with the primary configuration and, where they are files, recipe and cluster profile; and the
+    recipe's option.
 
     Hydra looks into its primary folder first, then into the search path; nothing is written beside the user's file.
     """
@@ -113,8 +140,11 @@ def staged(source: RecipeSource, groups: Mapping[str, str]) -> Iterator[tuple[Pa
         option = source.name
         if source.is_file:
             (stage / "recipe").mkdir()
-            (stage / "recipe" / f"{_FILE_OPTION}.yaml").write_text(_as_recipe(source, groups), encoding="utf-8")
-            option = _FILE_OPTION
+            (stage / "recipe" / f"{FILE_OPTION}.yaml").write_text(_as_recipe(source, groups), encoding="utf-8")
+            option = FILE_OPTION
+        if cluster_file is not None:
+            (stage / "cluster").mkdir()
+            (stage / "cluster" / f"{FILE_OPTION}.yaml").write_text(_as_cluster(cluster_file), encoding="utf-8")
         yield stage, option
 
 
@@ -144,6 +174,16 @@ def _as_recipe(source: RecipeSource, groups: Mapping[str, str]) -> str:
     return f"# @package _global_\n{text}"
 
 
+def _as_cluster(path: Path) -> str:
+    """The text of a profile as an option of the cluster group; one without a name has its file's."""
+    import yaml
+
+    content = read_yaml(path)
+    content.setdefault("name", path.stem)
+    text: str = yaml.safe_dump(content, sort_keys=False)
+    return text
+
+
 def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
     """Of the files a configuration is made of, (group, option, file) of those that hide a built-in one."""
     builtin = builtin_recipes_dir()
@@ -159,16 +199,18 @@ def _closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
     return None if meant is None else short.get(meant, meant)
 
 
-def _no_such_file(asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
+def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
     beside = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     meant = closest(path.name, beside)
     if meant is not None:
-        fix = f"did you mean recipe={path.parent / meant}?"
-    elif full_name(path.stem, group_options("recipe", dirs)) is not None:
-        fix = f"the built-in recipe is recipe={path.stem}"
-    else:
+        fix = f"did you mean {group}={path.parent / meant}?"
+    elif full_name(path.stem, group_options(group, dirs)) is not None:
+        fix = f"the built-in {'recipe' if group == 'recipe' else 'profile'} is {group}={path.stem}"
+    elif group == "recipe":
         fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"
-    return Problem(key="recipe", value=asked, reason="there is no such file", fix=fix)
+    else:
+        fix = f"`canzona calibrate` writes one; there are {', '.join(group_options(group, dirs))}"
+    return Problem(key=group, value=asked, reason="there is no such file", fix=fix)
 
 
 def _one_line(error: Exception) -> str:
