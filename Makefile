@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: setup demo test test-sweep lint typecheck clean
+.PHONY: setup demo test test-sweep gpu-check lint typecheck clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ test: setup
 # The slow sweeps, which CI runs too.
 test-sweep: setup
 	$(BIN)/python -m pytest -m sweep
+
+# Where there is a GPU: trains on it, calibrates it, measures matrix updates on it. Fails where there is none.
+gpu-check: setup
+	$(BIN)/python -W ignore scripts/gpu_check.py
 
 lint: setup
 	$(BIN)/ruff check .
