@@ -207,18 +207,14 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
 
 def _say_why(outcome: "Outcome", errors: "Console") -> None:
     """The failing rank's own error first, then where it happened, then where to read on."""
-    from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, Problem, WorkerCrashed
     from canzona_cli.report.errors import render_error
 
-    kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
-    kind = next((k for k in kinds if k.exit_code == outcome.exit_code), WorkerCrashed)
-    place = "launcher" if outcome.rank is None else f"rank {outcome.rank}"
-    reason = outcome.message.removeprefix(place).removeprefix(":").strip()
-    errors.print(render_error(kind(Problem(key=place, reason=reason))))
+    errors.print(render_error(outcome.error()))
     if outcome.traceback:
         errors.print()
         for line in outcome.traceback:
             errors.print(line, markup=False, soft_wrap=True, style="dim")
     if outcome.log is not None:
         errors.print()
-        errors.print(f"its whole output: {outcome.log}", markup=False, soft_wrap=True)
+        place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
+        errors.print(f"whole output of {place}: {outcome.log}", markup=False, soft_wrap=True)

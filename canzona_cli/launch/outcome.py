@@ -6,11 +6,19 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.errors import ExitCode
+from canzona_cli.errors import (
+    CanzonaError,
+    ConfigError,
+    DoesNotFit,
+    EnvironmentProblem,
+    ExitCode,
+    Problem,
+    WorkerCrashed,
+)
 from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.report.view import RunStatus
 
@@ -40,6 +48,8 @@ class RankResult:
     error_type: str = ""
     error_message: str = ""
     traceback: str = ""
+    problems: tuple[Problem, ...] = ()
+    """What an error written for the user consists of."""
 
     @property
     def lost_a_neighbour(self) -> bool:
@@ -63,6 +73,18 @@ class Outcome:
     """The last lines of that rank's traceback; empty for a mistake of the user, which the message explains."""
     log: Path | None = None
     """That rank's own output."""
+    problems: tuple[Problem, ...] = ()
+    """What that rank wrote for the user; empty where it died of something else."""
+
+    def error(self) -> CanzonaError:
+        """A failure as the error that the command ends with: the rank's own problems, else the message."""
+        kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
+        kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
+        if self.problems:
+            return kind(*self.problems)
+        place = "launcher" if self.rank is None else f"rank {self.rank}"
+        reason = self.message.removeprefix(place).removeprefix(":").strip()
+        return kind(Problem(key=place, reason=reason))
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -119,11 +141,12 @@ def judge(
     if first in killed and first not in own:
         return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
     if first.exit_code in _USER_MISTAKES:
-        return _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=first.exit_code)
+        code, problems = first.exit_code, first.problems
+        return _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=code, problems=problems)
     # What was written for the user has no traceback, and says more than the name of its class.
     kind = f"{first.error_type}: " if first.traceback else ""
     message = f"rank {first.rank}: {kind}{first.error_message}"
-    return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback)
+    return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
 
 
 def _of_rank(
@@ -135,9 +158,18 @@ def _of_rank(
     *,
     exit_code: int = ExitCode.CRASH,
     traceback: str = "",
+    problems: tuple[Problem, ...] = (),
 ) -> Outcome:
     log = files.worker_log(node_rank, ranks.index(result.rank)) or files.agent_log(node_rank)
-    return _failure(files, message, log=log, exit_code=exit_code, rank=result.rank, traceback=traceback)
+    return _failure(
+        files,
+        message,
+        log=log,
+        exit_code=exit_code,
+        rank=result.rank,
+        traceback=traceback,
+        problems=problems,
+    )
 
 
 def _failure(
@@ -148,6 +180,7 @@ def _failure(
     exit_code: int = ExitCode.CRASH,
     rank: int | None = None,
     traceback: str = "",
+    problems: tuple[Problem, ...] = (),
 ) -> Outcome:
     return Outcome(
         status="failed",
@@ -156,6 +189,7 @@ def _failure(
         rank=rank,
         traceback=tuple(traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
         log=log,
+        problems=problems,
     )
 
 
@@ -202,7 +236,15 @@ def _read_rank(path: Path, rank: int) -> RankResult:
         error_type=str(error.get("type") or "Error"),
         error_message=str(error.get("message") or "").strip(),
         traceback=str(error.get("traceback") or ""),
+        problems=tuple(_problems(error.get("problems"))),
     )
+
+
+def _problems(found: object) -> Iterator[Problem]:
+    for one in found if isinstance(found, list) else ():
+        if isinstance(one, Mapping):
+            key, reason, fix = (str(one.get(name) or "") for name in ("key", "reason", "fix"))
+            yield Problem(key=key, value=one.get("value"), reason=reason, fix=fix)
 
 
 def _whole(value: object) -> int | None:

@@ -53,9 +53,14 @@ class RankRecord:
         self._write("interrupted", ExitCode.INTERRUPTED, None)
 
     def failed(self, error: BaseException) -> ExitCode:
+        problems: list[dict[str, object]] = []
         if isinstance(error, CanzonaError):
             # Written for the user: where in our code it was raised would only bury what to do.
             code, origin = error.exit_code, ""
+            problems = [
+                {"key": p.key, "value": None if p.value is None else str(p.value), "reason": p.reason, "fix": p.fix}
+                for p in error.problems
+            ]
         else:
             code, origin = ExitCode.CRASH, "".join(traceback.format_exception(error))
         self._write(
@@ -65,11 +70,12 @@ class RankRecord:
                 "type": type(error).__name__,
                 "message": str(error),
                 "traceback": origin,
+                "problems": problems,
             },
         )
         return code
 
-    def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, str] | None) -> None:
+    def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, object] | None) -> None:
         write_json_atomic(
             self._path,
             {

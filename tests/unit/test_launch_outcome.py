@@ -167,3 +167,29 @@ def test_what_all_ranks_refused_together_is_told_as_it_was_written_without_trace
         assert words in told
     for words in ("Traceback", type(error).__name__, "bug"):
         assert words not in told
+
+
+def test_every_problem_of_a_worker_is_told_by_itself(files: RunFiles) -> None:
+    error = PlanRefused(
+        Problem(key="plan", value="1a2b", reason="it is for tp = 2, these ranks have tp = 1", fix="start anew"),
+        Problem(key="gpus", value=3, reason="there are two"),
+    )
+    RankRecord(files, 0).failed(error)
+    RankRecord(files, 1).failed(error)
+    outcome = verdict(files)
+    assert [(p.key, p.value, p.reason, p.fix) for p in outcome.problems] == [
+        ("plan", "1a2b", "it is for tp = 2, these ranks have tp = 1", "start anew"),
+        ("gpus", "3", "there are two", ""),
+    ]
+    out = io.StringIO()
+    _say_why(outcome, Console(file=out, width=200))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert lines[0] == "Bad configuration: 2 problems"
+    assert {"plan = 1a2b", "→ start anew", "gpus = 3", "there are two"} <= set(lines)
+
+
+def test_records_of_earlier_versions_and_foreign_ones_have_no_problems(files: RunFiles) -> None:
+    for problems in ({}, {"problems": "x"}, {"problems": [3]}):
+        rank(files, 0, "failed", error=OWN | problems)
+        assert verdict(files, ranks=1).problems == ()
+        assert "the loss is not finite" in str(verdict(files, ranks=1).error())
