@@ -16,6 +16,7 @@ from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.compare import study_run
 from canzona_cli.planner.planner import plannable
+from canzona_cli.planner.predict import with_cores
 from canzona_cli.planner.simulate import assumptions
 from canzona_cli.planner.study import Study
 
@@ -221,10 +222,10 @@ def _check(overrides: Sequence[str], named: Sequence[str], sizes: Sequence[str] 
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Composed for so many GPUs, planned as canzona."""
+    """Composed for so many GPUs, planned as canzona; CPU ranks share cores as they do when a bench is predicted."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
-    return replace(config, engine=replace(config.engine, strategy="canzona"))
+    return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))
 
 
 def _cell(config: RunConfig, gpus: int) -> SimulatedCell:

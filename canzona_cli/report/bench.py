@@ -169,12 +169,13 @@ class BenchView:
                 yield from _item(name, Text("not recorded"), console, options)
                 continue
             said = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
-            if name == "adamw":
-                said.append(", another optimizer: not compared", style="dim")
+            kin = _kin(result, name)
+            if kin is not None:
+                theirs = result.strategies[kin].measured.losses
+                apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
+                said.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
             elif name != result.reference:
-                ours = result.references[found.sitting].losses
-                apart = max((abs(a - b) for a, b in zip(losses, ours, strict=False)), default=0.0)
-                said.append(f", at most {apart:.2g} from {clean(result.reference)}'s")
+                said.append(", computes other updates: not compared", style="dim")
             yield from _item(name, said, console, options)
 
 
@@ -283,6 +284,16 @@ def _why(result: BenchResult, name: str) -> str:
         load_balance=found.predicted.load_balance,
     )
     return "no phase was measured" if why is None else why.text
+
+
+def _kin(result: BenchResult, name: str) -> str | None:
+    """The strategy whose losses these must agree with: the first that computes the same updates."""
+    same = [
+        other
+        for other in (result.reference, *order(result))
+        if other != name and result.strategies[other].arithmetic == result.strategies[name].arithmetic
+    ]
+    return None if name == result.reference or name == "adamw" or not same else same[0]
 
 
 def _item(label: str, value: Text, console: Console, options: ConsoleOptions, *, dim: bool = False) -> Iterator[Text]:

@@ -103,6 +103,7 @@ def bench(
                 measured=ours if name == strategies[0] else measured(name, ranks=tp * dp, scale=scale),
                 predicted=predicted(name, scale=scale),
                 sitting=0,
+                arithmetic="adamw" if name == "adamw" else "fused",
             )
             for name in strategies
         },

@@ -132,8 +132,17 @@ def test_the_phase_that_differs_most_is_explained() -> None:
 
 def test_losses_are_shown_with_how_far_they_are_from_the_references() -> None:
     text = shown(BenchView(bench(("canzona", "sc", "adamw")))).partition("Losses")[2]
-    assert "9.7000 to 6.9000 in 8 steps, at most 3.1e-05 from canzona's" in line_of(text, "  sc")
+    assert "9.7000 to 6.9000 in 8 steps, at most 0.00045% from canzona's" in line_of(text, "  sc")
     assert "not compared" in line_of(text, "  adamw")
+
+
+def test_losses_are_compared_among_those_that_compute_the_same() -> None:
+    result = bench(("canzona", "layerwise", "sc"))
+    others = {name: replace(result.strategies[name], arithmetic="qkv") for name in ("layerwise", "sc")}
+    text = shown(BenchView(replace(result, strategies={**result.strategies, **others}))).partition("Losses")[2]
+    assert "not compared" not in line_of(text, "  layerwise")
+    assert "from layerwise's" in line_of(text, "  sc")
+    assert "canzona's" not in text
 
 
 def test_a_profile_by_hand_is_said_to_be_one() -> None:
