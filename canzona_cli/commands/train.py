@@ -179,7 +179,8 @@ def _launch(
 def _conclude(
     outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
 ) -> None:
-    from canzona_cli.report.breakdown import load_breakdown, render
+    from canzona_cli.report.breakdown import load_breakdown
+    from canzona_cli.report.breakdown_table import render
 
     if outcome.status == "failed":
         _say_why(outcome, errors)
@@ -187,7 +188,7 @@ def _conclude(
         console.print()
         console.print(render(load_breakdown(run.path), device=config.cluster.device))
     console.print()
-    for line in _recordings(run, config):
+    for line in _recordings(run, config) if outcome.status != "failed" else ():
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
     if outcome.exit_code:
@@ -195,14 +196,21 @@ def _conclude(
 
 
 def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
-    """Where the traces lie that were asked for."""
-    if config.run.trace_steps is not None and run.files.timelines.exists():
-        from canzona_cli.report.chrome_trace import write_trace
+    """Where the traces lie that were asked for, or why there is none."""
+    from canzona_cli.errors import CanzonaError
+    from canzona_cli.report.chrome_trace import write_trace
 
-        ranks = write_trace(run.path, run.files.trace)
-        yield f"trace of {ranks} ranks, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
-    if config.run.profile_steps is not None and run.files.profile.exists():
-        yield f"torch profiler: {run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
+    if config.run.trace_steps is not None:
+        try:
+            ranks = write_trace(run.path, run.files.trace)
+            yield f"trace of {ranks} ranks, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
+        except CanzonaError as error:  # the run itself went well
+            yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
+    if config.run.profile_steps is not None:
+        first = config.run.profile_steps[0]
+        found = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
+        missing = f"nothing: the run ended before step {first}"
+        yield f"torch's profiler: {found if run.files.profile.exists() else missing}"
 
 
 def _say_why(outcome: "Outcome", errors: "Console") -> None:

@@ -78,7 +78,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
                 key="RUN_DIR",
                 value=run_dir,
                 reason="there are no timelines in it",
-                fix="they are written when training ends; give the directory of such a run",
+                fix="they are written when training ends, of steps it came to; give the directory of such a run",
             )
         )
     try:

@@ -12,7 +12,8 @@ from rich.text import Text
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.launch.files import RunFiles, read_json
-from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
+from canzona_cli.report.breakdown import Breakdown, load_breakdown
+from canzona_cli.report.breakdown_table import render
 from canzona_cli.report.chart import line_chart
 from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change

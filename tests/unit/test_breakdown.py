@@ -12,7 +12,8 @@ from rich.console import Console
 
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.breakdown import Breakdown, load_breakdown, render
+from canzona_cli.report.breakdown import Breakdown, load_breakdown
+from canzona_cli.report.breakdown_table import render
 from canzona_cli.report.predicted import load_planned
 
 DATA = Path(__file__).parent / "data"
@@ -221,7 +222,9 @@ def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> No
 def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
     text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
     assert "Profile cpu is not measured on this machine: `canzona calibrate` does it" in text
-    other = planned_run(tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"])
+    other = planned_run(
+        tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"]
+    )
     text = " ".join(" ".join(shown(load_breakdown(other))).split())
     assert "But cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
     assert "which was not measured on it" in text, "its rates are not taken for this machine's"
