@@ -210,7 +210,8 @@ class EngineConfig:
     """Who updates the matrices."""
 
     strategy: Strategy
-    """sc and layerwise are Megatron's own ways; asc and canzona execute a Plan. AdamW alone needs none of them."""
+    """asc and canzona execute a Plan; layerwise is Megatron's own; sc (every rank updates everything) is too with Muon,
+    and done by canzona's engine with other optimizers. AdamW alone needs none of them."""
     layout: BufferLayout = "owner"
     """Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, no
     padding), aligned (equal padded shards, Megatron's own collectives)."""

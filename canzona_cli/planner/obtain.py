@@ -19,7 +19,7 @@ class Obtained:
 
 
 def executes_plan(config: RunConfig) -> bool:
-    """Whether the run's updates follow a plan of ours; AdamW, sc and layerwise are Megatron's own."""
+    """Whether the run's updates follow a plan; AdamW, sc and layerwise need none."""
     return config.optimizer.name != "adamw" and config.engine.strategy in ("canzona", "asc")
 
 

@@ -8,6 +8,7 @@ import torch
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.training.step import StepResult, Trainee, train_step
 from tests.dist.engine_support import (
     SMALL_GROUPS,
@@ -183,6 +184,7 @@ def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host
         matrices = engine_of(trainee).matrices
         _break(trainee, hit)
         for group in matrices.groups:
+            assert isinstance(group, HostedGroup)
             group._on_host = on_host
         parts, fallbacks, averages = [part_of(trainee.model, trainee.world)], [], []
         with heard("canzona_cli") as log:
