@@ -139,12 +139,19 @@ def _possible(config: RunConfig, strategies: Sequence[Simulated] | None, notes: 
         if not wrong:
             found.append(name)
         elif strategies is not None:
-            problems += [replace(problem, fix=f"{problem.fix}, or leave {name} out") for problem in wrong]
+            problems += [_of_option(problem, name) for problem in wrong]
         else:
             notes.append(f"without {name}: {wrong[0].reason}")
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     return found
+
+
+def _of_option(problem: Problem, strategy: Simulated) -> Problem:
+    """A problem that only a strategy the user named has."""
+    if problem.key == "engine.strategy":
+        return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
+    return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
 
 
 def _split_alike(config: RunConfig, names: Sequence[Simulated], notes: list[str]) -> RunConfig:

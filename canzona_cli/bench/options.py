@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from canzona_cli.bench.results import STRATEGIES
+from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.hints import closest
-from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.planner.simulate import Simulated
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
+SIMULATED_GPUS = "8..1024"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Options:
     plot: Path | None
     sweep: SweepKind | None
     values: tuple[str, ...]
+    gpus: tuple[int, ...]
+    """What is simulated; empty where a bench is run."""
     problems: tuple[Problem, ...]
 
 
@@ -39,12 +43,15 @@ def read_options(
     plot: Path | None = None,
     sweep: SweepKind | None = None,
     values: Sequence[str] = (),
+    simulate: bool = False,
+    gpus: str | None = None,
 ) -> Options:
     """Check options by themselves; problems are kept, to be told with those of the run.
 
     Args:
         strategies: as typed: names, several in one word with commas between.
         values: likewise.
+        gpus: numbers and ranges; `SIMULATED_GPUS` where a simulation names none.
 
     Raises:
         EnvironmentProblem: matplotlib is wanted and not there.
@@ -54,11 +61,13 @@ def read_options(
         raise EnvironmentProblem(
             Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
         )
+    counts, wrong_counts = _counts(gpus or SIMULATED_GPUS)
     problems = (
         *_unknown(names),
         *_lengths(rounds, steps_per_turn),
         *_places(out, plot),
-        *([_no_sweep(values)] if values and sweep is None else []),
+        *_ignored(simulate, names, sweep, values, gpus),
+        *(wrong_counts if simulate else ()),
     )
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
@@ -69,6 +78,7 @@ def read_options(
         plot=plot,
         sweep=sweep,
         values=tuple(_words(values)),
+        gpus=counts if simulate else (),
         problems=problems,
     )
 
@@ -125,10 +135,38 @@ def _not_writable(path: Path) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} does not allow writing"
 
 
-def _no_sweep(values: Sequence[str]) -> Problem:
-    return Problem(
-        key="--values",
-        value=",".join(values),
-        reason="is what --sweep goes through, and there is no --sweep",
-        fix="add --sweep alpha, c_max, gpus, optimizer or layers",
-    )
+def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
+    """What --gpus says, and what is wrong with it."""
+    try:
+        return parse_gpus(text), ()
+    except ConfigError as error:
+        return parse_gpus(SIMULATED_GPUS), error.problems
+
+
+def _ignored(
+    simulate: bool, names: Sequence[str], sweep: SweepKind | None, values: Sequence[str], gpus: str | None
+) -> Iterator[Problem]:
+    """Options that would do nothing beside the others."""
+    if values and sweep is None:
+        yield Problem(
+            key="--values",
+            value=",".join(values),
+            reason="is what --sweep goes through, and there is no --sweep",
+            fix="add --sweep alpha, c_max, gpus, optimizer or layers",
+        )
+    if gpus is not None and not simulate:
+        yield Problem(
+            key="--gpus",
+            value=gpus,
+            reason="is what --simulate goes through, and a bench that is run has one number of ranks",
+            fix=f"add --simulate, or write gpus={gpus} for ranks here, or --sweep gpus",
+        )
+    if simulate and sweep is not None:
+        yield Problem(key="--sweep", value=sweep, reason="runs benches, --simulate runs none", fix="leave one out")
+    if simulate and names:
+        yield Problem(
+            key="--strategies",
+            value=",".join(names),
+            reason="a simulation has all of them: they cost nothing",
+            fix="leave it out",
+        )

@@ -61,7 +61,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> M
         name: [statistics.fmean(step[rank].phases.get(name, 0.0) for step in kept) for rank in range(len(kept[0]))]
         for name in names
     }
-    updates = by_rank.get("matrix_update", [0.0])
+    updates = by_rank.get("matrix_update", [0.0] * len(kept[0]))
     return Measured(
         iteration_s=tuple(_mean([max(s.step_s for s in step) for step in turn]) for turn in turns),
         optimizer_s=tuple(_mean([_optimizer_s(step) for step in turn]) for turn in turns),
@@ -73,6 +73,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> M
         load_balance=max(updates) / statistics.fmean(updates) if any(updates) else 1.0,
         losses=samples.losses,
         tensor_bytes=samples.tensor_bytes,
+        update_s=tuple(updates),
     )
 
 

@@ -2,6 +2,7 @@
 launcher's side, so no torch.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,12 @@ from pathlib import Path
 
 from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
 from canzona_cli.bench.lineup import Contender, LineUp, line_up
-from canzona_cli.bench.machine import machine_facts
 from canzona_cli.bench.progress import RoundLines
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
+from canzona_cli.bench.results_file import save
 from canzona_cli.bench.samples import measured, read_samples
 from canzona_cli.bench.sittings import Seating, available_bytes, seat
+from canzona_cli.cluster.machine import cores, machine_facts
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
@@ -132,7 +134,8 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
         KeyboardInterrupt: somebody stopped it.
     """
     lined_up, config = session.line_up, session.config
-    machine = machine_facts(lined_up.layout.world_size)
+    # Before anything of ours runs.
+    machine = {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": _load_average()}
     corpus = ensure_corpus(config, lambda what, fraction: None)
     files = _create(config, lined_up)
     seatings = seat(lined_up, available_bytes(config.cluster))
@@ -143,6 +146,8 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
         name = "sitting" if len(seatings) == 1 else f"sitting {number + 1} of {len(seatings)}"
         measurements.append(_hold(session, files, number, seating, corpus, name, say))
     result = _result(session, seatings, measurements, machine)
+    # With all raw numbers, whatever becomes of it: of strategies that disagree, too.
+    save(result, files.result)
     return result, files.root
 
 
@@ -319,11 +324,15 @@ def _notes(seatings: Sequence[Seating], reference: str, machine: Mapping[str, st
             f"{' and '.join(alone)} ran alone, for want of memory: not in turns with {reference}, so what else the "
             "machine did at that time counts in full"
         )
-    load, available = machine.get("load_average"), machine["cores"]
-    assert isinstance(available, int)
-    if isinstance(load, float) and load > _BUSY * available:
+    load = machine["load_average"]
+    if isinstance(load, float) and load > _BUSY * cores():
         notes.append(
-            f"the machine was busy before it began (load average {load:g} on {plural(available, 'core')}): expect "
+            f"the machine was busy before it began (load average {load:g} on {plural(cores(), 'core')}): expect "
             "longer times and wide spreads"
         )
     return notes
+
+
+def _load_average() -> float:
+    """Of the last minute; 0 where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0

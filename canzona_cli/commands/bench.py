@@ -58,13 +58,19 @@ def bench(
         list[str] | None,
         typer.Option("--values", metavar="VALUE,VALUE", help="What --sweep goes through; chosen when left out."),
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run nothing: predict every Qwen3 size, or the recipe's, for --gpus.")
+    ] = False,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="8..1024", help="With --simulate: numbers of GPUs; 8..1024 doubles.")
+    ] = None,
     recipes_dir: Annotated[
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
     ] = None,
 ) -> None:
     """Run strategies of one recipe in turns on the same data, and compare them: speed-ups, memory, prediction error.
 
-    Everything of it stays in bench/RECIPE-TIME.
+    Everything of it stays in bench/RECIPE-TIME. Ctrl-C once stops after the step at hand, twice at once.
     """
     from rich.console import Console
 
@@ -78,17 +84,19 @@ def bench(
         plot=plot,
         sweep=None if sweep is None else sweep.value,
         values=values or (),
+        simulate=simulate,
+        gpus=gpus,
     )
     errors = Console(stderr=True, highlight=False)
-    measure = _one if sweep is None else _several
-    measure(overrides or [], options, recipes_dir or [], errors, json)
+    show = _simulated if simulate else _one if sweep is None else _several
+    show(overrides or [], options, recipes_dir or [], errors, json)
 
 
 def _one(overrides: list[str], options: "Options", recipes_dirs: list[Path], errors: "Console", json: bool) -> None:
     from rich.console import Console
 
     from canzona_cli.bench.losses import check_losses
-    from canzona_cli.bench.results_file import as_json, save
+    from canzona_cli.bench.results_file import as_json
     from canzona_cli.bench.session import prepare, run
 
     session = prepare(
@@ -101,9 +109,8 @@ def _one(overrides: list[str], options: "Options", recipes_dirs: list[Path], err
     )
     _warn(session.warnings, errors)
     result, folder = run(session, lambda line: _say(errors, line))
-    save(result, folder / "bench.json")
-    _hand_over(as_json(result), options, json)
     # A fast wrong answer is no result: its numbers are kept, and no speed-up is told.
+    hand_over(as_json(result), options, json=json)
     check_losses(result)
     if options.plot is not None:
         from canzona_cli.report.bench_plot import draw
@@ -129,7 +136,7 @@ def _several(overrides: list[str], options: "Options", recipes_dirs: list[Path],
     _warn(list(dict.fromkeys(line for session in sweep.sessions.values() for line in session.warnings)), errors)
     results = run_sweep(sweep, lambda line: _say(errors, line))
     content = {"sweep": sweep.kind, "results": {value: as_json(result) for value, result in results.items()}}
-    _hand_over(content, options, json)
+    hand_over(content, options, json=json)
     for result in results.values():
         check_losses(result)
     if options.plot is not None:
@@ -142,8 +149,37 @@ def _several(overrides: list[str], options: "Options", recipes_dirs: list[Path],
         Console(highlight=False).print(SweepView(sweep.kind, results))
 
 
-def _hand_over(content: "Mapping[str, object]", options: "Options", json: bool) -> None:
-    """Write and print the JSON as far as that was asked for."""
+def _simulated(
+    overrides: list[str], options: "Options", recipes_dirs: list[Path], errors: "Console", json: bool
+) -> None:
+    from rich.console import Console
+
+    from canzona_cli.bench.simulated import run_simulation
+    from canzona_cli.errors import ConfigError
+
+    try:
+        simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
+    except ConfigError as error:
+        raise ConfigError(*options.problems, *error.problems) from None
+    if options.problems:
+        raise ConfigError(*options.problems)
+    hand_over(simulation.as_json(), options, json=json)
+    if options.plot is not None:
+        from canzona_cli.report.bench_simulated import draw
+
+        draw(simulation, options.plot)
+    if not json:
+        from canzona_cli.report.bench_simulated import SimulationView
+
+        Console(highlight=False).print(SimulationView(simulation))
+
+
+def hand_over(content: "Mapping[str, object]", options: "Options", *, json: bool) -> None:
+    """Write and print the JSON as far as that was asked for.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written.
+    """
     from canzona_cli.errors import EnvironmentProblem, Problem
     from canzona_cli.launch.files import write_text_atomic
     from canzona_cli.report.text import json_text

@@ -13,7 +13,8 @@ from canzona_cli.launch.orphan import die_with_parent
 from canzona_cli.training.records import Journal, RankRecord
 
 Work = Callable[[RunFiles, RankRecord, int], bool]
-"""Given the run's files, this rank's record and its number; whether it came to its end rather than being stopped."""
+"""Given the run's files, this rank's record and its number; whether it came to its end rather than being stopped. Slow
+imports belong into it: they come after the first sign of life."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:

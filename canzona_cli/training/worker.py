@@ -1,51 +1,16 @@
 """One rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
 
 import json
-import logging
-import os
 import sys
-import warnings
 from pathlib import Path
-from typing import NoReturn
 
 from canzona_cli.launch.files import RunFiles
-from canzona_cli.launch.orphan import die_with_parent
+from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 
-def main(arguments: list[str]) -> NoReturn:
-    """Train one rank to the end of the run and exit; the exit code also stands in the rank's result file."""
-    die_with_parent()
-    files = RunFiles(Path(arguments[0]))
-    rank = int(os.environ["RANK"])
-    record = RankRecord(files, rank)
-    record.running()
-    journal = Journal(files, writes=rank == 0)
-    journal.stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
-    try:
-        finished = _run(files, record, rank)
-    except BaseException as error:
-        code = record.failed(error)
-        logging.getLogger(__name__).exception("rank %d failed", rank)
-        # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
-        sys.stderr.flush()
-        os._exit(int(code))
-    if finished:
-        record.done()
-    else:
-        record.interrupted()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for seconds.
-    os._exit(0)
-
-
-def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
-    # The slow imports come after the first sign of life. What they say of optional packages and of their own future is
-    # nothing the reader of a log can act on, and it would stand above a rank's own error.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+def train_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
+    """Train one rank to the end of the run; False when somebody asked it to stop before."""
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
@@ -84,5 +49,4 @@ def _run(files: RunFiles, record: RankRecord, rank: int) -> bool:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    main(sys.argv[1:])
+    run_rank(Path(sys.argv[1]), train_rank)
