@@ -112,7 +112,7 @@ class _Facts:
                 return straggler
             if factor is not None:
                 return f"all computation took {factor:.2g} times the plan, {self._rates(longer)}"
-            return self._rates(longer)
+            return (self._in_step(phase) if longer else None) or self._rates(longer)
         if not longer:
             return self._less(phase)
         if phase == "data":
@@ -137,6 +137,19 @@ class _Facts:
         apart = min(ratios) > 1.1 if longer else max(ratios) < 1 / 1.1
         took = sum(self.took(name) for name in _COMPUTE if self.planned(name) > large)
         return took / sum(self.planned(name) for name in _COMPUTE if self.planned(name) > large) if apart else None
+
+    def _in_step(self, phase: str) -> str | None:
+        """Passes far more out of plan than updates, which nobody waits in: TP ranks go through passes together, so that
+        a slow one does not show."""
+        if phase not in ("forward", "backward") or not self.planned(phase) or not self.planned("matrix_update"):
+            return None
+        passes, updates = (self.took(name) / self.planned(name) for name in (phase, "matrix_update"))
+        if passes <= 2 * updates:
+            return None
+        return (
+            f"that is {passes:.2g} times, and updates took {updates:.2g} times theirs, so it is not the pace of "
+            "processors: TP ranks wait for one another in it, or the profile is wrong about it"
+        )
 
     def _straggler(self, phase: str) -> str | None:
         """One rank that takes much longer than the mean of the others, and so lifts the mean of all."""

@@ -123,6 +123,14 @@ def test_all_computation_slower_by_one_factor_is_the_machine_or_the_profile() ->
     assert "this machine is faster" in fast.text
 
 
+def test_passes_that_are_slow_by_themselves_are_not_put_down_to_the_processor() -> None:
+    """TP ranks go through a pass together: one that is slow holds all of them up, and does not show."""
+    found = why([{**PLAN, "forward": 0.6, "backward": 0.5}] * 2, calibrated=False)
+    assert found.phase == "forward"
+    assert "6 times, and updates took 1 times theirs" in found.text
+    assert "TP ranks wait for one another" in found.text
+
+
 def test_input_that_is_waited_for() -> None:
     assert "waits for its input" in why([{**PLAN, "data": 0.2}] * 2).text
 

@@ -1,0 +1,59 @@
+"""Real ranks, one of which is slow: the breakdown names it, or, where TP ranks go in step, says that they wait."""
+
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.launch.files import RunFiles, write_json_atomic
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.report.breakdown import load_breakdown
+from canzona_cli.report.predicted import planned_step
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.measure import gather_breakdown
+from canzona_cli.training.step import train_step
+from tests.dist.jobs import SMALL, build
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+
+SLOW, STEPS, LATE_S = 1, 5, 0.4
+
+
+@pytest.mark.parametrize(
+    ("layout", "cause"),
+    [("parallel.tp=1", f"rank {SLOW}"), ("parallel.tp=2", "TP ranks wait for one another")],
+    ids=["dp2", "tp2"],
+)
+def test_a_slow_rank_is_told(tmp_path_factory: pytest.TempPathFactory, layout: str, cause: str) -> None:
+    """Late before its forward: 0.4 s dwarfs what a profile that was not measured here may be wrong by."""
+    files = RunFiles(tmp_path_factory.mktemp("run"))
+    config, shape = fit.resolve(compose_run([*SMALL, "gpus=2", layout, f"train.steps={STEPS}"]).config)
+    samples = RandomTokens(
+        samples=STEPS * shape.global_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=config.model.vocab_size,
+    )
+
+    def rank() -> None:
+        trainee = build(config, shape)
+
+        def late(*_: object) -> None:
+            if trainee.world.rank == SLOW and trainee.model.training:
+                time.sleep(LATE_S / shape.num_microbatches)
+
+        torch.nn.Module.register_forward_pre_hook(trainee.model, late)
+        batches = BatchStream(samples, trainee.world)
+        for _ in range(STEPS):
+            train_step(trainee, batches)
+        breakdown = gather_breakdown(config, trainee.world, trainee.timer.timings())
+        if breakdown is not None:
+            write_json_atomic(files.breakdown, breakdown)
+
+    run_ranks(2, rank)
+    write_json_atomic(files.predicted, asdict(planned_step(config, shape, make_plan(config, shape))))
+    why = load_breakdown(files.root).why
+    assert why is not None
+    assert cause in why.text
