@@ -1,0 +1,162 @@
+"""Strategies that take turns on real ranks: each trains as if it were alone, and one that computes something else is
+found out by its losses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.files import Sitting
+from canzona_cli.bench.lineup import LineUp, line_up
+from canzona_cli.bench.losses import disagreements
+from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.samples import Samples, measured
+from canzona_cli.bench.turns import Contestant, gather_samples, hold
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.training.assemble import assemble, join
+from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.step import train_step
+from tests.dist.jobs import SMALL
+from tests.dist.ranks import run_ranks
+from tests.unit.benches import bench
+
+ROUNDS, STEPS = 3, 3
+TOTAL = ROUNDS * STEPS
+Configs = Mapping[str, RunConfig]
+
+
+@pytest.fixture(scope="module")
+def lined(corpus_cache: Path) -> LineUp:
+    """All five strategies on TP 2 x DP 2."""
+    overrides = [*SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", f"data.cache_dir={corpus_cache}"]
+    found = line_up(compose_run(overrides), None, steps=TOTAL)
+    ensure_corpus(found.reference.config)
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(lined: LineUp) -> dict[str, Samples]:
+    return held(lined, configs(lined))
+
+
+def configs(lined: LineUp) -> dict[str, RunConfig]:
+    return {contender.strategy: contender.config for contender in lined.contenders}
+
+
+def contestants(lined: LineUp, chosen: Configs, world: World) -> dict[str, Contestant]:
+    """What a worker builds; each reads the same samples for itself."""
+    first = lined.reference.config
+    corpus = ensure_corpus(first)
+    facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
+    data = build_datasets(first, corpus.prefix, facts, cache=Path(first.data.cache_dir or "") / "indices").train
+    plans = {contender.strategy: contender.plan for contender in lined.contenders}
+    return {
+        name: Contestant(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))  # type: ignore[index]
+        for name, config in chosen.items()
+    }
+
+
+def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
+    """A whole sitting of these strategies; what rank 0 gathered."""
+    order = tuple(contender.strategy for contender in lined.contenders if contender.strategy in chosen)
+    sitting = Sitting(strategies=order, rounds=ROUNDS, steps_per_turn=STEPS)
+
+    def rank() -> dict[str, Samples]:
+        taking_part = contestants(lined, chosen, join(lined.reference.config, lined.layout))
+        assert hold(sitting, taking_part, stop_requested=lambda: False, tell=lambda *_: None)
+        return gather_samples(taking_part)
+
+    return run_ranks(lined.layout.world_size, rank)[0]
+
+
+def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
+    """Of a run that has the ranks for itself and never pauses."""
+
+    def rank() -> tuple[float, ...]:
+        world = join(lined.reference.config, lined.layout)
+        (alone,) = contestants(lined, {strategy: configs(lined)[strategy]}, world).values()
+        return tuple(train_step(alone.trainee, alone.batches).loss for _ in range(TOTAL))
+
+    return run_ranks(lined.layout.world_size, rank)[0]
+
+
+def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
+    """These measurements in a result."""
+    result = bench(tuple(contender.strategy for contender in lined.contenders))
+    strategies: dict[str, StrategyBench] = {
+        contender.strategy: replace(
+            result.strategies[contender.strategy],
+            measured=measured(found[contender.strategy], warm_up_rounds=1, steps_per_turn=STEPS),
+            arithmetic=contender.arithmetic,
+        )
+        for contender in lined.contenders
+    }
+    return replace(result, strategies=strategies, references=(strategies["canzona"].measured,))
+
+
+@pytest.mark.parametrize("strategy", ["canzona", "layerwise"])
+def test_turns_change_nothing_of_what_a_strategy_learns(
+    lined: LineUp, together: dict[str, Samples], strategy: str
+) -> None:
+    assert together[strategy].losses == losses_alone(lined, strategy)
+
+
+def test_every_rank_and_step_is_recorded_in_the_phases_of_the_breakdown(
+    lined: LineUp, together: dict[str, Samples]
+) -> None:
+    assert list(together) == ["canzona", "asc", "layerwise", "sc", "adamw"]
+    for name, samples in together.items():
+        assert len(samples.losses) == TOTAL
+        assert [len(steps) for steps in samples.ranks] == [TOTAL] * lined.layout.world_size
+        for step in (step for steps in samples.ranks for step in steps):
+            in_step = sum(seconds for phase, seconds in step.phases.items() if phase in IN_STEP)
+            assert in_step == pytest.approx(step.step_s, rel=1e-6)
+            assert step.processor_s > 0
+        found = measured(samples, warm_up_rounds=1, steps_per_turn=STEPS)
+        assert len(found.iteration_s) == len(found.optimizer_s) == len(found.processor_s) == ROUNDS - 1
+        assert all(0 < own < whole for own, whole in zip(found.optimizer_s, found.iteration_s, strict=True))
+        assert (sum(found.update_s) > 0) == (name != "adamw")
+
+
+def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Samples]) -> None:
+    for contender in lined.contenders[:2]:
+        assert contender.tensor_bytes is not None
+        # Beside what is planned stand step counters and the few bytes that buffers are padded by.
+        assert max(together[contender.strategy].tensor_bytes) == pytest.approx(contender.tensor_bytes, rel=0.01)
+    assert len(set(together["sc"].tensor_bytes)) == 1  # every rank keeps everything of its fragments
+
+
+def test_strategies_agree_unless_one_of_them_computes_something_else(
+    lined: LineUp, together: dict[str, Samples]
+) -> None:
+    assert disagreements(result_of(lined, together)) == ()
+    config = configs(lined)["sc"]
+    faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr))
+    wrong = {**together, **held(lined, {"sc": faster})}
+    (problem,) = disagreements(result_of(lined, wrong))
+    assert problem.key.startswith("sc, step ")
+    assert problem.key != "sc, step 1"  # before any update all are equal
+
+
+def test_a_stop_ends_the_turn_after_the_step_at_hand_on_every_rank(lined: LineUp) -> None:
+    sitting = Sitting(strategies=("canzona",), rounds=ROUNDS, steps_per_turn=STEPS)
+
+    def rank() -> tuple[bool, int]:
+        world = join(lined.reference.config, lined.layout)
+        taking_part = contestants(lined, {"canzona": lined.reference.config}, world)
+        (own,) = taking_part.values()
+        stop = hold(
+            sitting,
+            taking_part,
+            stop_requested=lambda: world.rank == 0 and len(own.losses) == STEPS,
+            tell=lambda *_: None,
+        )
+        return stop, len(own.losses)
+
+    assert run_ranks(lined.layout.world_size, rank) == [(False, STEPS + 1)] * lined.layout.world_size
