@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from canzona_cli.bench.effort import FULL, Effort, Orders
 from canzona_cli.bench.measurement import Measurement, Quantity, Record, parts, read_record
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import cores, machine_facts, profile_mismatches
@@ -24,8 +25,6 @@ from canzona_cli.planner.model_time import stage_time
 from canzona_cli.report.view import TrainView
 
 WORKER_MODULE = "canzona_cli.bench.calibrate_worker"
-SETTINGS = "calibrate.json"
-"""What the ranks read beside configuration and layout."""
 MODEL_LAYERS = 2
 NOISE = 0.2
 """A spread (interquartile range over median) that is named."""
@@ -132,13 +131,14 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def calibrate(
-    config: RunConfig, layout: Layout, view: TrainView, *, name: str, quick: bool = False, worker: str = WORKER_MODULE
+    config: RunConfig, layout: Layout, view: TrainView, *, name: str, effort: Effort = FULL, worker: str = WORKER_MODULE
 ) -> Calibration:
     """Measure this machine. Ctrl-C and a crash leave what was measured until then.
 
     Args:
         config, layout: `prepared`.
         name: of the profile.
+        effort: how much time each number gets.
         worker: the module each rank runs.
 
     Raises:
@@ -154,7 +154,7 @@ def calibrate(
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
         workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
-        write_json_atomic(files.root / SETTINGS, {"quick": quick, "workers": workers})
+        Orders(effort=effort, workers=workers).write(files)
         command = torchrun.build(config, layout, files.root, module=worker)
         outcome = supervise(files, command, view, ranks=range(config.gpus))
         record = read_record(files)
@@ -206,11 +206,13 @@ def profile_of(
     def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
         return _digits(known[quantity]) if quantity in known else otherwise
 
+    products = base.matmul_tflops
+    if "arithmetic" in record.done:  # large sizes come last: half a table would say that products are slow
+        products = tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
     profile = replace(
         base,
         name=name,
-        matmul_tflops=tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
-        or base.matmul_tflops,
+        matmul_tflops=products,
         measured_updates=_updates(kept, record),
         collectives=_collectives(kept, record),
         cores=cores() if base.device == "cpu" else base.cores,
@@ -225,9 +227,9 @@ def profile_of(
         memory_gb_per_s=single("memory_gb_per_s", base.memory_gb_per_s),
         adamw_ns=single("adamw_ns", base.adamw_ns),
     )
-    if base.device == "cpu" and profile.matmul_tflops:
+    if base.device == "cpu" and products != base.matmul_tflops:
         # No datasheet tells the peak of so many threads of whatever processor this is.
-        profile = replace(profile, bf16_tflops=max(rate for _, rate in profile.matmul_tflops))
+        profile = replace(profile, bf16_tflops=max(rate for _, rate in products))
     profile = _with_link(profile, record)
     return _with_factors(replace(config, cluster=profile), layout, known)
 

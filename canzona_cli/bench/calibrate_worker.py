@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from canzona_cli.bench.effort import effort
+from canzona_cli.bench.effort import Orders
 from canzona_cli.bench.measurement import WHAT, Facts, Part, Recorder
-from canzona_cli.launch.files import RunFiles, append_json_line, read_json
+from canzona_cli.launch.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import RankRecord
 
@@ -17,7 +17,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
     begun = time.monotonic()
     import torch
 
-    from canzona_cli.bench.calibrate import SETTINGS, shortened
+    from canzona_cli.bench.calibrate import shortened
     from canzona_cli.bench.measure_collectives import Members, group_sizes, measure_collectives
     from canzona_cli.bench.measure_compute import measure_arithmetic, measure_memory
     from canzona_cli.bench.measure_model import measure_model
@@ -28,13 +28,13 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
     from canzona_cli.megatron import parallel
     from canzona_cli.training.assemble import join
 
-    settings = read_json(files.root / SETTINGS) or {}
-    spend = effort(quick=bool(settings.get("quick")))
+    orders = Orders.read(files)
+    spend = orders.effort
     config = load_resolved(files.config)
     world = join(config, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
-    workers = Team(rank, int(str(settings["workers"])), device)
+    workers = Team(rank, orders.workers, device)
     everybody = Team(rank, ranks, device)
     groups = [Members(Team(rank, size, device)) for size in group_sizes(ranks)]
     recorder.facts(

@@ -41,6 +41,7 @@ def calibrate(
 
     from canzona_cli.bench.calibrate import as_json, prepared
     from canzona_cli.bench.calibrate import calibrate as measure
+    from canzona_cli.bench.effort import FULL, QUICK
     from canzona_cli.bench.profile_file import check_writable, default_path, write_profile
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibration import CalibrationView, Progress
@@ -52,7 +53,7 @@ def calibrate(
     config, layout = prepared(composed.config)
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)
-    found = measure(config, layout, Progress(errors), name=path.stem, quick=quick)
+    found = measure(config, layout, Progress(errors), name=path.stem, effort=QUICK if quick else FULL)
     written = path if found.record.measurements else None
     if written is not None:
         write_profile(written, found)

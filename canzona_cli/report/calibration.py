@@ -18,7 +18,7 @@ from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.text import MISSING, clean, milliseconds, size, wrapped
 from canzona_cli.report.view import RunStatus
 
-_NAME, _NUMBER, _SPREAD = 30, 11, 7
+_NAME, _NUMBER, _SPREAD, _BEFORE = 35, 9, 7, 9
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),
@@ -191,10 +191,10 @@ def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | N
 
 
 def _titles(name: str, measured: str, spread: str, before: str) -> Text:
-    before = before if len(before) <= _NUMBER else f"{before[: _NUMBER - 1]}…"
-    return Text(f"{name:<{_NAME}}{measured:>{_NUMBER}}{spread:>{_SPREAD}}{before:>{_NUMBER + 1}}", style="dim")
+    before = before if len(before) < _BEFORE else f"{before[: _BEFORE - 2]}…"
+    return Text(f"{name:<{_NAME}}{measured:>{_NUMBER}}{spread:>{_SPREAD}}{before:>{_BEFORE}}", style="dim")
 
 
 def _line(name: str, value: str, m: Measurement, before: str) -> Text:
-    text = f"{clean(name):<{_NAME}}{value:>{_NUMBER}}{m.spread.relative:>{_SPREAD}.0%}{before:>{_NUMBER + 1}}"
+    text = f"{clean(name):<{_NAME}}{value:>{_NUMBER}}{m.spread.relative:>{_SPREAD}.0%}{before:>{_BEFORE}}"
     return Text(text, no_wrap=True, overflow="ignore")
