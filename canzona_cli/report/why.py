@@ -141,7 +141,9 @@ class _Facts:
     def _in_step(self, phase: str) -> str | None:
         """Passes far more out of plan than updates, which nobody waits in: TP ranks go through passes together, so that
         a slow one does not show."""
-        if phase not in ("forward", "backward") or not self.planned(phase) or not self.planned("matrix_update"):
+        if self.world_size == 1 or phase not in ("forward", "backward"):
+            return None
+        if not self.planned(phase) or not self.planned("matrix_update"):
             return None
         passes, updates = (self.took(name) / self.planned(name) for name in (phase, "matrix_update"))
         if passes <= 2 * updates:
