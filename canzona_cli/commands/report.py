@@ -23,7 +23,7 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
-    _check_usage(run_dirs, compare=compare, trace=trace)
+    _check_usage(run_dirs, compare=compare, trace=trace, json=json)
     if trace is not None:
         from canzona_cli.report.chrome_trace import write_trace
 
@@ -54,7 +54,7 @@ def _print(content: "dict[str, object] | RenderableType") -> None:
     Console(highlight=False).print(content)
 
 
-def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None) -> None:
+def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, json: bool) -> None:
     """One directory, two to compare; a trace is of one run."""
     from canzona_cli.errors import ConfigError, Problem
 
@@ -67,5 +67,8 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None) -> 
     if compare and trace is not None:
         reason, fix = "a trace is of one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
+    if json and trace is not None:
+        reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"
+        problems.append(Problem(key="--json", reason=reason, fix=fix))
     if problems:
         raise ConfigError(*problems)

@@ -175,6 +175,16 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
         assert fix in " ".join(done.stderr.split())
 
 
+def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=3)
+    done = canzona("report", "--compare", *(str(files.root),) * 2, "--trace", str(tmp_path / "t.json"), "--json")
+    assert done.returncode == 2
+    text = " ".join(done.stderr.split())
+    assert "2 problems" in text
+    assert "a trace is of one run" in text
+    assert "writing a trace prints nothing" in text
+
+
 def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=3)
     done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"))
