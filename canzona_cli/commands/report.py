@@ -26,9 +26,10 @@ def report(
     _check_usage(run_dirs, compare=compare, trace=trace, json=json)
     if trace is not None:
         from canzona_cli.report.chrome_trace import write_trace
+        from canzona_cli.report.text import plural
 
         ranks = write_trace(run_dirs[0], trace)
-        typer.echo(f"{trace}: timelines of {ranks} ranks (open it in ui.perfetto.dev)", err=True)
+        typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
         from canzona_cli.report.compare_runs import compare_runs, render_compared

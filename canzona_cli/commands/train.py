@@ -199,11 +199,12 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
     """Where the traces lie that were asked for, or why there is none."""
     from canzona_cli.errors import CanzonaError
     from canzona_cli.report.chrome_trace import write_trace
+    from canzona_cli.report.text import plural
 
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
-            yield f"trace of {ranks} ranks, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
+            yield f"trace of {plural(ranks, 'rank')}, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
         except CanzonaError as error:  # the run itself went well
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:
