@@ -204,7 +204,8 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
-            yield f"trace of {plural(ranks, 'rank')}, measured and planned: {run.files.trace} (open it in ui.perfetto.dev)"
+            shown = f"trace of {plural(ranks, 'rank')}, measured and planned"
+            yield f"{shown}: {run.files.trace} (open it in ui.perfetto.dev)"
         except CanzonaError as error:  # the run itself went well
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:
