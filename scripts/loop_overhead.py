@@ -4,9 +4,10 @@
         recipe=qwen3-tiny gpus=2
 
 Two copies of the model take turns in one process: one in a bare loop (schedule, optimizer step), one in canzona's
-(phase timing, loss reduction, learning-rate schedule, records on disk). Prints each loop's quartiles and the median
-of the ratios pair by pair, of wall time and of rank 0's processor time (which other programs on a busy machine cannot
-lengthen as much); the raw seconds go to --out.
+(phase timing, loss reduction, learning-rate schedule, records on disk). With --timing both are canzona's step, one of
+them without its timers: what measuring phases costs by itself. Prints each loop's quartiles and the median of the
+ratios pair by pair, of wall time and of rank 0's processor time (which other programs on a busy machine cannot lengthen
+as much); the raw seconds go to --out.
 """
 
 import argparse
@@ -77,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--timing", action="store_true", help="compare canzona's step with and without its timers")
     parser.add_argument("overrides", nargs="+")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -87,18 +89,26 @@ def main() -> None:
     plan = make_plan(config, layout) if executes_plan(config) else None
     facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
     data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
-    bare, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
-    bare_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
-    wall: dict[str, list[float]] = {"bare": [], "canzona": []}
-    processor: dict[str, list[float]] = {"bare": [], "canzona": []}
+    plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
+    plain_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
+    baseline, measured = ("untimed", "timed") if arguments.timing else ("bare", "canzona")
+    wall: dict[str, list[float]] = {baseline: [], measured: []}
+    processor: dict[str, list[float]] = {baseline: [], measured: []}
     with tempfile.TemporaryDirectory() as folder:
         files = RunFiles(Path(folder))
         journal = Journal(files, writes=world.rank == 0)
         for step in range(steps):
-            turns = [
-                ("bare", partial(bare_step, bare, bare_batches)),
-                ("canzona", partial(canzona_step, ours, our_batches, files, journal, step)),
-            ]
+            turns: list[tuple[str, Callable[[], object]]]
+            if arguments.timing:
+                turns = [
+                    (baseline, partial(train_step, plain, plain_batches)),
+                    (measured, partial(train_step, ours, our_batches)),
+                ]
+            else:
+                turns = [
+                    (baseline, partial(bare_step, plain, plain_batches)),
+                    (measured, partial(canzona_step, ours, our_batches, files, journal, step)),
+                ]
             # Who goes first alternates, so that neither always follows the other's cache state.
             for name, turn in turns if step % 2 else reversed(turns):
                 torch.distributed.barrier()
@@ -118,7 +128,8 @@ def main() -> None:
 def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     """Print quartiles of each loop and of their ratio; the values behind them."""
     kept = {name: values[WARM_UP:] for name, values in seconds.items()}
-    kept["canzona / bare"] = [ours / bare for ours, bare in zip(kept["canzona"], kept["bare"], strict=True)]
+    baseline, measured = kept
+    kept[f"{measured} / {baseline}"] = [m / b for b, m in zip(kept[baseline], kept[measured], strict=True)]
     for name, values in kept.items():
         low, median, high = statistics.quantiles(values, n=4)
         unit = "" if "/" in name else " s"
