@@ -206,9 +206,9 @@ def profile_of(
     def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
         return _digits(known[quantity]) if quantity in known else otherwise
 
-    products = base.matmul_tflops
-    if "arithmetic" in record.done:  # large sizes come last: half a table would say that products are slow
-        products = tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
+    products = tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
+    if not products or "arithmetic" not in record.done:
+        products = base.matmul_tflops  # large sizes come last: half a table would say that products are slow
     profile = replace(
         base,
         name=name,

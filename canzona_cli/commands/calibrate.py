@@ -44,7 +44,7 @@ def calibrate(
     from canzona_cli.bench.effort import FULL, QUICK
     from canzona_cli.bench.profile_file import check_writable, default_path, write_profile
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.report.calibration import CalibrationView, Progress
+    from canzona_cli.report.calibration import CalibrationView, Progress, closing
 
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
@@ -62,6 +62,9 @@ def calibrate(
 
         typer.echo(json_text(as_json(found, written)))
     else:
-        Console(highlight=False).print(CalibrationView(found=found, config=config, written=written))
+        console = Console(highlight=False)
+        console.print(CalibrationView(found=found, config=config))
+        for line in closing(found, config, written):
+            console.print(line, soft_wrap=True)
     if found.outcome.exit_code:
         raise typer.Exit(found.outcome.exit_code)

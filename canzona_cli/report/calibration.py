@@ -61,12 +61,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView:
-    """Tables, warnings, the file and how to use it."""
+    """Tables of what was measured, and what to beware of."""
 
     found: Calibration
     config: RunConfig
     """That was measured for, its cluster the base profile."""
-    written: Path | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self.found
@@ -79,7 +78,6 @@ class CalibrationView:
             yield from wrapped(Text(clean(skipped)), console, options, first="left to the cost model: ", rest="  ")
         for warning in found.warnings:
             yield from wrapped(Text(clean(warning), style="yellow"), console, options, first="warning: ", rest="  ")
-        yield from self._end(console, options)
 
     def _rates(self) -> Iterator[Text]:
         base = self.found.base
@@ -127,22 +125,20 @@ class CalibrationView:
             yield _line(name, milliseconds(m.spread.median), m, before)
         yield Text()
 
-    def _end(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        found = self.found
-        if found.outcome.status == "interrupted":
-            kept = "what was measured is kept" if self.written is not None else "nothing was measured yet"
-            yield Text(f"interrupted: {kept}", style="bold yellow")
-        elif found.outcome.status == "failed":
-            reason = Text(clean(found.outcome.message), style="bold red")
-            yield from wrapped(reason, console, options, first="failed: ", rest="  ")
-            if found.outcome.log is not None:
-                yield Text(f"its whole output: {found.outcome.log}", no_wrap=True, overflow="ignore")
-        if self.written is None:
-            return
-        where = shown(self.written)
-        yield Text(f"written: {where}", style="bold", no_wrap=True, overflow="ignore")
-        use = f"canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={where}"
-        yield Text(f"use it: {use}", no_wrap=True, overflow="ignore")
+
+def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
+    """How it ended, where the profile is, and the command that uses it: lines to copy from, printed unwrapped."""
+    if found.outcome.status == "interrupted":
+        kept = "what was measured is kept" if written is not None else "nothing was measured yet"
+        yield Text(f"interrupted: {kept}", style="bold yellow")
+    elif found.outcome.status == "failed":
+        yield Text(f"failed: {clean(found.outcome.message)}", style="bold red")
+        if found.outcome.log is not None:
+            yield Text(f"its whole output: {found.outcome.log}")
+    if written is not None:
+        where = shown(written)
+        yield Text(f"written: {where}", style="bold")
+        yield Text(f"use it: canzona plan recipe={config.name} gpus={config.gpus} cluster={where}")
 
 
 class _Assumed:

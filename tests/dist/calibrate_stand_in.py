@@ -1,0 +1,45 @@
+"""Ranks of a calibration that measure little and then end as CANZONA_TEST_BEHAVIOUR says; and the command around them:
+`python -m tests.dist.calibrate_stand_in calibrate ARGUMENTS`."""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from canzona_cli.bench.measurement import Measurement, Recorder
+from canzona_cli.launch.files import RunFiles, append_json_line
+from canzona_cli.training.process import run_rank
+from canzona_cli.training.records import RankRecord
+
+MODULE = "tests.dist.calibrate_stand_in"
+
+
+def measure(files: RunFiles, record: RankRecord, rank: int) -> bool:
+    recorder = Recorder(files, writes=rank == 0)
+    recorder.add(Measurement.of("fp32_tflops", [0.1, 0.2, 0.3]))
+    recorder.done("arithmetic")
+    if rank == 0:
+        append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": "memory", "detail": ""})
+    if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":
+        time.sleep(60)
+    if rank == 1:
+        time.sleep(0.5)
+        raise ValueError("the abacus is stuck")
+    time.sleep(60)
+    return False
+
+
+def command() -> None:
+    from canzona_cli.app import main
+    from canzona_cli.bench import calibrate
+
+    calibrate.calibrate = partial(calibrate.calibrate, worker=MODULE)
+    main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "calibrate":
+        command()
+    else:
+        run_rank(Path(sys.argv[1]), measure)

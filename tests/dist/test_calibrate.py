@@ -1,0 +1,166 @@
+"""Calibration on real ranks: everything is measured, and neither Ctrl-C nor a crash loses what was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from canzona_cli.bench.calibrate import calibrate, prepared
+from canzona_cli.bench.effort import Effort
+from canzona_cli.bench.measure_collectives import KINDS, Members, group_sizes, measure_collectives
+from canzona_cli.bench.measure_team import Team
+from canzona_cli.bench.measure_updates import shapes, update_samples, ways
+from canzona_cli.bench.measurement import Measurement, Recorder
+from canzona_cli.bench.profile_file import write_profile
+from canzona_cli.cluster.machine import profile_mismatches
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import SoapConfig
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.planner.cost import algorithm, seconds
+from canzona_cli.report.calibration import Progress
+from tests.cli.support import importable
+from tests.dist.ranks import run_ranks
+
+HASTY = Effort(item_s=0.001, sizes=(8, 4096), large=None)
+SMALL = ("recipe=tiny", "model.num_layers=1", "train.seq_length=64", "train.micro_batch_size=1")
+CPU = torch.device("cpu")
+
+
+def joined() -> int:
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank()
+
+
+def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(tmp_path: Path) -> None:
+    config, layout = prepared(compose_run([*SMALL, "gpus=2"], training=False).config)
+    found = calibrate(config, layout, Progress(Console(quiet=True)), name="here", effort=HASTY)
+    assert (found.outcome.status, found.outcome.message) == ("done", "")
+    assert found.profile.not_measured == found.record.skipped == ()
+    measured = {(m.quantity, *m.key): m for m in found.record.measurements}
+    assert len(measured) == len(found.record.measurements), "each number once"
+    assert all(m.spread.median > 0 for m in measured.values())
+    assert {key[1:] for key in measured if key[0] == "collectives"} == {
+        (kind, 2, size) for kind in KINDS for size in HASTY.sizes
+    }
+    for way in (way for way in ways(config) if way.kind == "ours"):
+        for rows, cols in shapes(config):
+            [row] = [row for row in found.profile.measured_updates if row[:3] == (way.label, rows, cols)]
+            assert seconds(algorithm(way.config), rows, cols, found.profile) == row[3]
+    assert {row[0] for row in found.profile.measured_updates if row[0].startswith("megatron/")} == {
+        "megatron/muon/standard/5"
+    }
+    assert found.profile.adamw_ns is not None
+    assert found.profile.forward_factor != 1.0
+    assert found.profile.measured_on["workers"] == min(2, len(os.sched_getaffinity(0)))
+    write_profile(tmp_path / "here.yaml", found)
+    again = compose_run(["recipe=tiny", f"cluster={tmp_path / 'here.yaml'}"])
+    assert again.config.cluster == found.profile
+    assert not profile_mismatches(found.profile)
+    assert found.logs is None
+
+
+def test_collectives_are_measured_in_every_group_and_members_agree() -> None:
+    def ranks() -> list[Measurement]:
+        rank = joined()
+        members = [Members(Team(rank, size, CPU)) for size in group_sizes(3)]
+        kept: list[Measurement] = []
+        recorder = Recorder(RunFiles(Path()), writes=False)
+        recorder.add = kept.append  # type: ignore[method-assign,assignment]
+        for group in members:
+            if group.team.member:
+                measure_collectives(group, HASTY, recorder)
+        return kept
+
+    first, second, third = run_ranks(3, ranks)
+    strip = [(m.key, m.spread, m.repetitions) for m in first]
+    assert strip == [(m.key, m.spread, m.repetitions) for m in second]
+    assert strip[-len(third) :] == [(m.key, m.spread, m.repetitions) for m in third]
+    kinds = {(m.key[0], m.key[1]) for m in first}
+    assert kinds == {(kind, size) for kind in KINDS for size in (2, 3)} - {("send", 3)}
+    assert all(m.busy > 0 for m in first), "gloo works on the processor"
+
+
+def test_who_waits_leaves_its_core_to_the_others() -> None:
+    def ranks() -> float:
+        team = Team(joined(), 2, CPU)
+        team.meet()
+        begin = time.process_time()
+        if team.rank == 0:
+            time.sleep(1.0)
+        team.meet()
+        return time.process_time() - begin
+
+    assert run_ranks(2, ranks)[1] < 0.2
+
+
+def test_a_mean_over_a_period_weighs_refreshes_in() -> None:
+    config = compose_run(["recipe=tiny"]).config
+
+    def ranks() -> tuple[list[float], list[float]]:
+        team = Team(joined(), 2, CPU)
+        soap = next(way for way in ways(config) if way.label == "soap")
+        found = []
+        for period in (1, 1000):
+            settings = SoapConfig(name="soap", lr=1e-3, precondition_frequency=period)
+            way = replace(soap, config=replace(config, optimizer=settings))
+            found.append(update_samples(team, way, 192, 256, 0.05))
+        return found[0], found[1]
+
+    always, seldom = run_ranks(2, ranks)[0]
+    assert len(set(always)) == 1, "with a refresh at every step nothing but refreshes count"
+    assert min(always) > sorted(seldom)[len(seldom) // 2], "two decompositions take longer than none"
+
+
+def launched(out: Path, behaviour: str) -> subprocess.Popen[str]:
+    # A run that fails keeps its directory for its logs: here, where pytest tidies up.
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.dist.calibrate_stand_in"),
+            *("calibrate", "recipe=tiny", "gpus=2", "--out", str(out)),
+        ],
+        env={
+            **os.environ,
+            **importable(),
+            "COLUMNS": "80",
+            "TMPDIR": str(out.parent),
+            "CANZONA_TEST_BEHAVIOUR": behaviour,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "cut.yaml"
+    process = launched(out, "endless")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "measure memory" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted: what was measured is kept" in said
+    cluster = compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster
+    assert cluster.fp32_tflops == 0.2
+    assert cluster.not_measured == ("memory", "adamw", "collectives", "model", "updates")
+    [warning] = compose_run(["recipe=tiny", f"cluster={out}"]).warnings
+    assert "cut off" in warning
+
+
+def test_a_crash_keeps_what_was_measured_and_the_logs(tmp_path: Path) -> None:
+    out = tmp_path / "cut.yaml"
+    process = launched(out, "crash")
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 70, said
+    assert "the abacus is stuck" in said
+    [log] = [line.removeprefix("its whole output: ") for line in said.splitlines() if "whole output" in line]
+    assert "ValueError" in Path(log).read_text()
+    assert compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster.not_measured
