@@ -33,6 +33,8 @@ class RoundLines:
     def stage(self, event: Mapping[str, object]) -> None:
         if event.get("stage") == "train":
             self._say(f"{self._sitting}: {event.get('detail')}")
+        elif event.get("stage") == "build model":
+            self._say(f"{self._sitting}: building models")
 
     def step(self, metrics: Mapping[str, object]) -> None:
         self._seen += 1

@@ -136,7 +136,14 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     lined_up, config = session.line_up, session.config
     # Before anything of ours runs.
     machine = {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": _load_average()}
-    corpus = ensure_corpus(config, lambda what, fraction: None)
+    told: set[str] = set()
+
+    def progress(what: str, fraction: float) -> None:
+        if what not in told:
+            told.add(what)
+            say(what)
+
+    corpus = ensure_corpus(config, progress)
     files = _create(config, lined_up)
     seatings = seat(lined_up, available_bytes(config.cluster))
     say(f"{config.name}: {', '.join(c.strategy for c in lined_up.contenders)} on {plural(config.gpus, 'rank')}, "

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,13 +44,17 @@ def hold(
         Whether all rounds were held; False when somebody asked to stop.
 
     Raises:
-        WorkerCrashed: a loss is not finite; on every rank together.
+        WorkerCrashed: a loss or a gradient is not finite; on every rank together.
     """
     for number in range(sitting.rounds):
         for name in sitting.order(number):
             contestant = contestants[name]
-            if not _take_turn(contestant, sitting.steps_per_turn, stop_requested):
-                return False
+            try:
+                if not _take_turn(contestant, sitting.steps_per_turn, stop_requested):
+                    return False
+            except WorkerCrashed as error:  # which of them it was is nothing an optimizer can know
+                named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
+                raise WorkerCrashed(*named) from error
             loss = contestant.losses[-1]
             if loss - loss != 0:
                 raise WorkerCrashed(
