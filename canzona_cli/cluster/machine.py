@@ -32,24 +32,24 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """How the machine a profile was measured on differs from this one, and what it lacks; empty for a profile that was
-    written by hand."""
-    measured = cluster.measured_on
-    if not measured:
+    """How the machine a profile was measured on differs from this one; empty for a profile written by hand."""
+    found = list(_differences(cluster)) if cluster.measured_on else []
+    if not found:
         return ()
-    found = list(_differences(cluster))
-    said = []
-    if found:
-        said.append(
-            f"cluster profile {cluster.name} was measured on another machine ({'; '.join(found)}): its times may not "
-            "hold here; measure this one with `canzona calibrate`"
-        )
-    if cluster.not_measured:
-        said.append(
-            f"cluster profile {cluster.name} is of a calibration that was cut off: {', '.join(cluster.not_measured)} "
-            f"come from profile {measured.get('base', 'it started from')}"
-        )
-    return tuple(said)
+    return (
+        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(found)}): its times may not "
+        "hold here; measure this one with `canzona calibrate`",
+    )
+
+
+def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
+    """What a calibration that was cut off lacks; empty for a whole one."""
+    if not cluster.not_measured:
+        return ()
+    return (
+        f"cluster profile {cluster.name} is of a calibration that was cut off: {', '.join(cluster.not_measured)} "
+        f"come from profile {cluster.measured_on.get('base', 'it started from')}",
+    )
 
 
 def cores() -> int:

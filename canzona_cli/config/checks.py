@@ -92,10 +92,12 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     Without `training`, a plan is made whatever strategy the run has.
     """
     schedule, optimizer = config.schedule, config.optimizer.name
-    if training and config.cluster.measured_on:  # a plan may well be for another machine
-        from canzona_cli.cluster.machine import profile_mismatches
+    if config.cluster.measured_on:
+        from canzona_cli.cluster.machine import profile_gaps, profile_mismatches
 
-        yield from profile_mismatches(config.cluster)
+        yield from profile_gaps(config.cluster)
+        if training:  # a plan may well be for another machine
+            yield from profile_mismatches(config.cluster)
     if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
         yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
     if optimizer == "adamw" and explicit & {"engine", "engine.strategy"}:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from canzona_cli.cluster.machine import cores, fingerprint, machine_facts, profile_mismatches
+from canzona_cli.cluster.machine import cores, fingerprint, machine_facts, profile_gaps, profile_mismatches
 from canzona_cli.config.schema import ClusterConfig
 from tests.unit.sizes import CPU, H100
 
@@ -33,8 +33,9 @@ def test_a_gpus_profile_is_about_the_gpu() -> None:
 
 
 def test_a_calibration_that_was_cut_off_says_what_it_lacks() -> None:
-    [said] = profile_mismatches(replace(here(), not_measured=("model", "updates")))
+    [said] = profile_gaps(replace(here(), not_measured=("model", "updates")))
     assert "model, updates come from profile cpu" in said
+    assert not profile_gaps(here())
 
 
 def test_the_fingerprint_names_no_machine() -> None:

@@ -9,7 +9,7 @@ from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.paths import builtin_recipes_dir
 from canzona_cli.errors import ConfigError, Problem
-from tests.unit.calibrations import calibration, written
+from tests.unit.calibrations import calibration, cut_off, written
 
 CPU_PROFILE = (builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text(encoding="utf-8")
 
@@ -67,6 +67,12 @@ def test_a_run_warns_of_another_machines_profile_and_a_plan_does_not(tmp_path: P
     [warning] = compose_run(asked).warnings
     assert "another machine" in warning
     assert not compose_run(asked, training=False).warnings
+
+
+def test_a_calibration_that_was_cut_off_is_told_by_plans_too(tmp_path: Path) -> None:
+    path = written(tmp_path / "cut.yaml", profile_text(cut_off()))
+    [warning] = compose_run(["recipe=tiny", f"cluster={path}"], training=False).warnings
+    assert "collectives, model, updates come from profile cpu" in warning
 
 
 def test_profiles_in_this_folder_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
