@@ -6,7 +6,8 @@ pack the gradients of the group after the next, unpack the weights of the group 
 exchanges in the order gradients 0, gradients 1, weights 0, gradients 2, weights 1, ...; each starts once all ranks of
 the group have packed for it and the one before is done.
 
-duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for.
+duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
+does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
 
 Both are written down once, as what a `Pipeline` is told to do: `Alone` works it out rank by rank, for ranks with a
 device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's cores.
@@ -19,7 +20,7 @@ from typing import Literal, Protocol
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.cost import algorithm, memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes, exchange_bytes
+from canzona_cli.planner.memory import element_bytes, exchange_bytes, redundant
 from canzona_cli.planner.timeline import Ran, Timeline
 from canzona_cli.planner.types import Assignment, Matrix, MicroGroup
 
@@ -74,6 +75,7 @@ class UpdateModel:
         self._width, self._grad = exchange_bytes(config)
         self._buffer = element_bytes(config)[1]
         self._rate = memory_rate(config.cluster)
+        self._whole = redundant(config)
         self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
@@ -118,10 +120,13 @@ class UpdateModel:
         """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
         for index in members:
             matrix = self._matrices[index]
-            if self._tp > 1 and matrix.shard_dim is not None:
-                # Megatron gathers the fp32 update, momentum included.
+            if self._tp > 1 and (matrix.shard_dim is not None or matrix.home is not None):
+                # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
                 rank.wait(0, rank.exchange(self._links.all_gather(4.0 * matrix.elements, self._group)))
-            on_fragment = matrix.elements * self._fragment_bytes / self._rate
+                if self._whole:
+                    packed = matrix.fragment_elements(self._tp) * (self._buffer + _FP32)
+                    rank.work(0, "exchange", (packed + 2 * _FP32 * matrix.elements) / self._rate)
+            on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
             rank.work(0, "matrix_update", max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment))
 
     def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
