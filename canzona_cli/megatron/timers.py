@@ -177,7 +177,7 @@ class PhaseTimer:
         self._mark()
         if self._ranges is not None:
             self._ranges.append(torch.profiler.record_function(f"canzona: {phase}"))
-            self._ranges[-1].__enter__()
+            self._ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def pop(self) -> None:
         if self._ranges:
