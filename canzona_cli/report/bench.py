@@ -34,6 +34,8 @@ from canzona_cli.report.text import MISSING, clean, milliseconds, number, plural
 from canzona_cli.report.why import explain
 
 _WIDEST = 130
+_SAID = ("device", "machine", "ranks")
+"""Of the machine's facts, what the title says, and a digest to tell machines apart."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,9 @@ def heading(
         ),
         ("measured", Text(f"{_rounds(result)} in turns, {result.warm_up_rounds} before them to warm up")),
     ]
-    machine = ", ".join(f"{clean(key).replace('_', ' ')} {_value(value)}" for key, value in result.machine.items())
+    machine = ", ".join(
+        f"{clean(key).replace('_', ' ')} {_value(value)}" for key, value in result.machine.items() if key not in _SAID
+    )
     if machine:
         rows.append(("machine", Text(machine)))
     if result.overrides:

@@ -48,15 +48,20 @@ def order(result: BenchResult) -> tuple[str, ...]:
 def error_text(measured: float | None, predicted: float | None) -> Text:
     """`+12%`: how much longer the prediction is; one that is far off stands out."""
     found, planned = real(measured), real(predicted)
-    if not found or planned is None:
+    if not found or not planned:  # what is not planned at all has no error that says more than the two numbers
         return Text("")
     error = planned / found - 1
-    shown = f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
+    shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
     return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
 
 
+def ms(seconds: float | None) -> str:
+    """As `milliseconds`; nothing is a plain 0."""
+    return "0" if seconds == 0 else milliseconds(seconds)
+
+
 def beside(
-    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = milliseconds
+    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
 ) -> tuple[Text, Text, Text]:
     """Measured, predicted, error."""
     return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)

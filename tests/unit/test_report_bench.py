@@ -190,6 +190,8 @@ def test_words_for_numbers() -> None:
     assert error_text(1.0, 1.25).style == "yellow"
     assert error_text(1.0, 1.1).style == "dim"
     assert str(error_text(0.0, 1.0)) == str(error_text(1.0, None)) == ""
+    assert str(error_text(1.0, 0.0)) == ""
+    assert str(error_text(1.0, 0.9999)) == "0%"
     assert str(error_text(0.001, 1.0)) == ">+999%"
     assert times(bench().optimizer_speedup("asc")) == "not told apart"
 
