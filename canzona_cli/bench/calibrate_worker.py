@@ -17,7 +17,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
     begun = time.monotonic()
     import torch
 
-    from canzona_cli.bench.calibrate import shortened
+    from canzona_cli.bench.calibrated import shortened
     from canzona_cli.bench.measure_collectives import Members, group_sizes, measure_collectives
     from canzona_cli.bench.measure_compute import measure_arithmetic, measure_memory
     from canzona_cli.bench.measure_model import measure_model

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.bench.calibrate import Calibration, prepared, profile_of
+from canzona_cli.bench.calibrate import Calibration, prepared
+from canzona_cli.bench.calibrated import profile_of
 from canzona_cli.bench.measurement import Facts, Measurement, Part, Quantity, Record
 from canzona_cli.bench.statistics import Spread
 from canzona_cli.config.compose import compose_run

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.calibrate import prepared, profile_of, shortened
+from canzona_cli.bench.calibrate import prepared
+from canzona_cli.bench.calibrated import profile_of, shortened
 from canzona_cli.bench.measurement import Recorder, parts, read_record
 from canzona_cli.cluster.machine import cores, processor_name, torch_version
 from canzona_cli.config.compose import compose_run
