@@ -138,6 +138,18 @@ def draw(simulation: Simulation, path: Path) -> None:
         _curves(row[2], cells, _MATRIX, "overhead over AdamW, %", lambda found: 100 * found.overhead_over_adamw)
         for axes in row:
             _gpus(axes, simulation.gpus)
+            for cell in simulation.of(recipe):
+                if not cell.strategies:
+                    place = (math.log2(cell.gpus), 0.03)
+                    axes.annotate(
+                        "no layout",
+                        place,
+                        xycoords=("data", "axes fraction"),
+                        rotation=90,
+                        ha="center",
+                        fontsize=8,
+                        color="grey",
+                    )
     panels[0][0].legend(fontsize=8.5, frameon=False)
     panels[-1][0].set_xlabel("GPUs (hollow: does not fit into memory)", fontsize=9)
     save(figure, path)
@@ -167,10 +179,12 @@ def _curves(
 
 
 def _gpus(axes: "Axes", gpus: Sequence[int]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xticks([math.log2(count) for count in gpus], [f"{count:,}" for count in gpus])
     axes.set_xlim(math.log2(min(gpus)) - 0.3, math.log2(max(gpus)) + 0.3)
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     plain(axes)

@@ -106,7 +106,12 @@ class SweepView:
         yield from tables(labels, groups, options, head=head, sections=sections)
         for note in self._notes(groups):
             yield from wrapped(Text(note, style="dim"), console, options, first="  ", rest="  ")
-        said = dict.fromkeys(note for result in self.results.values() for note in result.notes)
+        shared = set.intersection(*(set(result.notes) for result in self.results.values()))
+        said = dict.fromkeys(
+            note if note in shared else f"{value}: {note}"
+            for value, result in self.results.items()
+            for note in result.notes
+        )
         if said:
             yield Text()
             yield Text("Notes", style="bold")

@@ -1,6 +1,7 @@
 """Sweeps: every value of the setting has its row, measured beside predicted, and what the setting is about."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,12 @@ def test_speedups_of_overlapping_intervals_are_not_printed() -> None:
     assert asc
     assert all("not told apart" in line and "x [" not in line for line in asc)
     assert "intervals overlap" in text
+
+
+def test_a_note_on_one_value_names_it() -> None:
+    first, *_ = SWEEPS["c_max"].values()
+    results = {**SWEEPS["c_max"], "2": replace(first, notes=(*first.notes, "the machine was busy"))}
+    notes = shown(SweepView("c_max", results)).partition("Notes")[2]
+    assert notes.count("splitting qkv") == 1
+    assert "  - splitting qkv" in notes
+    assert "  - 2: the machine was busy" in notes
