@@ -54,6 +54,8 @@ def profile_of(
         matmul_tflops=products,
         measured_updates=_updates(kept, record),
         collectives=_collectives(kept, record),
+        step_factors={},
+        crowding=1.0,
         cores=cores() if base.device == "cpu" else base.cores,
         measured_on={**facts, **here},
         not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),

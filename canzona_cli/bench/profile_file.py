@@ -18,6 +18,8 @@ _MEANING = {
     "bf16_tflops": "the fastest of matmul_tflops: no datasheet tells a processor's peak",
     "forward_factor": "measured forward over what the model of it says on this profile",
     "backward_factor": "the same of the backward",
+    "crowding": "measured time of steps whose ranks outnumber the cores over even shares of them",
+    "step_factors": "measured time in whole steps over what its parts come to",
     "intra_node_gb_per_s": "from all-to-all of 2 ranks",
     "intra_node_latency_us": "the same, 8 bytes",
 }
@@ -99,7 +101,11 @@ def _settings(found: Calibration) -> Iterator[str]:
         if rows is not None:
             yield from rows
         elif isinstance(value, dict):
-            yield from [f"{name}:", *(f"  {key}: {_scalar(item)}" for key, item in value.items())]
+            comment = f" # {_MEANING[name]}" if name in _MEANING else ""
+            if value:
+                yield from [f"{name}:{comment}", *(f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())]
+            else:
+                yield f"{name}: {{}}"
         else:
             plain = list(value) if isinstance(value, tuple) else value
             yield f"{name}: {_scalar(plain)}{_comment(name, single, found)}"

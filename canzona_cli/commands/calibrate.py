@@ -24,24 +24,27 @@ def calibrate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a profile that is there already.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repetitions and sizes: half a minute, more noise.")
+        bool, typer.Option("--quick", help="Fewer repetitions and sizes, no whole steps: half a minute, more noise.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     recipes_dir: Annotated[
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
     ] = None,
 ) -> None:
-    """Measure this machine: products, memory, updates of the recipe's matrices, collectives, forward and backward.
+    """Measure this machine: products, memory, updates of the recipe's matrices, collectives, whole steps.
 
     What comes out is a cluster profile; `cluster=./FILE.yaml` makes any command use it. Takes one to three minutes.
     Ctrl-C keeps what was measured until then.
     """
+    from functools import partial
+
     from rich.console import Console
     from rich.text import Text
 
     from canzona_cli.bench.calibrate import as_json, prepared
     from canzona_cli.bench.calibrate import calibrate as measure
     from canzona_cli.bench.effort import FULL, QUICK
+    from canzona_cli.bench.in_step import Steps, with_steps
     from canzona_cli.bench.profile_file import check_writable, default_path, write_profile
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibration import CalibrationView, Progress, closing
@@ -57,6 +60,11 @@ def calibrate(
     written = path if found.record.measurements else None
     if written is not None:
         write_profile(written, found)
+        if found.outcome.exit_code == 0 and not quick:
+            steps = Steps(
+                overrides or (), config, written, lambda line: errors.print(Text(line, style="dim")), recipes_dir or ()
+            )
+            found = with_steps(found, steps, partial(write_profile, written))
     if json:
         from canzona_cli.report.text import json_text
 

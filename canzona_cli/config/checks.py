@@ -33,6 +33,7 @@ _POSITIVE = (
     "cluster.qr_tflops",
     "cluster.eigh_tflops",
     "cluster.adamw_ns",
+    "cluster.crowding",
     "cluster.forward_factor",
     "cluster.backward_factor",
     "optimizer.shampoo_eps",

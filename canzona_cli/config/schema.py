@@ -284,10 +284,16 @@ class ClusterConfig:
     cores: int | None = None
     """Processor cores that the ranks of one machine share; null: every rank has a device of its own, or, where a run is
     started on CPU ranks, what that machine has. It changes predicted times, never a plan."""
+    crowding: float = 1.0
+    """Measured time of steps whose ranks outnumber the cores, over what even shares of the cores would take: ranks that
+    take turns on a core find its caches full of each other's data."""
     forward_factor: float = 1.0
     """Measured time of forward passes over what the model of them says."""
     backward_factor: float = 1.0
     """The same of backward passes."""
+    step_factors: dict[str, float] = field(default_factory=dict, hash=False)
+    """Measured time of a phase in whole steps over what its parts come to, by phase (norm_clip, exchange,
+    matrix_update, adamw_update, grad_reduce, param_gather); megatron/PHASE for Megatron's own strategies."""
     measured_on: dict[str, str | int | float] = field(default_factory=dict, hash=False)
     """What `canzona calibrate` measured on (processor, cores, torch, ...) and when; empty for a profile by hand."""
     not_measured: tuple[str, ...] = ()

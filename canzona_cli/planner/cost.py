@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.planner.phases import Phase
 from canzona_cli.planner.types import Algorithm, Matrix
 
 Implementation = Literal["canzona", "megatron"]
@@ -145,6 +146,16 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
+
+
+def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
+    """What a phase takes in whole steps over what its parts take alone, as the profile has measured it; else 1.
+
+    Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows none of it.
+    """
+    found = cluster.step_factors
+    own = found.get(f"megatron/{phase}") if implementation == "megatron" else None
+    return found.get(phase, 1.0) if own is None else own
 
 
 def memory_rate(cluster: ClusterConfig) -> float:

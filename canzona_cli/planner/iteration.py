@@ -23,7 +23,7 @@ class IterationTimeline:
 
     Args:
         chunks: by stage, in the order of the gradient buffers (last registered parameters first).
-        cores: that all ranks share; None where each has a device of its own.
+        cores, crowding: that all ranks share, see `Timeline`; None where each has a device of its own.
         begin_s: by stage, what is done before the first forward.
         tail_s: by stage, what follows the gradient reduction before its result is complete.
         first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
@@ -40,12 +40,13 @@ class IterationTimeline:
         begin_s: Sequence[float],
         tail_s: Sequence[float],
         cores: float | None = None,
+        crowding: float = 1.0,
         first_matrices_early: bool = False,
     ) -> None:
         self._layout, self._stages, self._chunks, self._tail = layout, stages, chunks, tail_s
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._first_early = first_matrices_early and overlap_gather
-        self._timeline, self._shares_cores = Timeline(cores), cores is not None
+        self._timeline, self._shares_cores = Timeline(cores, crowding), cores is not None
         self._owners = layout.dp * layout.cp
         self._last: list[int] = []
         for stage, seconds in enumerate(begin_s):

@@ -42,6 +42,10 @@ class Transfer:
         """Alone on its link."""
         return self.latency_s + self.link_s
 
+    def times(self, factor: float) -> "Transfer":
+        """One that takes so many times as long."""
+        return replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:

@@ -15,13 +15,13 @@ from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.planner.buffers import Buffers, Chunk
-from canzona_cli.planner.cost import adamw_seconds, memory_rate
+from canzona_cli.planner.cost import Implementation, adamw_seconds, memory_rate, step_factor
 from canzona_cli.planner.iteration import IterationTimeline
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.memory import element_bytes, stage_weights
+from canzona_cli.planner.memory import element_bytes, redundant, stage_weights
 from canzona_cli.planner.model_time import stage_time
-from canzona_cli.planner.phases import IN_STEP
-from canzona_cli.planner.timeline import Timeline
+from canzona_cli.planner.phases import IN_STEP, Phase
+from canzona_cli.planner.timeline import Timeline, crowded
 from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
 from canzona_cli.planner.update import Crowded, RankUpdate, UpdateModel
 
@@ -142,14 +142,16 @@ class _Simulation:
         self._config, self._layout, self._strategy = config, layout, strategy
         self._matrices, self._costs, self._assignment = matrices, costs, assignment
         self._buckets, self._groups = buckets, groups
-        self._updates = UpdateModel(config, layout, matrices, costs)
+        own = strategy in ENGINE or redundant(config)
+        self._implementation: Implementation = "canzona" if own else "megatron"
+        self._updates = UpdateModel(config, layout, matrices, costs, self._implementation)
         self._owners = layout.dp * layout.cp
         cluster = config.cluster
         self._links = Links(cluster=cluster)
         self._world = Groups.of(layout, cluster).world
         self._cores = None if cluster.cores is None else float(cluster.cores * self._world.machines)
         # What all ranks do at the same time takes longer by this where cores are few.
-        crowd = 1.0 if self._cores is None else max(1.0, layout.world_size / self._cores)
+        crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
         self._rate = memory_rate(cluster) / crowd
 
     def result(self) -> StrategyResult:
@@ -178,6 +180,7 @@ class _Simulation:
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             cores=self._cores,
+            crowding=config.cluster.crowding,
             begin_s=[self._zero_s(stage) for stage in range(layout.pp)],
             tail_s=[self._after_reduction(stage) for stage in range(layout.pp)],
         )
@@ -186,8 +189,10 @@ class _Simulation:
         by_stage = [[n for n, cell in enumerate(cells) if cell.stage == stage] for stage in range(layout.pp)]
         before = [iteration.phases(stage) for stage in range(layout.pp)]
         agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
-        normed = max(iteration.reduced_s[c.stage] + c.elements * NORM_BYTES / self._rate for c in cells) + agree
-        clipped = [normed + c.elements * CLIP_BYTES / self._rate for c in cells]
+        norm = self._factor("norm_clip")
+        read_s, scaled_s = norm * NORM_BYTES / self._rate, norm * CLIP_BYTES / self._rate
+        normed = max(iteration.reduced_s[c.stage] + c.elements * read_s for c in cells) + norm * agree
+        clipped = [normed + c.elements * scaled_s for c in cells]
         updated = [end + c.seconds for end, c in zip(clipped, cells, strict=True)]
         done = [max(updated[number] for number in by_stage[stage]) + gather_s[stage] for stage in range(layout.pp)]
         end = max(done) + agree
@@ -234,8 +239,13 @@ class _Simulation:
         """In the order of Megatron's buffers: AdamW's own first, for the embedding is the first parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage).modules)
         if self._strategy in ("adamw", "sc"):
-            return buffers.everything(sharded=self._strategy == "adamw")
-        return [*buffers.others(), *buffers.matrices(self._buckets, self._matrices)]
+            found = buffers.everything(sharded=self._strategy == "adamw")
+        else:
+            found = [*buffers.others(), *buffers.matrices(self._buckets, self._matrices)]
+        reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
+        return [
+            replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering)) for chunk in found
+        ]
 
     def _others(self, stage: int) -> int:
         """How many of the stage's chunks are AdamW's own; they come first."""
@@ -285,7 +295,7 @@ class _Simulation:
             updates = self._updates.hosted(team.groups, self._assignment)
         else:
             updates = (self._updates.duplicated(team.members),)
-        adamw = adamw_seconds(self._adamw_elements(team.stage), self._config.cluster)
+        adamw = self._adamw_s(team.stage)
         return [self._cell(team, host, adamw, update) for host, update in enumerate(updates)]
 
     def _crowded(
@@ -299,13 +309,11 @@ class _Simulation:
         Returns:
             All cells; and by stage, how long of its full rate that gathering ran before the last update was done.
         """
-        timeline = Timeline(self._cores)
+        timeline = Timeline(self._cores, self._config.cluster.crowding)
         adamw: list[list[int]] = []
         groups = []
         for number, team in enumerate(teams):
-            elements = self._adamw_elements(team.stage)
-            seconds = adamw_seconds(elements, self._config.cluster)
-            hosts = range(team.hosts)
+            seconds, hosts = self._adamw_s(team.stage), range(team.hosts)
 
             def update(name: int, hosts: range, seconds: float, ranks: int) -> list[int]:
                 return [
@@ -362,11 +370,15 @@ class _Simulation:
             update=update,
         )
 
-    def _adamw_elements(self, stage: int) -> float:
+    def _factor(self, phase: Phase) -> float:
+        return step_factor(self._config.cluster, phase, self._implementation)
+
+    def _adamw_s(self, stage: int) -> float:
+        """Of one rank's share of what AdamW updates."""
         weights = stage_weights(self._config, self._layout, stage)
-        if self._strategy == "adamw":
-            return (weights.matrices + weights.others) / self._owners
-        return weights.others if self._strategy == "sc" else weights.others / self._owners
+        elements = weights.others + (weights.matrices if self._strategy == "adamw" else 0)
+        shares = 1 if self._strategy == "sc" else self._owners
+        return self._factor("adamw_update") * adamw_seconds(elements / shares, self._config.cluster)
 
     def _zero_s(self, stage: int) -> float:
         """Gradient buffers are set to zero before the first forward."""

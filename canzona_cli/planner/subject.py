@@ -22,7 +22,7 @@ _SHAPE = (
 )
 _NO_INFLUENCE = (
     *("nodes", "node_rank", "rdzv_endpoint", "rdzv_id"),
-    *("cores", "forward_factor", "backward_factor", "measured_on", "not_measured"),
+    *("cores", "crowding", "forward_factor", "backward_factor", "step_factors", "measured_on", "not_measured"),
 )
 """Of a profile, what changes no assignment."""
 

@@ -52,6 +52,8 @@ class _Shared:
 
     cores: float | None = None
     """None for a link."""
+    crowding: float = 1.0
+    """How many times longer than even shares tasks take that want twice the cores there are, or more."""
     wanted: float = 0.0
     """Cores that active tasks would keep busy."""
     served: float = 0.0
@@ -62,7 +64,9 @@ class _Shared:
     @property
     def rate(self) -> float:
         """Of each active task, as a share of full."""
-        return 1.0 / len(self.active) if self.cores is None else min(1.0, self.cores / self.wanted)
+        if self.cores is None:
+            return 1.0 / len(self.active)
+        return 1.0 if self.wanted <= self.cores else 1.0 / crowded(self.wanted / self.cores, self.crowding)
 
     def advance(self, now: float) -> None:
         if self.active:
@@ -77,16 +81,24 @@ class _Shared:
         return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
+def crowded(wanted: float, crowding: float) -> float:
+    """How many times longer a task takes than alone where `wanted` times the cores are wanted that there are."""
+    if wanted <= 1.0:
+        return 1.0
+    return wanted * (1.0 + (crowding - 1.0) * min(1.0, wanted - 1.0))
+
+
 class Timeline:
     """Add tasks, then `run`.
 
     Args:
         cores: of the machine; None where nothing shares any, and what tasks say of cores means nothing.
+        crowding: see `ClusterConfig.crowding`.
     """
 
-    def __init__(self, cores: float | None = None) -> None:
+    def __init__(self, cores: float | None = None, crowding: float = 1.0) -> None:
         self.tasks: list[Task] = []
-        self._cores = cores
+        self._cores, self._crowding = cores, crowding
 
     def add(
         self,
@@ -152,7 +164,10 @@ class Timeline:
             if kind == 0 and (task.link is None or task.link_s == 0):
                 finish(number, now)
                 continue
-            link = links.setdefault(task.link, _Shared(cores=self._cores if task.link is _PROCESSOR else None))
+            if task.link not in links:
+                own = self._cores if task.link is _PROCESSOR else None
+                links[task.link] = _Shared(cores=own, crowding=self._crowding)
+            link = links[task.link]
             if kind == 0:
                 link.advance(now)
                 link.join(number, task.link_s, task.cores)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.cost import algorithm, memory_rate
+from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes, exchange_bytes, redundant
 from canzona_cli.planner.timeline import Ran, Timeline
@@ -69,12 +69,23 @@ class Pipeline[Moment](Protocol):
 class UpdateModel:
     """Prices updates and exchanges of a run's matrices."""
 
-    def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        costs: Sequence[float],
+        implementation: Implementation = "canzona",
+    ) -> None:
+        """`implementation` is who runs the strategy, see `cost.step_factor`."""
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
+        self._updating = step_factor(config.cluster, "matrix_update", implementation)
+        self._exchanging = step_factor(config.cluster, "exchange", implementation)
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
         self._width, self._grad = exchange_bytes(config)
         self._buffer = element_bytes(config)[1]
         self._rate = memory_rate(config.cluster)
+        self._packing = self._exchanging / self._rate
         self._whole = redundant(config)
         self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
 
@@ -95,7 +106,7 @@ class UpdateModel:
         if self._tp == 1:
             for group in groups:
                 for index in group.matrices:
-                    ranks.work(0, "matrix_update", self._costs[index])
+                    ranks.work(0, "matrix_update", self._updating * self._costs[index])
             return
         loads = [self._load(group, assignment) for group in groups]
         gradients: list[Moment] = []
@@ -105,9 +116,9 @@ class UpdateModel:
         for number, load in enumerate(loads):
             for host in range(self._tp):
                 ranks.wait(host, gradients[number])
-                ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) / self._rate)
-                ranks.work(host, "matrix_update", load.seconds[host])
-                ranks.work(host, "exchange", load.hosted[host] * 2 * self._width / self._rate)
+                ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) * self._packing)
+                ranks.work(host, "matrix_update", self._updating * load.seconds[host])
+                ranks.work(host, "exchange", load.hosted[host] * 2 * self._width * self._packing)
             weights.append(ranks.exchange(self._weights(load)))
             if number + 2 < len(loads):
                 gradients.append(self._send_gradients(loads[number + 2], ranks))
@@ -122,12 +133,14 @@ class UpdateModel:
             matrix = self._matrices[index]
             if self._tp > 1 and (matrix.shard_dim is not None or matrix.home is not None):
                 # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
-                rank.wait(0, rank.exchange(self._links.all_gather(4.0 * matrix.elements, self._group)))
+                gather = self._links.all_gather(4.0 * matrix.elements, self._group)
+                rank.wait(0, rank.exchange(gather.times(self._exchanging)))
                 if self._whole:
                     packed = matrix.fragment_elements(self._tp) * (self._buffer + _FP32)
-                    rank.work(0, "exchange", (packed + 2 * _FP32 * matrix.elements) / self._rate)
+                    rank.work(0, "exchange", (packed + 2 * _FP32 * matrix.elements) * self._packing)
             on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
-            rank.work(0, "matrix_update", max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment))
+            alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
+            rank.work(0, "matrix_update", self._updating * alone)
 
     def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
         load = _Load(self._tp)
@@ -151,18 +164,18 @@ class UpdateModel:
 
     def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
         for host, stored in enumerate(load.stored):
-            ranks.work(host, "exchange", stored * (self._buffer + self._grad) / self._rate)
+            ranks.work(host, "exchange", stored * (self._buffer + self._grad) * self._packing)
         given, taken = ([elements * self._grad for elements in side] for side in (load.given, load.taken))
-        return ranks.exchange(self._links.all_to_all(given, taken, self._group))
+        return ranks.exchange(self._links.all_to_all(given, taken, self._group).times(self._exchanging))
 
     def _weights(self, load: "_Load") -> Transfer:
         given, taken = ([elements * self._width for elements in side] for side in (load.sent_back, load.returned))
-        return self._links.all_to_all(given, taken, self._group)
+        return self._links.all_to_all(given, taken, self._group).times(self._exchanging)
 
     def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
         for host, stored in enumerate(load.stored):
             ranks.wait(host, landed)
-            ranks.work(host, "exchange", stored * 2 * self._width / self._rate)
+            ranks.work(host, "exchange", stored * 2 * self._width * self._packing)
 
 
 class _Load:

@@ -73,6 +73,7 @@ class CalibrationView:
             yield from self._rates()
             yield from self._updates()
             yield from self._collectives()
+            yield from self._steps()
         yield Text(f"took {found.seconds:.0f} s, load average {found.load:.1f} at the start")
         for skipped in found.record.skipped:
             yield from wrapped(Text(clean(skipped)), console, options, first="left to the cost model: ", rest="  ")
@@ -123,6 +124,17 @@ class CalibrationView:
             name = f"{kind} among {ranks}, {size(bytes_)}"
             before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
             yield _line(name, milliseconds(m.spread.median), m, before)
+        yield Text()
+
+    def _steps(self) -> Iterator[Text]:
+        factors = self.found.profile.step_factors
+        if not factors:
+            return
+        yield Text("in whole steps, times what its parts take alone", style="dim")
+        for name, factor in factors.items():
+            yield Text(f"{name:<{_NAME}}{factor:>{_NUMBER}.3g}")
+        if self.found.profile.crowding != 1.0:
+            yield Text(f"{'ranks that outnumber the cores':<{_NAME}}{self.found.profile.crowding:>{_NUMBER}.3g}")
         yield Text()
 
 
