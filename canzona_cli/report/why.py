@@ -105,6 +105,9 @@ class _Facts:
 
     def cause(self, phase: str) -> str:
         longer = self.took(phase) > self.planned(phase)
+        traded = self._traded(phase)
+        if traded is not None:
+            return traded
         factor = self._common_factor(longer)
         if phase in _COMPUTE:
             straggler = self._straggler(phase) if longer else None
@@ -127,6 +130,20 @@ class _Facts:
         if phase == "norm_clip":
             return f"gradients are read and scaled more slowly than planned{self._crowded() or self._uncalibrated()}"
         return f"work that the plan does not count (Python, launches){self._crowded()}"
+
+    def _traded(self, phase: str) -> str | None:
+        """What one of the two took less, the other took more: a rank without a core of its own waits in its exchange
+        while another one updates, and the prediction counts sharing a core as updating slowly."""
+        both = ("matrix_update", "exchange")
+        if phase not in both or self.cores is None or self.world_size <= self.cores:
+            return None
+        took, planned = (sum(of(name) for name in both) for of in (self.took, self.planned))
+        if not planned or abs(took - planned) > _EXPLAINS * abs(self.took(phase) - self.planned(phase)):
+            return None
+        return (
+            f"{self.world_size} ranks share {plural(self.cores, 'core')}, and while one updates another waits in its "
+            f"exchange; the two together took {milliseconds(took)} ms, planned {milliseconds(planned)} ms"
+        )
 
     def _common_factor(self, longer: bool) -> float | None:
         """How much longer all compute phases took, where it is about the same for each of them."""

@@ -131,6 +131,17 @@ def test_passes_that_are_slow_by_themselves_are_not_put_down_to_the_processor() 
     assert "TP ranks wait for one another" in found.text
 
 
+def test_ranks_that_share_cores_trade_updates_for_waiting() -> None:
+    shared = [{**rank, "matrix_update": 0.050, "exchange": 0.058} for rank in four()]
+    found = why(shared, cores=2)
+    assert found.phase == "exchange"
+    assert "4 ranks share 2 cores" in found.text
+    assert "together took 108 ms, planned 105 ms" in found.text
+    # With a core for each rank it is no such thing, nor where both took longer.
+    assert "share" not in why(shared, cores=4).text
+    assert "together" not in why([{**rank, "exchange": 0.200} for rank in shared], cores=2).text
+
+
 def test_input_that_is_waited_for() -> None:
     assert "waits for its input" in why([{**PLAN, "data": 0.2}] * 2).text
 
