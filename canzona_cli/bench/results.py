@@ -33,9 +33,9 @@ class Measured:
     iteration_s: tuple[float, ...]
     """By round: a whole training step of the slowest rank, mean over the turn's measured steps."""
     optimizer_s: tuple[float, ...]
-    """By round: from reduced gradients to the next forward. exchange, matrix update, AdamW's update and the wait for
-    gathered parameters of the rank that takes longest, and norm and clip of the rank that comes last (the others wait
-    for it there)."""
+    """By round: from reduced gradients to the next forward. Exchange, matrix update and AdamW's update of the rank that
+    takes longest; norm and clip, and the wait for gathered parameters, of the rank that comes last to them (the others
+    wait for it there, which is no part of the optimizer step)."""
     processor_s: tuple[float, ...]
     """By round: processor time of all ranks together in one step; where ranks outnumber cores this tells the work."""
     phases: Mapping[str, PhaseSeconds]

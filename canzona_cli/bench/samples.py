@@ -9,8 +9,11 @@ from pathlib import Path
 from canzona_cli.bench.results import Measured, PhaseSeconds
 from canzona_cli.launch.files import write_text_atomic
 
-_OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update", "param_gather")
-"""Phases of the optimizer step that a rank spends by itself, or waiting for transfers of its own."""
+_OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
+"""Phases of the optimizer step that a rank spends by itself, or in exchanges with its TP group."""
+_TOGETHER: tuple[str, ...] = ("norm_clip", "param_gather")
+"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have come as far in
+the next forward pass as the gathering needs them. The last of them waits for nothing but the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +81,10 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> M
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """From reduced gradients to the next forward: the rank that takes longest, and norm and clip of the one that comes
-    last, as the others wait for it there."""
+    """From reduced gradients to the next forward: the rank that takes longest, and, of what ranks do together, the one
+    that comes last."""
     own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
-    return own + min(sample.phases.get("norm_clip", 0.0) for sample in step)
+    return own + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,8 +15,8 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.compare import study_run
+from canzona_cli.planner.cores import with_cores
 from canzona_cli.planner.planner import plannable
-from canzona_cli.planner.predict import with_cores
 from canzona_cli.planner.simulate import assumptions
 from canzona_cli.planner.study import Study
 

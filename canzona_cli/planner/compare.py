@@ -10,6 +10,7 @@ from typing import Literal
 from canzona_cli.config.schema import AdamWConfig, BufferLayout, EngineConfig, Layout, RunConfig, Strategy
 from canzona_cli.models.shapes import ModelShapes
 from canzona_cli.planner.baselines import layerwise
+from canzona_cli.planner.cores import with_cores
 from canzona_cli.planner.measures import balance, communication, plan_memory
 from canzona_cli.planner.memory import capacity, estimate
 from canzona_cli.planner.plan import Plan
@@ -53,7 +54,7 @@ def study_run(
     plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
     measured = balance(plan)
     strategies: dict[str, Compared] = {
-        name: _compared(config, layout, plans, name, measured.slowest.stage) for name in STRATEGIES
+        name: _compared(with_cores(config), layout, plans, name, measured.slowest.stage) for name in STRATEGIES
     }
     return Study(
         config=config,
@@ -148,5 +149,5 @@ def _variants(
             balance=balance(tried),
             communication=communication(run, layout, tried),
             memory_bytes=plan_memory(run, layout, tried).total,
-            result=simulate_plan(run, layout, tried),
+            result=simulate_plan(with_cores(run), layout, tried),
         )

@@ -1,13 +1,13 @@
 """What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from canzona_cli.config.schema import AdamWConfig, ClusterConfig, Layout, RunConfig, Splitting
+from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting
 from canzona_cli.models.matrices import matrices as matrices_of
 from canzona_cli.planner.baselines import layerwise
 from canzona_cli.planner.compare import simulate_plan
+from canzona_cli.planner.cores import with_cores
 from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.memory import estimate, redundant
 from canzona_cli.planner.plan import Plan
@@ -68,19 +68,6 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
         memory_bytes=memory,
         events=result.events,
     )
-
-
-def with_cores(config: RunConfig) -> RunConfig:
-    """CPU ranks of a profile that does not say how many cores they share have those of this machine."""
-    cluster = config.cluster
-    if cluster.device != "cpu" or cluster.cores is not None:
-        return config
-    return replace(config, cluster=_with_cores(cluster))
-
-
-def _with_cores(cluster: ClusterConfig) -> ClusterConfig:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return replace(cluster, cores=len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
 
 
 def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> StrategyResult:

@@ -191,7 +191,7 @@ class _Simulation:
         agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
         norm = self._factor("norm_clip")
         read_s, scaled_s = norm * NORM_BYTES / self._rate, norm * CLIP_BYTES / self._rate
-        normed = max(iteration.reduced_s[c.stage] + c.elements * read_s for c in cells) + norm * agree
+        normed = max(iteration.reduced_s[c.stage] + c.elements * read_s for c in cells) + agree
         clipped = [normed + c.elements * scaled_s for c in cells]
         updated = [end + c.seconds for end, c in zip(clipped, cells, strict=True)]
         done = [max(updated[number] for number in by_stage[stage]) + gather_s[stage] for stage in range(layout.pp)]

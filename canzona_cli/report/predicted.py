@@ -55,7 +55,8 @@ def planned_step(config: RunConfig, layout: Layout, plan: Plan | None) -> Planne
         plan: what canzona and asc execute; None for the others.
     """
     from canzona_cli.cluster.machine import profile_mismatches
-    from canzona_cli.planner.predict import predict, with_cores
+    from canzona_cli.planner.cores import with_cores
+    from canzona_cli.planner.predict import predict
 
     found = predict(config, layout, plan)
     return PlannedStep(
