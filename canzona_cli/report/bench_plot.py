@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.statistics import Spread
-from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.planner.phases import IN_STEP
 from canzona_cli.report.bench_words import MIB, NOT_DISTINCT, measured_phase, order, phase_name, times
 from canzona_cli.report.plan_plot import COLOURS
+from canzona_cli.report.png import save
 from canzona_cli.report.text import clean, step_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STRATEGY_COLOURS = {
     "canzona": "#3a9d5d",
@@ -48,29 +47,6 @@ def draw(result: BenchResult, path: Path) -> None:
     _updates(figure.add_subplot(grid[1, 0]), result)
     _memory(figure.add_subplot(grid[1, 1]), result)
     save(figure, path)
-
-
-def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG.
-
-    Raises:
-        EnvironmentProblem: it cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="--plot",
-                value=path,
-                reason=f"cannot be written: {error.strerror or error}",
-                fix="name another place with --plot FILE.png",
-            )
-        ) from None
 
 
 def plain(axes: "Axes") -> None:

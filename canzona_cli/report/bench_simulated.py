@@ -11,8 +11,9 @@ from rich.text import Text
 
 from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
-from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain, save
+from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
 from canzona_cli.report.columns import Group, tables
+from canzona_cli.report.png import save
 from canzona_cli.report.text import MISSING, clean, milliseconds, wrapped
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
 from canzona_cli.bench.statistics import Speedup, Spread
 from canzona_cli.report.bench import heading
-from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain, save
+from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
@@ -26,6 +26,7 @@ from canzona_cli.report.bench_words import (
     times,
 )
 from canzona_cli.report.columns import Group, tables
+from canzona_cli.report.png import save
 from canzona_cli.report.text import clean, milliseconds, number, wrapped
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.planner.simulate import Event
 from canzona_cli.planner.study import STRATEGIES, Study
 from canzona_cli.report.breakdown import LABELS
+from canzona_cli.report.png import save
 from canzona_cli.report.text import step_time
 
 if TYPE_CHECKING:
@@ -37,11 +37,9 @@ def draw(study: Study, path: Path) -> None:
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 10), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(3, 1, height_ratios=[5, 3.2, 4.2])
     mesh = study.plan.subject.layout
     figure.suptitle(
@@ -54,18 +52,7 @@ def draw(study: Study, path: Path) -> None:
     _iterations(figure.add_subplot(grid[0]), study)
     _end(figure.add_subplot(grid[1]), study)
     _loads(figure.add_subplot(grid[2]), study)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="--plot",
-                value=path,
-                reason=f"cannot be written: {error.strerror or error}",
-                fix="name another place with --plot FILE.png",
-            )
-        ) from None
+    save(figure, path)
 
 
 def _iterations(axes: "Axes", study: Study) -> None:
