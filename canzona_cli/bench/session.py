@@ -22,10 +22,8 @@ from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
 from canzona_cli.errors import (
     CanzonaError,
     ConfigError,
-    DoesNotFit,
     EnvironmentProblem,
     Problem,
-    WorkerCrashed,
 )
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.files import write_text_atomic
@@ -257,13 +255,12 @@ def _hold(
 
 
 def _failure(outcome: Outcome) -> CanzonaError:
-    """The failing rank's own error, then where it happened, then where to read on."""
-    kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
-    kind = next((k for k in kinds if k.exit_code == outcome.exit_code), WorkerCrashed)
-    place = "launcher" if outcome.rank is None else f"rank {outcome.rank}"
-    reason = outcome.message.removeprefix(place).removeprefix(":").strip()
+    """What the failing rank says, then where it happened, then where to read on."""
+    error = outcome.error()
+    first, *others = error.problems
     log = "" if outcome.log is None else f"its whole output: {outcome.log}"
-    return kind(Problem(key=place, reason="\n".join([reason, *outcome.traceback]), fix=log))
+    told = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
+    return type(error)(told, *others)
 
 
 def _result(

@@ -15,15 +15,16 @@ from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.planner.buffers import Buffers, Chunk
-from canzona_cli.planner.cost import Implementation, adamw_seconds, memory_rate, step_factor
+from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
 from canzona_cli.planner.iteration import IterationTimeline
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.memory import element_bytes, redundant, stage_weights
 from canzona_cli.planner.model_time import stage_time
 from canzona_cli.planner.phases import IN_STEP, Phase
-from canzona_cli.planner.timeline import Timeline, crowded
+from canzona_cli.planner.timeline import crowded
 from canzona_cli.planner.types import Assignment, Bucket, Matrix, MicroGroup
-from canzona_cli.planner.update import Crowded, RankUpdate, UpdateModel
+from canzona_cli.planner.update import UpdateModel
+from canzona_cli.planner.update_phase import Cell, UpdatePhase
 
 Simulated = Strategy | Literal["adamw"]
 Stream = Literal["compute", "data", "exchange"]
@@ -70,42 +71,6 @@ class StrategyResult:
     """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Team:
-    """Ranks of a stage that update together: an owner's TP group, or, for sc and adamw, all of the stage alike."""
-
-    stage: int
-    owner: int
-    hosts: int
-    """How many of its ranks have work of their own; the others do the same as one of them."""
-    ranks: int
-    """How many ranks one host stands for."""
-    elements: int
-    """Gradient elements each holds reduced, and clips."""
-    groups: tuple[MicroGroup, ...] = ()
-    """Hosted work, in order."""
-    members: tuple[int, ...] = ()
-    """Or matrices that every rank updates."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """Ranks that behave alike in the update phase: one host of a team."""
-
-    stage: int
-    owner: int
-    host: int
-    ranks: int
-    elements: int
-    adamw_s: float
-    update: RankUpdate
-
-    @property
-    def seconds(self) -> float:
-        """From clipped gradients to the last updated weight."""
-        return self.adamw_s + self.update.seconds
-
-
 def simulate(
     config: RunConfig,
     layout: Layout,
@@ -140,11 +105,10 @@ class _Simulation:
         strategy: Simulated,
     ) -> None:
         self._config, self._layout, self._strategy = config, layout, strategy
-        self._matrices, self._costs, self._assignment = matrices, costs, assignment
-        self._buckets, self._groups = buckets, groups
+        self._matrices = matrices
+        self._buckets = buckets
         own = strategy in ENGINE or redundant(config)
         self._implementation: Implementation = "canzona" if own else "megatron"
-        self._updates = UpdateModel(config, layout, matrices, costs, self._implementation)
         self._owners = layout.dp * layout.cp
         cluster = config.cluster
         self._links = Links(cluster=cluster)
@@ -153,6 +117,17 @@ class _Simulation:
         # What all ranks do at the same time takes longer by this where cores are few.
         crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
         self._rate = memory_rate(cluster) / crowd
+        self._updates = UpdatePhase(
+            config,
+            layout,
+            matrices,
+            UpdateModel(config, layout, matrices, costs, self._implementation),
+            assignment,
+            groups,
+            strategy,
+            cores=self._cores,
+            adamw_factor=self._factor("adamw_update"),
+        )
 
     def result(self) -> StrategyResult:
         config, layout = self._config, self._layout
@@ -161,14 +136,10 @@ class _Simulation:
         overlap = config.parallel.overlap_grad_reduce
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
-        teams = [team for stage in range(layout.pp) for team in self._teams(stage)]
         early = [0.0] * layout.pp
         gathers_early = overlap_gather and self._strategy in ENGINE
-        if self._cores is None:
-            cells = [cell for team in teams for cell in self._alone(team)]
-            windows = [max(c.update.matrix_update_s for c in cells if c.stage == stage) for stage in range(layout.pp)]
-        else:
-            cells, windows = self._crowded(teams, chunks if gathers_early else None)
+        under = [[chunk.gather for chunk in own[: self._others(stage)]] for stage, own in enumerate(chunks)]
+        cells, windows = self._updates.run(under if gathers_early else None)
         if gathers_early:
             for stage in range(layout.pp):
                 chunks[stage], early[stage] = _gathered_early(chunks[stage], self._others(stage), windows[stage])
@@ -251,134 +222,8 @@ class _Simulation:
         """How many of the stage's chunks are AdamW's own; they come first."""
         return len(self._chunks(stage)) - sum(bucket.stage == stage for bucket in self._buckets)
 
-    def _teams(self, stage: int) -> list[_Team]:
-        tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
-        stored = weights.matrices + weights.others
-        own = [matrix for matrix in self._matrices if matrix.stage == stage]
-        if self._strategy in ("adamw", "sc"):
-            sharded = self._strategy == "adamw"
-            return [
-                _Team(
-                    stage=stage,
-                    owner=0,
-                    hosts=1,
-                    ranks=owners * tp,
-                    elements=math.ceil(stored / owners) if sharded else stored,
-                    members=() if sharded else tuple(matrix.index for matrix in own),
-                )
-            ]
-        assert self._assignment is not None
-        cells = self._assignment.cells
-        members: list[list[int]] = [[] for _ in range(owners)]
-        held = [math.ceil(weights.others / owners)] * owners
-        for matrix in own:
-            owner = cells[matrix.index].owner
-            members[owner].append(matrix.index)
-            held[owner] += matrix.fragment_elements(tp)
-        if self._strategy == "layerwise":
-            return [
-                _Team(stage=stage, owner=o, hosts=1, ranks=tp, elements=held[o], members=tuple(members[o]))
-                for o in range(owners)
-            ]
-        groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
-        for group in sorted(self._groups, key=lambda group: group.index):
-            if group.stage == stage:
-                groups[group.owner].append(group)
-        return [
-            _Team(stage=stage, owner=o, hosts=tp, ranks=1, elements=held[o], groups=tuple(groups[o]))
-            for o in range(owners)
-        ]
-
-    def _alone(self, team: _Team) -> list[_Cell]:
-        """Every rank on a device of its own."""
-        if self._assignment is not None and self._strategy in ENGINE:
-            updates = self._updates.hosted(team.groups, self._assignment)
-        else:
-            updates = (self._updates.duplicated(team.members),)
-        adamw = self._adamw_s(team.stage)
-        return [self._cell(team, host, adamw, update) for host, update in enumerate(updates)]
-
-    def _crowded(
-        self, teams: Sequence[_Team], chunks: Sequence[Sequence[Chunk]] | None
-    ) -> tuple[list[_Cell], list[float]]:
-        """All ranks on the cores they share.
-
-        Args:
-            chunks: by stage, where AdamW's own are gathered under the updates.
-
-        Returns:
-            All cells; and by stage, how long of its full rate that gathering ran before the last update was done.
-        """
-        timeline = Timeline(self._cores, self._config.cluster.crowding)
-        adamw: list[list[int]] = []
-        groups = []
-        for number, team in enumerate(teams):
-            seconds, hosts = self._adamw_s(team.stage), range(team.hosts)
-
-            def update(name: int, hosts: range, seconds: float, ranks: int) -> list[int]:
-                return [
-                    timeline.add("adamw_update", (name, host), seconds=seconds, cores=float(ranks)) for host in hosts
-                ]
-
-            if self._strategy in ENGINE:
-                assert self._assignment is not None
-                adamw.append(update(number, hosts, seconds, team.ranks))
-                group = Crowded(timeline, number, team.hosts, adamw[-1])
-                self._updates.run_hosted(team.groups, self._assignment, group)
-            else:
-                begin = [timeline.add("other", (number, 0))]
-                alike = self._layout.tp
-                group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
-                self._updates.run_duplicated(team.members, group)
-                group.end(0)
-                adamw.append(update(number, hosts, seconds, team.ranks))
-            groups.append(group)
-        gathers = []
-        for stage, own in enumerate(chunks or ()):
-            others = [chunk.gather for chunk in own[: self._others(stage)]]
-            done = [task for team, tasks in zip(teams, adamw, strict=True) for task in tasks if team.stage == stage]
-            gathers.append(
-                timeline.add(
-                    "param_gather",
-                    ("data", stage),
-                    seconds=sum(transfer.seconds for transfer in others),
-                    cores=self._layout.tp * max((transfer.cores for transfer in others), default=0.0),
-                    after=done,
-                )
-            )
-        ran = timeline.run()
-        cells = []
-        for team, group, tasks in zip(teams, groups, adamw, strict=True):
-            for host, result in enumerate(group.results(ran)):
-                cells.append(self._cell(team, host, ran[tasks[host]].end - ran[tasks[host]].start, result))
-        windows = []
-        for stage, task in enumerate(gathers):
-            last = max(cell.seconds for cell in cells if cell.stage == stage)
-            length = ran[task].end - ran[task].start
-            within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
-            windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
-        return cells, windows
-
-    def _cell(self, team: _Team, host: int, adamw_s: float, update: RankUpdate) -> _Cell:
-        return _Cell(
-            stage=team.stage,
-            owner=team.owner,
-            host=host,
-            ranks=team.ranks,
-            elements=team.elements,
-            adamw_s=adamw_s,
-            update=update,
-        )
-
     def _factor(self, phase: Phase) -> float:
         return step_factor(self._config.cluster, phase, self._implementation)
-
-    def _adamw_s(self, stage: int) -> float:
-        """Of one rank's share of what AdamW updates."""
-        weights = stage_weights(self._config, self._layout, stage)
-        elements = weights.others + (weights.matrices if self._strategy == "adamw" else 0)
-        shares = 1 if self._strategy == "sc" else self._owners
-        return self._factor("adamw_update") * adamw_seconds(elements / shares, self._config.cluster)
 
     def _zero_s(self, stage: int) -> float:
         """Gradient buffers are set to zero before the first forward."""
@@ -401,7 +246,7 @@ class _Simulation:
             total += self._links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
         return total
 
-    def _rank(self, cell: _Cell) -> int:
+    def _rank(self, cell: Cell) -> int:
         """tp innermost, then cp and dp, then pp."""
         return cell.host + self._layout.tp * (cell.owner + self._owners * cell.stage)
 
@@ -413,7 +258,7 @@ class _Simulation:
     def _events(
         self,
         iteration: IterationTimeline,
-        cell: _Cell,
+        cell: Cell,
         clipped: float,
         gather_s: Sequence[float],
         early: Sequence[float],
@@ -479,7 +324,7 @@ def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tupl
     return left, spent
 
 
-def _balance(cells: Sequence[_Cell]) -> float:
+def _balance(cells: Sequence[Cell]) -> float:
     total = math.fsum(cell.ranks * cell.update.matrix_update_s for cell in cells)
     if total == 0:
         return 1.0
