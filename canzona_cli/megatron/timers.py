@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from canzona_cli.planner.phases import Phase, TotalPhase
+from canzona_cli.planner.phases import Interval, Phase, StepTimeline, TotalPhase
 
 _TOTAL_OF: dict[str, TotalPhase] = {
     "grad_reduce": "grad_reduce_total",
@@ -29,29 +29,6 @@ class StepTiming:
 
     step_s: float
     phases: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A stretch of a step: a phase, or a transfer in flight. Seconds of this machine's monotonic clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimeline:
-    """One step of this rank, moment by moment."""
-
-    number: int
-    """From 1."""
-    start_s: float
-    end_s: float
-    phases: tuple[Interval, ...]
-    """One after another without gaps, from `start_s` to `end_s`."""
-    transfers: tuple[Interval, ...]
-    """By start; they may overlap one another, and the next step."""
 
 
 KEPT_STEPS = 2

@@ -16,6 +16,7 @@ from pathlib import Path
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.launch.files import RunFiles, read_json, write_text_atomic
+from canzona_cli.planner.phases import Interval, StepTimeline
 from canzona_cli.report.predicted import PlannedStep, load_planned
 
 VERSION = 1
@@ -33,26 +34,6 @@ _TIDS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A stretch of time with a name; seconds."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of one rank, on its machine's clock; see `canzona_cli.megatron.timers.StepTimeline`."""
-
-    number: int
-    start_s: float
-    end_s: float
-    phases: tuple[Interval, ...]
-    transfers: tuple[Interval, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankTimeline:
     """timeline/rank-NNNNN.json."""
 
@@ -61,7 +42,7 @@ class RankTimeline:
     host: str
     clock: str
     """Equal on ranks that share a clock."""
-    steps: tuple[Step, ...]
+    steps: tuple[StepTimeline, ...]
 
 
 def write_trace(run_dir: Path, target: Path) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from canzona_cli.launch.files import RunFiles, write_text_atomic
-from canzona_cli.megatron.timers import Interval, StepTimeline
+from canzona_cli.planner.phases import Interval, StepTimeline
 
 VERSION = 1
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.files import RunFiles, write_json_atomic
+from canzona_cli.planner.phases import Interval
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.chrome_trace import Interval, lanes, load_timelines, write_trace
+from canzona_cli.report.chrome_trace import lanes, load_timelines, write_trace
 from canzona_cli.report.predicted import planned_step
 from tests.trace_events import Trace, read_trace
 from tests.unit.runs import CONFIG, LAYOUT
