@@ -15,7 +15,7 @@ class Effort:
     """One product, one decomposition, one collective of one size, one update of one shape."""
     largest_item_s: float = 40.0
     """An update expected to take longer than this to measure is left to the cost model."""
-    end_s: float = 80.0
+    end_s: float = 70.0
     """Since the start; of what is then left only what is quick is measured."""
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
     """Bytes of collectives."""

@@ -38,6 +38,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sweep
 def test_updates_of_every_algorithm_and_shape_beside_products(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = _run("--device", "cpu", "--sizes", "qwen3-tiny", "--budget", "0.01", "--out", str(out))
