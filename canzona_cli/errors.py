@@ -65,6 +65,20 @@ class DoesNotFit(CanzonaError):
     headline = "Does not fit in memory"
 
 
+class CheckpointInvalid(CanzonaError):
+    """A checkpoint is damaged, incomplete, or of another run; nothing of it has been loaded."""
+
+    exit_code = ExitCode.CHECKPOINT
+    headline = "Checkpoint cannot be used"
+
+
+class Hang(CanzonaError):
+    """Ranks have stopped making progress."""
+
+    exit_code = ExitCode.HANG
+    headline = "The run hangs"
+
+
 class WorkerCrashed(CanzonaError):
     """A worker process ended with an error of its own."""
 

@@ -22,6 +22,7 @@ Reduction = Literal["reduce", "all_to_all", "even"]
 reduce-scatter of equal shards."""
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"]
 NonFinite = Literal["stop", "skip"]
+LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
 
@@ -85,6 +86,10 @@ class TrainConfig:
     """What data-parallel gradient reduction adds up in."""
     non_finite: NonFinite = "stop"
     """What NaN or infinite gradients do: stop all ranks before any weight changes, or skip that step (and count it)."""
+    loss_spike: LossSpike = "warn"
+    """What a sudden rise of the loss does: nothing, a warning, or a stop that leaves the last checkpoint as it is."""
+    loss_spike_sigmas: float = 8.0
+    """A rise counts when the loss is that many standard deviations above its recent mean."""
     seed: int = 1234
     eval_interval: int = 100
     """Steps between validations; 0 for none. Validation also runs before step 1 and after the last step."""
@@ -326,6 +331,27 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run is saved, what is kept of it, and what a run goes on from."""
+
+    every_steps: int | None = None
+    """Steps between two checkpoints; null: by time alone."""
+    every_minutes: float | None = 30.0
+    """Minutes between two checkpoints; null: by steps alone."""
+    at_end: bool = True
+    """Also after the last step. A preempted or interrupted run is always saved."""
+    asynchronous: bool = True
+    """Write while training goes on; false: wait for the disk."""
+    keep: int = 3
+    """Newest checkpoints to keep."""
+    keep_every: int | None = None
+    """Keep checkpoints at multiples of this many steps for ever; null: only the newest."""
+    resume: str = "auto"
+    """auto: the newest checkpoint of the run directory, else from the start. A checkpoint's name in it
+    (step-00000030), or the path of a checkpoint or of another run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Where a run leaves its files, and what it says on the way."""
 
@@ -335,6 +361,9 @@ class RunSettings:
     log_interval: int = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
+    hang_timeout_s: float | None = 600.0
+    """Seconds without progress on any rank after which the run is ended and the rank that is stuck is named; null:
+    never."""
     trace_steps: tuple[int, int] | None = None
     """First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two steps are
     kept for `canzona report --trace`."""
@@ -359,6 +388,7 @@ class RunConfig:
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunSettings = field(default_factory=RunSettings)
     description: str = ""
     """One line for `canzona recipes list`."""

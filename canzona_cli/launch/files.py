@@ -96,6 +96,15 @@ class RunFiles:
         return self.root / "logs"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        """What earlier launches in this directory left: attempts/1 and so on."""
+        return self.root / "attempts"
+
+    @property
     def stop(self) -> Path:
         """Exists once somebody asked the run to stop at its next step boundary."""
         return self.root / "stop"
