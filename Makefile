@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: setup demo test test-sweep gpu-check lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults gpu-check lint typecheck clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not sweep"
+
+# What faults do to real runs on gloo ranks; ends with a table of them. `make test` has these tests too.
+test-faults: setup
+	$(BIN)/python -m pytest tests/faults
 
 # The slow sweeps, which CI runs too.
 test-sweep: setup
