@@ -16,10 +16,12 @@ from canzona_cli.errors import (
     DoesNotFit,
     EnvironmentProblem,
     ExitCode,
+    Hang,
     Problem,
     WorkerCrashed,
 )
 from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.launch.hang import HangReport
 from canzona_cli.report.view import RunStatus
 
 _SECONDARY = re.compile(
@@ -78,7 +80,7 @@ class Outcome:
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
-        kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit)
+        kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, Hang)
         kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
         if self.problems:
             return kind(*self.problems)
@@ -147,6 +149,18 @@ def judge(
     kind = f"{first.error_type}: " if first.traceback else ""
     message = f"rank {first.rank}: {kind}{first.error_message}"
     return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
+
+
+def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
+    """The end of a run whose ranks have been killed because they no longer went on."""
+    return _failure(
+        files,
+        f"rank {found.rank} {found.reason}",
+        log=files.worker_log(node_rank, ranks.index(found.rank)) or files.agent_log(node_rank),
+        exit_code=ExitCode.HANG,
+        rank=found.rank,
+        problems=(found.problem,),
+    )
 
 
 def _of_rank(

@@ -4,6 +4,7 @@
   they are in. Nothing is signalled: torchrun answers a signal by killing its workers, in the middle of a collective.
 - Second one, no end within the grace period, or the first one before training has begun, when there is nothing to
   lose: the whole process tree is killed by process id.
+- The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.launch.orphan`).
 """
 
@@ -23,8 +24,9 @@ import psutil
 from canzona_cli.errors import ExitCode
 from canzona_cli.launch import orphan
 from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.hang import HangReport, watched
 from canzona_cli.launch.monitor import Monitor
-from canzona_cli.launch.outcome import Outcome, judge, read_ranks
+from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.report.view import TrainView
 
@@ -55,6 +57,7 @@ def supervise(
     ranks: range,
     node_rank: int = 0,
     grace_s: float = STOP_GRACE_S,
+    hang_timeout_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Run the command to its end, feeding the view, and say how it ended.
@@ -65,12 +68,22 @@ def supervise(
         files: The run directory, its inputs written.
         ranks: This machine's ranks, in local order.
         grace_s: Seconds between the first wish to stop and killing the workers.
+        hang_timeout_s: Seconds without progress on any rank after which the run has failed; None: never.
         say: Receives what the user must know at once.
     """
     outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
     monitor = Monitor(files, view)
     try:
-        outcome = _run(files, command, monitor, ranks=ranks, node_rank=node_rank, grace_s=grace_s, say=say)
+        outcome = _run(
+            files,
+            command,
+            monitor,
+            ranks=ranks,
+            node_rank=node_rank,
+            grace_s=grace_s,
+            hang_timeout_s=hang_timeout_s,
+            say=say,
+        )
         _close(view, outcome)
     finally:
         outcome = _with_numbers(outcome, monitor, files, ranks)
@@ -87,23 +100,25 @@ def _run(
     ranks: range,
     node_rank: int,
     grace_s: float,
+    hang_timeout_s: float | None,
     say: Callable[[str], None],
 ) -> Outcome:
     requests = _Requests()
     forced = announced = False
+    hang: HangReport | None = None
 
     def tell(stage: str, detail: str, *, aloud: bool = True) -> None:
         append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": stage, "detail": detail})
         if aloud:
             say(detail)
 
-    with _handled(requests.add):
+    with _handled(requests.add), watched(ranks, timeout_s=hang_timeout_s) as watch:
         if node_rank == 0:
             tell("start workers", f"{len(ranks)} ranks", aloud=False)
         with files.agent_log(node_rank).open("ab") as log:
             agent = subprocess.Popen(
                 [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command.argv],
-                env={**os.environ, **command.environment},
+                env={**os.environ, **command.environment, **({} if watch is None else watch.environment)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -112,6 +127,11 @@ def _run(
         try:
             while agent.poll() is None:
                 monitor.poll()
+                hang = None if watch is None else watch.look()
+                if watch is not None and hang is not None:
+                    append_json_line(files.events, hang.event())
+                    watch.write_stacks()
+                    break
                 if requests.count and not announced:
                     announced = True
                     files.request_stop()
@@ -131,8 +151,12 @@ def _run(
             _kill_tree(agent)
             _kill_ranks(files, ranks)
         monitor.poll()
-    outcome = judge(
-        files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=requests.count > 0, forced=forced
+    outcome = (
+        judge(
+            files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=requests.count > 0, forced=forced
+        )
+        if hang is None
+        else hung(files, hang, ranks, node_rank=node_rank)
     )
     if node_rank == 0:
         append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})

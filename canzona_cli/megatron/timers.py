@@ -8,7 +8,7 @@ totals: how long communication of one kind was in flight, hidden or not.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,7 +29,18 @@ class StepTiming:
 
     step_s: float
     phases: dict[str, float]
+    waited_s: float = 0.0
+    """Of data, forward and backward: seconds in which the host waited for other ranks."""
 
+    @property
+    def own_s(self) -> float:
+        """What this rank itself needed for data, forward and backward, which are the same work on every rank of a
+        pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the device knows them."""
+        return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
+
+
+EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
+"""Where every rank of a pipeline stage has the same to do; a plan may share out the rest unevenly."""
 
 KEPT_STEPS = 2
 """How many of the last steps keep their timestamps unless others are asked for. They are taken anyway."""
@@ -56,6 +67,8 @@ class _Step:
     end: object | None = None
     host_end_s: float = 0.0
     """The host's clock at the end."""
+    waited_s: float = 0.0
+    """As in `StepTiming`."""
 
 
 class HostClock:
@@ -107,6 +120,13 @@ class PhaseTimer:
         self._ranges: list[torch.profiler.record_function] | None = None
         self._keep: tuple[int, int] | None = None
         self._kept: deque[_Step] = deque(maxlen=KEPT_STEPS)
+        self.on_change: Callable[[Phase], None] | None = None
+        """Called with the phase that begins or goes on, outside of steps too."""
+
+    @property
+    def newest(self) -> StepTiming | None:
+        """The newest step whose times are known: the one before the last."""
+        return self._timings[-1] if self._timings else None
 
     @property
     def current(self) -> Phase:
@@ -170,6 +190,11 @@ class PhaseTimer:
         finally:
             self.pop()
 
+    def waited(self, seconds: float) -> None:
+        """The host has just waited for other ranks."""
+        if self._step is not None and self.current in EVEN_PHASES:
+            self._step.waited_s += seconds
+
     def now(self) -> object:
         """A timestamp of this device."""
         return self._clock.now()
@@ -184,6 +209,8 @@ class PhaseTimer:
     def _mark(self) -> None:
         if self._step is not None:
             self._step.marks.append((self._clock.now(), self.current))
+        if self.on_change is not None:
+            self.on_change(self.current)
 
     def _timeline(self, step: _Step) -> StepTimeline:
         origin = step.marks[0][0]
@@ -224,7 +251,8 @@ class PhaseTimer:
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
         phases |= {name: _covered(found) for name, found in intervals.items()}
-        self._timings.append(StepTiming(step_s=self._clock.elapsed(origin, step.end), phases=phases))
+        step_s = self._clock.elapsed(origin, step.end)
+        self._timings.append(StepTiming(step_s=step_s, phases=phases, waited_s=step.waited_s))
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

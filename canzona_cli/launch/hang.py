@@ -1,0 +1,179 @@
+"""Tells a run that hangs from one that is slow, and which of its ranks holds the others up.
+
+A run hangs when none of this machine's ranks has gone on for `run.hang_timeout_s`. Ranks go on at every change of
+phase and around every wait for other ranks, many times a step. Where a single thing may rightly take long (start-up,
+reading data, saving, the first step, which may compile), the limit is `PATIENCE` times as long.
+
+The culprit is, in this order: a process that no longer runs (stopped, swapped out, or waiting for a disk), whose beat
+has ceased; a rank that is stuck in its own work while others wait for it; the rank that has waited longest.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from canzona_cli.errors import Problem
+from canzona_cli.launch.heartbeat import BEAT_S, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
+
+PATIENCE: Final = 3
+"""How many times longer everything but a step after the first may take."""
+_LONGEST_LOOK_S: Final = 5.0
+"""What lies between two looks counts for at most so long: a machine that was suspended does not hang."""
+_NO_BEAT_S: Final = 10 * BEAT_S
+_WRITE_STACKS_S: Final = 1.0
+_MOST_OTHERS: Final = 8
+_STATES: Final = {
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT lets it go on)",
+    psutil.STATUS_TRACING_STOP: "is held by a debugger",
+    psutil.STATUS_DISK_SLEEP: "waits for a disk or a file server that does not answer",
+    psutil.STATUS_ZOMBIE: "has died, and torchrun has not noticed",
+}
+"""What the kernel says of a process, where that explains its silence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport:
+    """Who holds the run up."""
+
+    rank: int
+    step: int
+    where: str
+    reason: str
+    """What it does, for how long, and what the others wait in; without the rank."""
+
+    def event(self) -> dict[str, object]:
+        """The line of events.jsonl."""
+        return {
+            "time": time.time(),
+            "event": "hang",
+            "rank": self.rank,
+            "step": self.step,
+            "where": self.where,
+            "detail": self.reason,
+        }
+
+    @property
+    def problem(self) -> Problem:
+        """For the error that the command ends with."""
+        fix = "the logs hold the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
+        return Problem(key=f"rank {self.rank}", reason=self.reason, fix=fix)
+
+
+@contextmanager
+def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
+    """A watch over ranks that are started inside; None where nobody wants one."""
+    if timeout_s is None:
+        yield None
+        return
+    beats = Heartbeats(ranks)
+    try:
+        yield HangWatch(beats, timeout_s=timeout_s)
+    finally:
+        beats.close()
+
+
+class HangWatch:
+    """Looks at the ranks of this machine, again and again, until they hang."""
+
+    def __init__(
+        self,
+        beats: Heartbeats,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        state: Callable[[int], str] = lambda pid: _state(pid),
+    ) -> None:
+        self._beats, self._timeout_s, self._clock, self._state = beats, timeout_s, clock, state
+        self._began = self._looked = clock()
+        self._newest = 0.0
+        self._silent_s = 0.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the ranks need to be seen."""
+        return {VARIABLE: str(self._beats.folder)}
+
+    def look(self) -> HangReport | None:
+        """Whether the ranks hang now; call it every fraction of a second."""
+        now = self._clock()
+        signs = [sign for sign in self._beats.signs() if not sign.ended]
+        if not signs:
+            return None
+        newest = max(sign.progress for sign in signs)
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
+        self._newest = newest
+        patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
+        if self._silent_s <= self._timeout_s * (PATIENCE if patient else 1):
+            return None
+        return blame(signs, now=now, began=self._began, state=self._state)
+
+    def write_stacks(self) -> None:
+        """Have every rank write its Python stacks to its log, and give it the time."""
+        pids = [sign.pid for sign in self._beats.signs() if sign.pid and not sign.ended]
+        for pid in pids:
+            with suppress(OSError):
+                os.kill(pid, STACKS_SIGNAL)
+        if pids:
+            time.sleep(_WRITE_STACKS_S)
+
+
+def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[int], str]) -> HangReport:
+    """The rank that holds the others up.
+
+    Args:
+        signs: of at least one rank, none of which goes on.
+        now, began: seconds of the monotonic clock; when the launcher began stands in for a rank that never started.
+        state: of a process, in psutil's words; empty when it is gone.
+    """
+
+    def silent_since(sign: Sign) -> float:
+        return sign.progress or began
+
+    absent = [sign for sign in signs if not sign.pid]
+    frozen = [sign for sign in signs if sign.pid and now - sign.beat > _NO_BEAT_S]
+    busy = [sign for sign in signs if sign.pid and not sign.waiting]
+    culprit = min(frozen or absent or busy or signs, key=silent_since)
+    lasted = f"for {now - silent_since(culprit):.0f} s"
+    if culprit in frozen:
+        known = _STATES.get(state(culprit.pid), "does not run: stopped, swapped out or stuck in native code")
+        told = f"{known}, {lasted}, in {_place(culprit)}"
+    elif culprit in absent:
+        told = f"has not started, {lasted}: no sign of life from its process"
+    elif culprit in busy:
+        told = f"is stuck in {_place(culprit)} {lasted}"
+    else:
+        told = f"waits for other ranks in {_place(culprit)} {lasted}, as all do here: the network, or a rank elsewhere"
+    others = _others([sign for sign in signs if sign is not culprit])
+    return HangReport(
+        rank=culprit.rank, step=culprit.step, where=culprit.where, reason=told + (f"; {others}" if others else "")
+    )
+
+
+def _place(sign: Sign) -> str:
+    return f"{sign.where} of step {sign.step}" if sign.where.startswith("train") else sign.where
+
+
+def _others(signs: Sequence[Sign]) -> str:
+    """`ranks 0 2 3 waiting in train/grad_reduce of step 7`, by place."""
+    by_place: dict[str, list[str]] = {}
+    for sign in signs:
+        doing = "waiting in" if sign.waiting else "at work in"
+        by_place.setdefault(f"{doing} {_place(sign)}" if sign.pid else "not started", []).append(str(sign.rank))
+    told = []
+    for place, ranks in by_place.items():
+        more = [f"and {len(ranks) - _MOST_OTHERS} more"] if len(ranks) > _MOST_OTHERS else []
+        told.append(" ".join(["rank" if len(ranks) == 1 else "ranks", *ranks[:_MOST_OTHERS], *more, place]))
+    return ", ".join(told)
+
+
+def _state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""

@@ -1,0 +1,93 @@
+"""Finds a rank that is slower than its peers while everybody waits for it.
+
+In a synchronous job all steps take equally long on all ranks, so step times show nothing. What shows is a rank's own
+time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same work on every rank of
+a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in being last.
+
+A rank is called a straggler when, over `WINDOW` steps, it was `STEP_RATIO` times slower than the median of its peers in
+`SHARE` of the steps, needed `RATIO` times their time in all, and that cost the job `COST` of its time. Noise does not
+do that: on busy cores any one step of any rank may be that slow, but a rank that is unlucky in half of its steps is so
+in 15 of 20 with a probability of 2%, and then mostly by less than `RATIO`.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+
+WINDOW: Final = 20
+"""Steps between two comparisons, and in one."""
+STEP_RATIO: Final = 1.25
+SHARE: Final = 0.75
+RATIO: Final = 1.5
+COST: Final = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """One slow rank. Seconds per step, means over the window."""
+
+    rank: int
+    own_s: float
+    peers_s: float
+    """Median of the other ranks of its pipeline stage."""
+    step_s: float
+
+
+class StragglerWatch:
+    """Every rank of the job has one and calls it after every step; rank 0 gets to know."""
+
+    def __init__(self, world: World, timer: PhaseTimer) -> None:
+        self._world, self._timer = world, timer
+        self._own: list[float] = []
+        self._step_s = 0.0
+        self._first = True
+        self._known: frozenset[int] = frozenset()
+
+    def after_step(self) -> list[Straggler]:
+        """Those that have become stragglers; a collective once in `WINDOW` steps. Empty on all ranks but 0."""
+        timing = self._timer.newest
+        if timing is None:
+            return []
+        if self._first:  # compiles, allocates, fills caches
+            self._first = False
+            return []
+        self._own.append(timing.own_s)
+        self._step_s += timing.step_s / WINDOW
+        if len(self._own) < WINDOW:
+            return []
+        mine = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64, device=self._world.device)
+        step_s, self._own, self._step_s = self._step_s, [], 0.0
+        everyone = [torch.empty_like(mine) for _ in range(self._world.world_size)]
+        torch.distributed.all_gather(everyone, mine)
+        if self._world.rank != 0:
+            return []
+        rows = [row.tolist() for row in everyone]
+        found = list(stragglers([row[:-1] for row in rows], [int(row[-1]) for row in rows], step_s=step_s))
+        new = [straggler for straggler in found if straggler.rank not in self._known]
+        self._known = frozenset(straggler.rank for straggler in found)
+        return new
+
+
+def stragglers(own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float) -> Iterator[Straggler]:
+    """The slow ranks of one window.
+
+    Args:
+        own: [rank][step] seconds.
+        stages: each rank's pipeline stage; a rank alone in its stage has nobody to be compared with.
+        step_s: mean of the window.
+    """
+    for rank, times in enumerate(own):
+        peers = [own[other] for other, stage in enumerate(stages) if stage == stages[rank] and other != rank]
+        if not peers:
+            continue
+        usual = [statistics.median(step) for step in zip(*peers, strict=True)]
+        slow = sum(mine > STEP_RATIO * theirs for mine, theirs in zip(times, usual, strict=True))
+        own_s, peers_s = statistics.mean(times), statistics.mean(usual)
+        if slow >= SHARE * len(times) and own_s > RATIO * peers_s and own_s - peers_s > COST * step_s:
+            yield Straggler(rank=rank, own_s=own_s, peers_s=peers_s, step_s=step_s)
