@@ -72,6 +72,12 @@ class CheckpointInvalid(CanzonaError):
     headline = "Checkpoint cannot be used"
 
 
+class SaveFailed(EnvironmentProblem):
+    """A checkpoint could not be written; those before it are as they were."""
+
+    headline = "The checkpoint could not be saved"
+
+
 class Hang(CanzonaError):
     """Ranks have stopped making progress."""
 

@@ -50,8 +50,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The content of `manifest.json`."""
+class Header:
+    """What a manifest says beside its tables."""
 
     progress: Progress
     optimizer: str
@@ -62,11 +62,22 @@ class Manifest:
     """Seconds since 1970."""
     canzona: str
     """Version of the program that wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Header):
+    """The content of `manifest.json`."""
+
     files: Mapping[str, StoredFile] = field(default_factory=dict)
     """All files but the manifest itself."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """State that is no tensor, by name as tensors are: `layers.3.q/step`."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all files but the manifest itself."""
+        return sum(file.bytes for file in self.files.values())
 
 
 @dataclass(frozen=True, kw_only=True)

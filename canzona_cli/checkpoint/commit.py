@@ -1,0 +1,309 @@
+"""A checkpoint becomes visible whole or not at all.
+
+Every rank writes into a hidden folder beside the checkpoints, and says so in a part file there; rank 0 waits for all
+parts, adds the manifest, and renames the folder. Ranks meet through these files alone: no collective runs beside the
+training's own. At every moment, killed or not, the store holds the old checkpoints, or them and the new one, whole.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from canzona_cli.checkpoint.manifest import (
+    MANIFEST,
+    Header,
+    Manifest,
+    Scalar,
+    Shard,
+    StoredFile,
+    StoredTensor,
+)
+from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
+from canzona_cli.checkpoint.names import partial_path, replaced_path, step_name
+from canzona_cli.checkpoint.shard_file import write_shard
+from canzona_cli.checkpoint.verify import verify_file
+from canzona_cli.errors import Problem, SaveFailed
+
+_POLL_S: Final = 0.05
+_LONGEST_POLL_S: Final = 0.5
+_NAMED_RANKS: Final = 8
+_FIXES: Final[Mapping[int | None, str]] = {
+    errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
+    errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EROFS: "have that file system mounted for writing",
+    errno.EACCES: "make that folder writable",
+    errno.EPERM: "make that folder writable",
+}
+
+
+def begin(store_root: Path, step: int) -> Path:
+    """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0, before any rank writes.
+
+    The other ranks get its path by `names.partial_path`. What an earlier save of this step left there is removed.
+
+    Raises:
+        SaveFailed: the folder cannot be made.
+    """
+    partial = partial_path(store_root, step)
+    try:
+        if not store_root.is_dir():
+            store_root.mkdir(mode=0o755, exist_ok=True)
+            sync_folder(store_root.parent)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(mode=0o755)
+    except OSError as error:
+        raise save_failed(partial, error) from None
+    return partial
+
+
+def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
+    """Write one rank's share of a checkpoint, and then, in one step, that it is there. Any rank, any thread.
+
+    Args:
+        partial: what `begin` made.
+        rank: of this process.
+        shard: must not change meanwhile.
+        reread: also read the file back from the disk and compare its hash.
+
+    Raises:
+        SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at least.
+    """
+    path = partial / f"rank-{rank:05d}.safetensors"
+    part: dict[str, object] = {"rank": rank, "file": None, "tensors": {}, "scalars": dict(shard.scalars)}
+    try:
+        if shard.tensors:
+            stored, tensors = write_shard(path, shard.tensors)
+            if reread:
+                _reread(path, stored)
+            part["file"] = {"name": path.name, **asdict(stored)}
+            part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
+        _write_whole(part_path(partial, rank), json.dumps(part).encode())
+    except BaseException as error:
+        failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
+        try:
+            path.unlink(missing_ok=True)  # room for the part file that says so
+            said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
+            _write_whole(part_path(partial, rank), json.dumps(said).encode())
+        except OSError:
+            pass  # rank 0 will miss this part, or cannot write either
+        if isinstance(error, OSError):
+            raise failed from None
+        raise
+
+
+def finish(
+    partial: Path,
+    world_size: int,
+    header: Header,
+    texts: Mapping[str, str],
+    timeout_s: float,
+    *,
+    reread: bool = False,
+) -> Path:
+    """Wait for every rank's part and make a checkpoint of them; on rank 0, after its own `write_part`.
+
+    Args:
+        partial: what `begin` made.
+        world_size: ranks that call `write_part`.
+        header: what the manifest says beside its tables.
+        texts: further files, by name: `config.yaml`, `layout.json`, `plan.json`.
+        timeout_s: seconds to wait while no file of any rank grows.
+        reread: also read the small files back; the ranks read back their own.
+
+    Returns:
+        The checkpoint's folder, `step-00000030`. One of the same step that was there is replaced; until that moment it
+        stays what readers find.
+
+    Raises:
+        SaveFailed: names the rank and what stopped it. The folder is removed; earlier checkpoints are untouched.
+    """
+    try:
+        files: dict[str, StoredFile] = {}
+        tensors: dict[str, StoredTensor] = {}
+        scalars: dict[str, Scalar] = {}
+        for rank, part in _await_parts(partial, world_size, timeout_s).items():
+            file = part["file"]
+            if file is not None:
+                check_file_name(file["name"])
+                stored = StoredFile(bytes=file["bytes"], sha256=file["sha256"])
+                files[file["name"]] = stored
+                if (size := (partial / file["name"]).stat().st_size) != stored.bytes:
+                    raise _rank_failed(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
+            for name in (*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])):
+                raise _rank_failed(partial, rank, f"{name} is also written by another rank")
+            tensors |= {name: StoredTensor(**entry) for name, entry in part["tensors"].items()}
+            scalars |= part["scalars"]
+        for name, text in texts.items():
+            check_file_name(name)
+            files[name] = _write_text(partial / name, text)
+            if reread:
+                _reread(partial / name, files[name])
+        fields = {name: getattr(header, name) for name in Header.__dataclass_fields__}
+        manifest = manifest_text(Manifest(**fields, files=files, tensors=tensors, scalars=scalars))
+        written = _write_text(partial / MANIFEST, manifest)
+        if reread:
+            _reread(partial / MANIFEST, written)
+        for rank in range(world_size):
+            part_path(partial, rank).unlink()
+        sync_folder(partial)
+        return _publish(partial, partial.parent / step_name(header.progress.step))
+    except BaseException as error:
+        abandon(partial)
+        if isinstance(error, OSError):
+            raise save_failed(partial, error) from None
+        raise
+
+
+def abandon(partial: Path) -> None:
+    """Remove what there is of a checkpoint that will not be finished. Never raises: the next `begin` tries again."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def bytes_written(partial: Path) -> int:
+    """Bytes of all files in an unfinished checkpoint: whether a save makes progress."""
+    total = 0
+    try:
+        with os.scandir(partial) as entries:
+            for entry in entries:
+                total += entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        pass  # renamed or removed meanwhile
+    return total
+
+
+def part_path(partial: Path, rank: int) -> Path:
+    """Where a rank says that its share is written, or why it is not."""
+    return partial / f"part-{rank:05d}.json"
+
+
+def save_failed(path: Path, error: BaseException) -> SaveFailed:
+    """The error as the user reads it; `path` is what could not be written."""
+    if isinstance(error, OSError):
+        said, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
+    else:
+        said, fix = f"cannot be written: {type(error).__name__}: {error}", ""
+    return SaveFailed(Problem(key="checkpoint", value=path, reason=said, fix=fix))
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
+    """All ranks' parts, in the order of ranks."""
+    parts: dict[int, dict[str, Any]] = {}
+    grown, deadline = bytes_written(partial), time.monotonic() + timeout_s
+    poll = _POLL_S
+    while True:
+        there = set(os.listdir(partial))
+        for rank in range(world_size):
+            path = part_path(partial, rank)
+            if rank in parts or path.name not in there:
+                continue
+            parts[rank] = json.loads(path.read_bytes())
+            if "error" in parts[rank]:
+                raise _rank_failed(partial, rank, parts[rank]["error"], parts[rank]["fix"])
+        if len(parts) == world_size:
+            return dict(sorted(parts.items()))
+        if time.monotonic() > deadline:
+            before, grown = grown, bytes_written(partial)
+            if grown == before:
+                raise _missing(partial, [rank for rank in range(world_size) if rank not in parts], timeout_s)
+            deadline = time.monotonic() + timeout_s
+        time.sleep(poll)
+        poll = min(_LONGEST_POLL_S, poll * 1.2)
+
+
+def _rank_failed(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFailed:
+    return SaveFailed(Problem(key="checkpoint", value=partial, reason=f"rank {rank}: {reason}", fix=fix))
+
+
+def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
+    named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+    return SaveFailed(
+        Problem(
+            key="checkpoint",
+            value=partial,
+            reason=f"{who} did not write their share, and no file grew for {timeout_s:.0f} s",
+            fix="look into the logs of these ranks, and whether that folder is the same one on every machine",
+        )
+    )
+
+
+def _publish(partial: Path, target: Path) -> Path:
+    replaced = replaced_path(target)
+    replaces = os.path.lexists(target)
+    if replaces:
+        if replaced.exists():  # a save of this step was killed after its rename
+            shutil.rmtree(replaced)
+        os.rename(target, replaced)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if replaces:
+            os.rename(replaced, target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return target
+
+
+def _write_text(path: Path, text: str) -> StoredFile:
+    data = text.encode()
+    _write_new(path, data)
+    return StoredFile(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A file that is seen whole or not at all."""
+    temporary = path.with_name(f".{path.name}.new")
+    _write_new(temporary, data)
+    os.rename(temporary, path)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """A new file, on the disk; none is left when it fails."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _reread(path: Path, stored: StoredFile) -> None:
+    """Compare what the disk gives back, not what the kernel still has in memory.
+
+    Raises:
+        SaveFailed: it is not what was written.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    problem = verify_file(path.parent, path.name, stored)
+    if problem is not None:
+        reason = f"the disk gives back something else than was written: {problem.reason}"
+        raise SaveFailed(Problem(key="checkpoint", value=path, reason=reason))

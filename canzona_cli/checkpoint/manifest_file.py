@@ -1,0 +1,122 @@
+"""`manifest.json` as text: every bit of it is covered by the hash in its first line.
+
+    {"sha256": "<of all bytes below this line>",
+    "format": "canzona-checkpoint",
+    ...
+
+It is JSON as a whole; an entry of a table is a line, so that `grep` and `diff` can be used on it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Header, Manifest
+from canzona_cli.checkpoint.shard_file import ITEM_BYTES, tensor_bytes
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+LARGEST: Final = 1 << 30
+"""Bytes of a manifest that is read at all."""
+
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TABLES = ("files", "tensors", "scalars")
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The text of `manifest.json`. Infinite scalars appear as Python and JavaScript call them."""
+    fixed = {"format": FORMAT, "version": VERSION, **header_fields(manifest)}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in fixed.items()]
+    tables = [
+        *(_table(name, {key: asdict(entry) for key, entry in getattr(manifest, name).items()}) for name in _TABLES[:2]),
+        _table("scalars", manifest.scalars),
+    ]
+    body = "\n".join(lines) + "\n" + ",\n".join(tables) + "\n}\n"
+    return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n{body}'
+
+
+def header_fields(header: Header) -> dict[str, object]:
+    """Plain values of what a header says."""
+    values = {field.name: getattr(header, field.name) for field in fields(Header)}
+    return {**values, "progress": asdict(header.progress)}
+
+
+def _table(name: str, entries: Mapping[str, object]) -> str:
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(entries.items()))
+    return f'"{name}": {{\n{rows}\n}}' if rows else f'"{name}": {{}}'
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """What `manifest_text` wrote.
+
+    Raises:
+        ValueError: what is wrong with it, in words for the user.
+    """
+    first = _FIRST_LINE.match(text)
+    if first is None:
+        raise ValueError("damaged: its first line is not that of a checkpoint's manifest")
+    body = memoryview(text)[first.end() :]
+    if hashlib.sha256(body).hexdigest() != first[1].decode():
+        raise ValueError("damaged: its content does not have the hash in its first line")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ValueError("it is not the manifest of a checkpoint")
+    if value.get("version") != VERSION:
+        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads version {VERSION}")
+    manifest = _validated(text)
+    _check(manifest)
+    return manifest
+
+
+@cache
+def _adapter() -> "TypeAdapter[Manifest]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
+
+
+def _validated(text: bytes) -> Manifest:
+    from pydantic import ValidationError
+
+    try:
+        return _adapter().validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{place}: {first['msg']}") from None
+
+
+def _check(manifest: Manifest) -> None:
+    """What types do not tell: names stay inside the folder, sizes are sizes, tensors lie in files that are there."""
+    if manifest.world_size < 1 or min(asdict(manifest.progress).values()) < 0:
+        raise ValueError("its ranks, steps or samples are negative")
+    for name, file in manifest.files.items():
+        check_file_name(name)
+        if file.bytes < 0 or not _SHA256.fullmatch(file.sha256):
+            raise ValueError(f"files.{name}: no size and hash of a file")
+    held = dict.fromkeys(manifest.files, 0)
+    for name, tensor in manifest.tensors.items():
+        if tensor.file not in held:
+            raise ValueError(f"tensors.{name}: it lies in {tensor.file}, which is not among the files")
+        if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
+            raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is no type and shape of a tensor")
+        held[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
+    for name, wanted in held.items():
+        if wanted > manifest.files[name].bytes:
+            raise ValueError(f"files.{name}: smaller than the tensors that are said to lie in it")
+
+
+def check_file_name(name: str) -> None:
+    """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it, or be its manifest."""
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise ValueError(f"files.{name!r}: not a name of a file in a checkpoint")

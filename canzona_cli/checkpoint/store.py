@@ -1,0 +1,218 @@
+"""The checkpoints of a run: which there are, which is the newest, which go, and which one a run goes on from."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.checkpoint.commit import sync_folder
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest
+from canzona_cli.checkpoint.names import hidden_name, removed_path, step_of
+from canzona_cli.checkpoint.verify import previous_sound, read_manifest
+from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+
+_KEY = "checkpoint.resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One checkpoint of a store, judged by its manifest and the sizes of its files."""
+
+    name: str
+    step: int
+    path: Path
+    manifest: Manifest | None
+    """None when it cannot be used."""
+    problems: tuple[Problem, ...] = ()
+    """Why it cannot be used."""
+
+    @property
+    def sound(self) -> bool:
+        return self.manifest is not None
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The folder `checkpoints` of a run directory; it need not exist."""
+
+    root: Path
+
+    def found(self) -> tuple[Found, ...]:
+        """Every checkpoint, in the order of steps."""
+        return tuple(_judged(name, path) for name, path in self._paths().items())
+
+    def latest(self) -> Found | None:
+        """The one of the highest step, usable or not; None in an empty store."""
+        paths = self._paths()
+        if not paths:
+            return None
+        name = next(reversed(paths))
+        return _judged(name, paths[name])
+
+    def newest(self) -> Found | None:
+        """The usable one of the highest step; None when there is none."""
+        return next((found for found in self._backwards() if found.sound), None)
+
+    def previous(self, name: str) -> Found | None:
+        """The newest usable one before `name`; None when there is none."""
+        path = previous_sound(self.root / name)
+        return None if path is None else _judged(path.name, path)
+
+    def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
+        """Remove all that are older than the newest `keep` usable ones, but for multiples of `keep_every` steps.
+
+        Returns:
+            The names that went.
+
+        Raises:
+            OSError: one could not be removed.
+        """
+        if keep < 1:
+            raise ValueError("a store keeps at least one checkpoint")
+        usable, gone = 0, []
+        for name, path in reversed(self._paths().items()):
+            step = step_of(name)
+            if usable < keep:
+                # Only those that count are read; a damaged one is no reason to remove an older one that is whole.
+                usable += _judged(name, path).sound
+            elif keep_every is None or step is None or step % keep_every:
+                _remove(path, removed_path(self.root / name))
+                gone.append(name)
+        return tuple(gone)
+
+    def move_later(self, step: int, folder: Path) -> tuple[str, ...]:
+        """Move checkpoints of higher steps into `folder`: a run that goes on from `step` will not meet them again.
+
+        Returns:
+            Their names.
+
+        Raises:
+            OSError: one could not be moved.
+        """
+        later = {name: path for name, path in self._paths().items() if (step_of(name) or 0) > step}
+        if later:
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, path in later.items():
+            os.rename(path, folder / name)
+        if later:
+            sync_folder(self.root)
+        return tuple(later)
+
+    def clear_partials(self) -> tuple[str, ...]:
+        """Remove what killed saves and removals left; no save may be going on. Finishes what was all but done.
+
+        Returns:
+            Names of the folders that went.
+
+        Raises:
+            OSError: one could not be removed.
+        """
+        gone = []
+        for name in self._names():
+            hidden = hidden_name(name)
+            if hidden is None:
+                continue
+            path, (visible, state) = self.root / name, hidden
+            if state == "replaced" and not os.path.lexists(self.root / visible):
+                os.rename(path, self.root / visible)
+                continue
+            shutil.rmtree(path)
+            gone.append(name)
+        return tuple(gone)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _paths(self) -> dict[str, Path]:
+        """Names and folders by step. One whose replacement was killed between two renames is found where it waits."""
+        names = self._names()
+        waiting = {h[0]: self.root / name for name in names if (h := hidden_name(name)) and h[1] == "replaced"}
+        paths = waiting | {name: self.root / name for name in names if step_of(name) is not None}
+        return dict(sorted(paths.items(), key=lambda item: step_of(item[0]) or 0))
+
+    def _backwards(self) -> Iterator[Found]:
+        for name, path in reversed(self._paths().items()):
+            yield _judged(name, path)
+
+
+def resolve(run_checkpoints: Path, resume: str) -> Path | None:
+    """The folder of the checkpoint that `checkpoint.resume` means, its manifest and sizes in order.
+
+    Args:
+        run_checkpoints: folder `checkpoints` of the run that is started; need not exist.
+        resume: `auto`, a name such as `step-00000030`, the path of a checkpoint or of a run directory.
+
+    Returns:
+        None only for `auto` in a store without any checkpoint.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        CheckpointInvalid: it is the one that is meant, and it cannot be used; an older one is offered, not taken.
+    """
+    store = CheckpointStore(run_checkpoints)
+    if resume == "auto":
+        return _usable(store.latest())
+    if step_of(resume) is not None:
+        named = {found.name: found for found in store.found()}
+        if resume not in named:
+            raise ConfigError(_nothing(resume, f"{run_checkpoints} has no such checkpoint", _there(store)))
+        return _usable(named[resume])
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        reason = "there is no such folder, and it is no checkpoint's name"
+        raise ConfigError(_nothing(resume, reason, _there(store)))
+    path = path.resolve()
+    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+        read_manifest(path)
+        return path
+    other = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    found = _usable(other.latest())
+    if found is None:
+        fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
+        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix))
+    return found
+
+
+def _judged(name: str, path: Path) -> Found:
+    step = step_of(name) or 0
+    if path.is_symlink():
+        problem = Problem(key=name, reason="a link; give its target's path to use it")
+        return Found(name=name, step=step, path=path, manifest=None, problems=(problem,))
+    try:
+        return Found(name=name, step=step, path=path, manifest=read_manifest(path))
+    except CheckpointInvalid as error:
+        return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
+
+
+def _usable(found: Found | None) -> Path | None:
+    if found is None:
+        return None
+    if not found.sound:
+        raise CheckpointInvalid(*found.problems)
+    return found.path
+
+
+def _there(store: CheckpointStore) -> str:
+    names = [found.name for found in store.found() if found.sound]
+    if not names:
+        return f"{store.root} has none; checkpoint.resume=auto starts from the beginning there"
+    return f"checkpoints there: {', '.join(names[-5:])}"
+
+
+def _nothing(resume: str, reason: str, fix: str) -> Problem:
+    return Problem(key=_KEY, value=resume, reason=reason, fix=fix)
+
+
+def _remove(path: Path, hidden: Path) -> None:
+    """Out of sight in one step, then to pieces."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)

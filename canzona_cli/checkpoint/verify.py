@@ -1,0 +1,196 @@
+"""Checkpoints are judged before anything in them is opened: the manifest by its own hash, all else by the manifest.
+
+Nothing is executed, no link is followed, no name leads out of the folder.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
+from canzona_cli.checkpoint.names import step_name, step_of
+from canzona_cli.checkpoint.shard_file import read_table
+from canzona_cli.errors import CheckpointInvalid, Problem
+
+OnBytes = Callable[[int], None]
+"""Told how many further bytes have been hashed, by several threads."""
+
+_CHUNK = 4 << 20
+_MOST_THREADS = 8
+_MOST_PROBLEMS = 10
+_SHARDS = ".safetensors"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with their sizes; their content is not read.
+
+    Raises:
+        CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before this one.
+    """
+    manifest = _parsed(folder)
+    problems = size_problems(folder, manifest)
+    if problems:
+        raise CheckpointInvalid(*shortened(problems))
+    return manifest
+
+
+def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, list[Problem]]:
+    """Hash every file of a checkpoint, several at a time.
+
+    Returns:
+        The manifest, and a problem for every file that is not as the manifest says.
+
+    Raises:
+        CheckpointInvalid: there is no sound manifest, so that nothing is known of the files.
+    """
+    manifest = _parsed(folder)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        found = pool.map(lambda item: verify_file(folder, *item, on_bytes=on_bytes), sorted(manifest.files.items()))
+        problems = [problem for problem in found if problem is not None]
+    bad = {problem.key for problem in problems}
+    whole = [name for name in manifest.files if _key(folder, name) not in bad]
+    return manifest, problems + table_problems(folder, manifest, whole)
+
+
+def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
+    """What is wrong with one file of a checkpoint, by its size and then its hash; None if nothing is."""
+    wrong = _size_problem(folder, name, entry)
+    if wrong is None:
+        try:
+            found = _hashed(folder / name, on_bytes)
+        except OSError as error:
+            wrong = f"cannot be read: {error.strerror or error}"
+        else:
+            if found != entry.sha256:
+                wrong = "damaged: its content does not have the hash that the manifest gives"
+    return None if wrong is None else _problem(folder, name, wrong)
+
+
+def size_problems(folder: Path, manifest: Manifest) -> list[Problem]:
+    """Files that are missing, are no plain files, or have another size than the manifest says."""
+    wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
+    return [_problem(folder, name, reason) for name, reason in wrong.items() if reason is not None]
+
+
+def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
+    """Files among `names` that hold other tensors than the manifest says. Reads their headers; hash them first."""
+    problems = []
+    for name in sorted(name for name in names if name.endswith(_SHARDS)):
+        said = {key: (t.dtype, t.shape) for key, t in manifest.tensors.items() if t.file == name}
+        try:
+            held, size = read_table(folder / name)
+        except (OSError, ValueError) as error:
+            problems.append(_problem(folder, name, f"{error}"))
+            continue
+        differing = sorted(key for key in held.keys() | said.keys() if held.get(key) != said.get(key))
+        if differing:
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            reason = f"its tensors are not those of the manifest: {differing[0]}{more}"
+            problems.append(_problem(folder, name, reason))
+        elif size != manifest.files[name].bytes:
+            problems.append(_problem(folder, name, "there are bytes behind its tensors"))
+    return problems
+
+
+def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """What lies in the folder and is nothing of the checkpoint; it is never read."""
+    return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
+
+
+def shortened(problems: Sequence[Problem]) -> list[Problem]:
+    """The first few, and how many more there are."""
+    kept = list(problems[:_MOST_PROBLEMS])
+    if len(problems) > len(kept):
+        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} further files"))
+    return kept
+
+
+def previous_sound(folder: Path) -> Path | None:
+    """The newest checkpoint before this one, in the same store, whose manifest and sizes are right."""
+    step = step_of(folder.name)
+    try:
+        names = os.listdir(folder.parent)
+    except OSError:
+        return None
+    earlier = sorted((s for s in map(step_of, names) if s is not None and (step is None or s < step)), reverse=True)
+    for candidate in (folder.parent / step_name(s) for s in earlier):
+        try:
+            manifest = parse_manifest(_read_small(candidate / MANIFEST))
+        except (OSError, ValueError):
+            continue
+        if not any(_size_problem(candidate, *item) for item in manifest.files.items()):
+            return candidate
+    return None
+
+
+def way_out(folder: Path) -> str:
+    """What to do instead of using this checkpoint. Another one is offered, never taken silently."""
+    previous = previous_sound(folder)
+    if previous is not None:
+        return f"go on from the one before it: checkpoint.resume={previous.name}"
+    return f"there is no earlier one: move {folder} away to start from the beginning"
+
+
+def _parsed(folder: Path) -> Manifest:
+    try:
+        manifest = parse_manifest(_read_small(folder / MANIFEST))
+        if step_of(folder.name) in (None, manifest.progress.step):
+            return manifest
+        reason = f"it is of step {manifest.progress.step}: the folder has been renamed"
+    except FileNotFoundError:
+        reason = "missing" if folder.is_dir() else "there is no such checkpoint"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        reason = str(error)
+    raise CheckpointInvalid(_problem(folder, MANIFEST, reason))
+
+
+def _read_small(path: Path) -> bytes:
+    with open(_open(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise ValueError(f"larger than the {LARGEST >> 20} MiB that are read of a manifest")
+        return file.read()
+
+
+def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
+    try:
+        found = os.lstat(folder / name)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(found.st_mode):
+        return "no plain file; links are not followed"
+    if found.st_size < entry.bytes:
+        return f"truncated: {found.st_size:,} of {entry.bytes:,} bytes"
+    return f"too long: {found.st_size:,} instead of {entry.bytes:,} bytes" if found.st_size > entry.bytes else None
+
+
+def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with open(_open(path), "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while read := file.readinto(buffer):
+            hasher.update(buffer[:read])
+            if on_bytes is not None:
+                on_bytes(read)
+    return hasher.hexdigest()
+
+
+def _open(path: Path) -> int:
+    """A descriptor for reading; not of a link's target, and without waiting for a pipe's other end."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _key(folder: Path, name: str) -> str:
+    return f"{folder.name}/{name}"
+
+
+def _problem(folder: Path, name: str, reason: str) -> Problem:
+    return Problem(key=_key(folder, name), reason=reason, fix=way_out(folder))
