@@ -170,6 +170,7 @@ def _launch(
             view,
             ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
             node_rank=node_rank,
+            hang_timeout_s=config.run.hang_timeout_s,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
             say=console.print if console.is_terminal else errors.print,
         )

@@ -18,10 +18,8 @@ from typing import Final
 import psutil
 
 from canzona_cli.errors import Problem
-from canzona_cli.launch.heartbeat import BEAT_S, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
+from canzona_cli.launch.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
 
-PATIENCE: Final = 3
-"""How many times longer everything but a step after the first may take."""
 _LONGEST_LOOK_S: Final = 5.0
 """What lies between two looks counts for at most so long: a machine that was suspended does not hang."""
 _NO_BEAT_S: Final = 10 * BEAT_S

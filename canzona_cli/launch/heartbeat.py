@@ -26,6 +26,8 @@ BEAT_S: Final = 0.5
 """Seconds between two beats of a rank's own thread."""
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """Makes a worker write the Python stacks of all its threads to its log; it goes on."""
+PATIENCE: Final = 3
+"""How many times longer than `run.hang_timeout_s` everything may take but a step after the first."""
 STAGES: Final = ("start workers", "build model", "build data", "load", "train", "validate", "save", "finish")
 """What a rank can be at, in the words of its journal."""
 

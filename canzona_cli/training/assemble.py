@@ -9,6 +9,7 @@ from canzona_cli.engine.build import build_canzona
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.redundant import build_redundant
 from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.launch.heartbeat import PATIENCE
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
@@ -21,7 +22,9 @@ from canzona_cli.training.step import Trainee
 def join(config: RunConfig, layout: Layout) -> World:
     """Seed this process and meet the other ranks."""
     torch.manual_seed(config.train.seed)
-    return parallel.initialize(layout, config.cluster.device, seed=config.train.seed)
+    # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
+    timeout_s = max(600.0, 1.2 * PATIENCE * (config.run.hang_timeout_s or 0.0))
+    return parallel.initialize(layout, config.cluster.device, seed=config.train.seed, timeout_minutes=timeout_s / 60)
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:

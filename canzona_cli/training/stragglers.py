@@ -19,6 +19,7 @@ import torch
 
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.training.records import Journal
 
 WINDOW: Final = 20
 """Steps between two comparisons, and in one."""
@@ -38,40 +39,50 @@ class Straggler:
     """Median of the other ranks of its pipeline stage."""
     step_s: float
 
+    @property
+    def detail(self) -> str:
+        cost = (self.own_s - self.peers_s) / self.step_s
+        return (
+            f"rank {self.rank} is slow: {1e3 * self.own_s:.0f} ms of its own work a step, where its peers take "
+            f"{1e3 * self.peers_s:.0f} ms; everybody waits for it {cost:.0%} of the time"
+        )
+
 
 class StragglerWatch:
-    """Every rank of the job has one and calls it after every step; rank 0 gets to know."""
+    """Every rank of the job has one and calls it after every step; rank 0 tells."""
 
-    def __init__(self, world: World, timer: PhaseTimer) -> None:
-        self._world, self._timer = world, timer
+    def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
+        self._world, self._timer, self._journal = world, timer, journal
         self._own: list[float] = []
         self._step_s = 0.0
         self._first = True
         self._known: frozenset[int] = frozenset()
 
-    def after_step(self) -> list[Straggler]:
-        """Those that have become stragglers; a collective once in `WINDOW` steps. Empty on all ranks but 0."""
+    def after_step(self, step: int) -> None:
+        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps."""
         timing = self._timer.newest
         if timing is None:
-            return []
+            return
         if self._first:  # compiles, allocates, fills caches
             self._first = False
-            return []
+            return
         self._own.append(timing.own_s)
         self._step_s += timing.step_s / WINDOW
-        if len(self._own) < WINDOW:
-            return []
+        if len(self._own) == WINDOW:
+            self._compare(step)
+
+    def _compare(self, step: int) -> None:
         mine = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64, device=self._world.device)
         step_s, self._own, self._step_s = self._step_s, [], 0.0
         everyone = [torch.empty_like(mine) for _ in range(self._world.world_size)]
         torch.distributed.all_gather(everyone, mine)
-        if self._world.rank != 0:
-            return []
         rows = [row.tolist() for row in everyone]
         found = list(stragglers([row[:-1] for row in rows], [int(row[-1]) for row in rows], step_s=step_s))
-        new = [straggler for straggler in found if straggler.rank not in self._known]
-        self._known = frozenset(straggler.rank for straggler in found)
-        return new
+        for one in found:
+            if one.rank not in self._known:  # said once, and again only after it had recovered
+                facts = vars(one)
+                self._journal.event("straggler", detail=one.detail, level="warning", step=step, **facts)
+        self._known = frozenset(one.rank for one in found)
 
 
 def stragglers(own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float) -> Iterator[Straggler]:
