@@ -9,6 +9,7 @@ from typing import get_args
 
 from canzona_cli.cluster.layout_rules import layout_problems
 from canzona_cli.config.keys import settings
+from canzona_cli.config.safety import safety_problems
 from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.errors import Problem
@@ -84,6 +85,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_cluster(config),
         *_measurements(config),
         *(_recorded_steps(config) if training else ()),
+        *safety_problems(config),
     ]
 
 
@@ -171,11 +173,11 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
             reason=f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate",
             fix=f"use optimizer.min_lr={config.optimizer.lr / 10:g}",
         )
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name) is None:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         yield Problem(
             key="name",
             value=config.name,
-            reason="names the run directory: letters, digits, dots, dashes and underscores only",
+            reason="names the run directory: up to 100 letters, digits, dots, dashes and underscores",
             fix="for example name=my-run",
         )
 

@@ -17,6 +17,7 @@ from canzona_cli.config.paths import (
     shown,
     user_recipes_dirs,
 )
+from canzona_cli.config.safety import unasked_problems
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.source import (
     FILE_OPTION,
@@ -117,6 +118,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
             problems += _judged(substitute, asked, base, ignoring=bad, training=training)
         raise ConfigError(*problems)
     problems += _judged(config, asked, base, ignoring=set(), training=training)
+    explicit = frozenset(asked.values) | frozenset(asked.groups)
+    problems += unasked_problems(config, explicit, training=training)
     if problems:
         raise ConfigError(*problems)
     by_name = [file for file in files if file != cluster_file and not (source.is_file and file == source.path)]
@@ -124,7 +127,6 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     builtin_names = group_options("recipe", [builtin_recipes_dir()])
     if source.is_file and source.name in builtin_names and source.path != builtin_names[source.name]:
         notes.append(f"recipe {source.name} is read from {shown(source.path)}, not the built-in of that name")
-    explicit = frozenset(asked.values) | frozenset(asked.groups)
     return Composed(
         config=config,
         explicit=explicit,
@@ -185,6 +187,8 @@ def _composed(
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    # A `defaults:` list is resolved while Hydra composes, before what it leads to can be looked at.
+    OmegaConf.clear_resolver("oc.env")
     given = {f"recipe/{FILE_OPTION}": source.path if source.is_file else None, f"cluster/{FILE_OPTION}": cluster_file}
     with staged(source, groups, cluster_file) as (stage, option):
         search = ",".join("'file://" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in dirs)

@@ -9,7 +9,7 @@ from canzona_cli.config.keys import mapping_key, sections, setting_of, settings
 from canzona_cli.config.paths import GROUPS
 from canzona_cli.errors import Problem
 
-_RESOLVER = re.compile(r"\$\{\s*[\w.]+\s*:")
+_REFERENCE = re.compile(r"\$\{\s*[\w.\[\]]+\s*\}")
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 
 
@@ -94,8 +94,11 @@ def target_problem(key: str, where: str) -> Problem:
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
-    """Refuses `${resolver:...}`: what it yields would be written to the run directory, secrets included."""
-    if _RESOLVER.search(value) is None:
+    """Refuses all but `${section.setting}`: what resolvers give would stand in the run directory, secrets included.
+
+    Whatever is not plainly a reference is refused, because resolvers' names may be put together: `${oc.${name}:HOME}`.
+    """
+    if "${" not in _REFERENCE.sub("", value):
         return None
     return Problem(
         key=key,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from canzona_cli.config.redaction import redacted, shown_value
 from canzona_cli.errors import CanzonaError, Problem
 from canzona_cli.report.text import clean, plural, wrapped
 
@@ -35,16 +36,19 @@ class _ErrorView:
 
 
 def _problem(problem: Problem, console: Console, options: ConsoleOptions) -> RenderResult:
-    place = Text(clean(problem.key), style="bold")
+    place = Text(clean(redacted(problem.key)), style="bold")
     if problem.value is not None:
-        value = clean(str(problem.value).lower() if isinstance(problem.value, bool) else problem.value)
+        shown = shown_value(problem.key, problem.value)
+        value = clean(str(shown).lower() if isinstance(shown, bool) else shown)
         if len(value) > _LONGEST_VALUE:
             value = value[: _LONGEST_VALUE - 3] + "..."
         # An empty string would read as a forgotten value.
         place.append(f" = {value}" if value else " = ''")
     yield from wrapped(place, console, options, first="  ", rest="      ")
-    yield from wrapped(Text(clean(problem.reason, newlines=True)), console, options, first="    ", rest="    ")
+    yield from wrapped(
+        Text(clean(redacted(problem.reason), newlines=True)), console, options, first="    ", rest="    "
+    )
     if problem.fix:
         arrow = "-> " if options.ascii_only else "→ "
-        fix = Text(clean(problem.fix, newlines=True), style="green")
+        fix = Text(clean(redacted(problem.fix), newlines=True), style="green")
         yield from wrapped(fix, console, options, first=f"    {arrow}", rest=" " * (4 + len(arrow)))

@@ -6,6 +6,7 @@ import tempfile
 import traceback
 
 from canzona_cli import __version__
+from canzona_cli.config.redaction import redacted
 from canzona_cli.errors import CanzonaError, ExitCode
 
 
@@ -24,13 +25,13 @@ def _show_error(error: CanzonaError) -> int:
 
 
 def _show_bug(error: Exception) -> int:
-    report = "".join(traceback.format_exception(error))
+    report = redacted("".join(traceback.format_exception(error)))
     header = f"canzona {__version__}, Python {sys.version.split()[0]}, {sys.platform}\n"
-    sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {error}\n")
+    sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {redacted(str(error))}\n")
     try:
         descriptor, path = tempfile.mkstemp(prefix="canzona-bug-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(header + " ".join(sys.argv) + "\n\n" + report)
+            file.write(header + redacted(" ".join(sys.argv)) + "\n\n" + report)
     except OSError:
         sys.stderr.write(report)
     else:

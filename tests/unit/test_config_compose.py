@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
 from canzona_cli.config.paths import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
@@ -189,7 +190,10 @@ class TestOptionsOfAnOwnOptimizer:
         path = tmp_path / "config.yaml"
         path.write_text(dump_resolved(config), encoding="utf-8")
         assert load_resolved(path) == config
-        assert compose_run([f"recipe={path}"]).config.optimizer == config.optimizer
+        with pytest.raises(ConfigError, match="only run when the command line asks"):
+            compose_run([f"recipe={path}"])
+        again = compose_run([f"recipe={path}", "optimizer.source=torch.optim:SGD"])
+        assert again.config.optimizer == config.optimizer
 
     @pytest.mark.parametrize(
         ("override", "key", "reason"),
@@ -226,6 +230,67 @@ class TestNothingIsRunOrLeaked:
     @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${oc.env:X,${gpus}}", "a-${ oc.env : HOME }", "${now:%Y}"])
     def test_a_resolver_in_an_override(self, value: str) -> None:
         assert "secrets" in problems("recipe=tiny", f"run.root={value}")["run.root"].reason
+
+    @pytest.mark.parametrize("value", ["${oc.${description}:PLANTED}", "${${description}:PLANTED}", "${oc.env:PLANTED"])
+    def test_a_resolver_whose_name_is_put_together(self, value: str, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"defaults: [qwen3-tiny]\ndescription: env\nrun: {{root: '{value}'}}\n")
+        assert problems(f"recipe={path}").keys() & {"run.root", str(path)}
+
+    def test_a_resolver_in_a_defaults_list_shows_no_variable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PLANTED", "hunter2")
+        recipe(
+            tmp_path, "mine", "# @package _global_\ndefaults: [qwen3-tiny, {override /model: '${oc.env:PLANTED}'}]\n"
+        )
+        (problem,) = problems("recipe=mine", recipes_dirs=(tmp_path,)).values()
+        assert "hunter2" not in str(problem)
+
+    def test_python_objects_in_yaml(self, tmp_path: Path) -> None:
+        path, made = tmp_path / "mine.yaml", tmp_path / "made"
+        for tag in ("!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir"):
+            path.write_text(f"defaults: [qwen3-tiny]\nrun: {{root: {tag} ['{made}']}}\n")
+            (problem,) = problems(f"recipe={path}").values()
+            assert "YAML" in problem.reason
+        assert not made.exists()
+
+    def test_code_is_run_for_the_command_line_alone(self, tmp_path: Path) -> None:
+        own = {"source": "torch.optim:SGD", "allow": ["torch"]}
+        path = tmp_path / "mine.yaml"
+        path.write_text(
+            yaml.safe_dump({"defaults": ["qwen3-tiny", {"override /optimizer": "custom"}], "optimizer": own})
+        )
+        problem = problems(f"recipe={path}")["optimizer.source"]
+        assert "only run when the command line asks" in problem.reason
+        assert compose_run([f"recipe={path}", "optimizer.allow=[torch]"]).config.optimizer.name == "custom"
+        assert compose_run([f"recipe={path}"], training=False).config.optimizer.name == "custom", "plans load none"
+
+    @pytest.mark.parametrize("name", ["..", "../../x", "/etc/x", "a\nb", "a/b", "-x", "a\x1bb", "x" * 101, " ", "ä"])
+    def test_a_name_that_is_no_name_of_a_folder(self, name: str, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], "name": name}))
+        assert "name" in problems(f"recipe={path}")
+
+    @pytest.mark.parametrize(("key", "value"), [("root", "../x"), ("dir", "a/../../x"), ("dir", "..")])
+    def test_a_recipe_that_leads_out_of_its_folder(self, key: str, value: str, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], "run": {key: value}}))
+        assert "leads out" in problems(f"recipe={path}")[f"run.{key}"].reason
+        typed = compose_run([f"recipe={path}", f"run.{key}={value}"]).config.run
+        assert getattr(typed, key) == value, "whoever types it means it"
+
+    @pytest.mark.parametrize("char", ["\n", "\x1b", "\x7f", "\u202e", "\u2028", "\0"])
+    @pytest.mark.parametrize("key", ["run.dir", "run.root", "data.path", "cluster.rdzv_id", "checkpoint.resume"])
+    def test_a_character_that_hides_something(self, key: str, char: str, tmp_path: Path) -> None:
+        section, _, name = key.partition(".")
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {name: f"a{char}b"}}))
+        assert "not printable" in problems(f"recipe={path}")[key].reason
+
+    @pytest.mark.parametrize("override", ["cluster.rdzv_id=--master-port", "cluster.rdzv_endpoint=--x:1"])
+    def test_what_would_be_an_option_of_torchrun(self, override: str) -> None:
+        assert override.partition("=")[0] in problems("recipe=tiny", override)
 
     def test_both_in_a_recipe_file_at_any_depth(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.yaml"

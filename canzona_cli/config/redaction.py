@@ -1,0 +1,129 @@
+"""Tokens, keys and passwords: found by what they are called, by how they look, or because an environment variable of
+such a name holds them. A configuration that has one is refused; what others wrote is written down without it.
+
+Standard library only: workers use it before their slow imports.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from canzona_cli.errors import Problem
+
+HIDDEN = "***"
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_WORDS = frozenset(
+    (
+        *("token", "secret", "secrets", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "jwt"),
+        *("apikey", "accesskey", "secretkey", "privatekey", "authtoken", "bearer"),
+    )
+)
+_KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
+_PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
+"""The last word of a name that says where a secret lies or how much of something there is, not what it is."""
+_LOOKS = re.compile(
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
+    r"|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"  # JSON web tokens
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----)?",
+    re.DOTALL,
+)
+_IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
+_NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
+_SHORTEST = 8
+"""Characters. A shorter value of an environment variable would be found in innocent words."""
+
+
+def secret_name(name: str) -> bool:
+    """Whether what is called so is probably a secret: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or words[-1] in _PLACES:
+        return False
+    keyed = any(kind in _KEY_KINDS and word == "key" for kind, word in pairwise(words))
+    return words == ["key"] or keyed or bool(_SECRET_WORDS & set(words))
+
+
+def redacted(text: str) -> str:
+    """The text with every secret that can be recognised in it replaced by `***`."""
+    for secret in _from_environment():
+        text = text.replace(secret, HIDDEN)
+    text = _LOOKS.sub(HIDDEN, text)
+    text = _IN_URL.sub(rf"\g<before>{HIDDEN}", text)
+    return _NAMED.sub(_hide_named, text)
+
+
+def shown_value(key: str, value: object) -> object:
+    """A setting's value for an error message: hidden where the setting's name says that it is a secret."""
+    if isinstance(value, bool | int | float | None):
+        return value
+    if secret_name(key.rpartition(".")[2]):
+        return HIDDEN
+    return redacted(str(value))
+
+
+def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
+    """Settings that hold a secret, by dotted key. Their values are not in the problems.
+
+    Args:
+        settings: a configuration as nested mappings and sequences.
+    """
+    in_environment = _from_environment()
+    for key, name, value in _texts(settings, "", ""):
+        if secret_name(name) and value:
+            what = "is named like a secret"
+        elif _LOOKS.search(value) or _IN_URL.search(value):
+            what = "looks like a secret (a token, a private key, or a password in an address)"
+        elif any(secret in value for secret in in_environment):
+            what = "holds the value of an environment variable that is named like a secret"
+        else:
+            continue
+        yield Problem(
+            key=key,
+            value=HIDDEN,
+            reason=f"{what}, and the run directory's config.yaml would keep it for all to read",
+            fix="leave it out; let the code that needs it read it from an environment variable",
+        )
+
+
+class RedactingFormatter(logging.Formatter):
+    """Log lines, tracebacks included, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def _from_environment() -> list[str]:
+    """Values of this process's variables that are named like secrets; the longest first, for one may hold another."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+def _hide_named(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    # "key: value" and "the token: missing" are sentences.
+    sentence = name.lower() in ("key", "token") and ":" in match["between"]
+    harmless = re.fullmatch(r"-?[\d.]+(e-?\d+)?|None|null|true|false|(VALUE|NAME)[?.]?|\$\w+", value) is not None
+    if sentence or harmless or not secret_name(name):
+        return match[0]
+    return f"{name}{match['between']}{HIDDEN}"
+
+
+def _texts(value: object, key: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """(dotted key, own name, text) of every text in a tree; entries of a list have the list's."""
+    if isinstance(value, Mapping):
+        for own, inner in value.items():
+            yield from _texts(inner, f"{key}.{own}" if key else str(own), str(own))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key, name)
+    elif isinstance(value, str):
+        yield key, name, value
