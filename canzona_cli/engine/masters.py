@@ -61,6 +61,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def repair(self) -> None:
         """Mend what the last update left broken."""
 
+    @abstractmethod
+    def publish(self) -> None:
+        """Round masters into the weights, as an update does. Collective over the TP ranks."""
+
     @property
     @abstractmethod
     def exchange_bytes(self) -> int:

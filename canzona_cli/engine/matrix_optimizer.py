@@ -162,6 +162,13 @@ class MatrixOptimizer(MasterOptimizer):
     # --- whole matrices ---
 
     @torch.no_grad()
+    def publish(self) -> None:
+        """Masters to the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not done."""
+        for group in self.groups:
+            group.send_weights()
+            group.receive_weights()
+
+    @torch.no_grad()
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
         """Masters of `matrices` from the model's weights; every TP rank calls it with the same ones that travel."""
         fragments, masters, rank = self._wiring.fragments, self._wiring.masters, self._wiring.rank

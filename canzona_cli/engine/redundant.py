@@ -149,9 +149,13 @@ class RedundantUpdate:
             master.grad = self._gradient
             self.optimizer.step()
             master.grad = None
-            if _stores(gathering, matrix):
-                fragments = gathering.fragments
-                fragments.weight(matrix).copy_(fragments.in_whole(matrix, master.detach(), gathering.rank))
+            self.publish()
+
+    def publish(self) -> None:
+        """Keep this rank's fragment of the master."""
+        matrix, fragments = self._matrix, self._gathering.fragments
+        if _stores(self._gathering, matrix):
+            fragments.weight(matrix).copy_(fragments.in_whole(matrix, self._master.detach(), self._gathering.rank))
 
 
 class RedundantOptimizer(MasterOptimizer):
@@ -207,6 +211,11 @@ class RedundantOptimizer(MasterOptimizer):
         for group in self.groups:
             group.run(self._scale)
         return True
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for group in self.groups:
+            group.publish()
 
     def fallbacks(self) -> torch.Tensor:
         told = self._fallbacks.take()

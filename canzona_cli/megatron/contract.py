@@ -346,6 +346,52 @@ PINNED: tuple[Pinned, ...] = (
         relied_on="DistributedOptimizer gathers its own parameters and leaves the matrices' alone",
         check=says("_bucket_is_managed_by_layer_wise_optimizer"),
     ),
+    # What Megatron's own optimizers hold, for checkpoints (holdings).
+    Pinned(
+        name=f"{_DISTRIBUTED}.__init__",
+        relied_on="it knows where the master of a parameter's part lies among its parameter groups",
+        check=says("model_param_group_index_map", "is_stub_optimizer"),
+    ),
+    Pinned(
+        name=f"{_DISTRIBUTED}._get_model_param_range_map",
+        relied_on="it tells which elements of a parameter this rank updates",
+        check=accepts("param"),
+    ),
+    Pinned(
+        name=f"{_DISTRIBUTED}._build_model_gbuf_param_range_map",
+        relied_on="that range is the entry `param`, in elements of the flat parameter",
+        check=says("param", "gbuf_world_in_bucket"),
+    ),
+    Pinned(
+        name=f"{_DISTRIBUTED}._copy_main_params_to_model_params",
+        relied_on="it rounds masters into this rank's part of the parameter buffer",
+        check=exists,
+    ),
+    Pinned(
+        name=f"{_OPTIMIZER}.optimizer.Float16OptimizerWithFloat16Params",
+        relied_on="it lists parameters beside their masters",
+        check=keeps("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups", "is_stub_optimizer"),
+    ),
+    Pinned(
+        name=f"{_OPTIMIZER}.optimizer.Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
+        relied_on="it rounds masters into the parameters",
+        check=exists,
+    ),
+    Pinned(
+        name=f"{_OPTIMIZER}.optimizer.FP32Optimizer",
+        relied_on="it updates parameters themselves",
+        check=keeps("is_stub_optimizer"),
+    ),
+    Pinned(
+        name=f"{_DDP}.start_param_sync",
+        relied_on="with force_sync it gathers all parameters before it returns",
+        check=accepts("force_sync"),
+    ),
+    Pinned(
+        name="megatron.core.tensor_parallel.random.CudaRNGStatesTracker",
+        relied_on="its states can be taken and given back",
+        check=has("get_states", "set_states"),
+    ),
     # Megatron's own optimizers as baselines (optimizer), and their phases (instrument).
     Pinned(
         name=f"{_LAYER_WISE}.tag_params_for_buffer_routing",

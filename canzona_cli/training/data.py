@@ -68,15 +68,16 @@ def build_datasets(config: RunConfig, prefix: Path, facts: CorpusFacts, *, cache
 class BatchStream(Iterator[Batch]):
     """This data-parallel rank's micro-batches of consecutive global batches.
 
-    Global batch `b` is samples `[b * global_batch_size, (b + 1) * global_batch_size)` for every layout; micro-batch
-    `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes a sample.
+    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for every layout;
+    micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes a
+    sample.
     """
 
-    def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_batch: int = 0) -> None:
+    def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
         layout = world.layout
         self._world = world
         indices = _indices(
-            first_batch=first_batch,
+            first_sample=first_sample,
             total=len(dataset),  # type: ignore[arg-type]
             global_batch_size=layout.global_batch_size,
             micro_batch_size=layout.micro_batch_size,
@@ -86,7 +87,13 @@ class BatchStream(Iterator[Batch]):
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
             torch.utils.data.DataLoader(
-                dataset, batch_sampler=indices, num_workers=2 if on_gpu else 0, pin_memory=on_gpu
+                dataset,
+                batch_sampler=indices,
+                num_workers=2 if on_gpu else 0,
+                pin_memory=on_gpu,
+                # Else a loader draws a seed for its workers from torch's own state, and that would depend on how often
+                # a run was validated and resumed.
+                generator=torch.Generator(),
             )
         )
 
@@ -102,13 +109,13 @@ class BatchStream(Iterator[Batch]):
 
 
 def _indices(
-    *, first_batch: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
+    *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> list[list[int]]:
     """Sample numbers of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
     return [
         list(range(start, start + micro_batch_size))
-        for batch in range(first_batch, total // global_batch_size)
+        for batch in range(first_sample, total - global_batch_size + 1, global_batch_size)
         for micro in range(per_step)
-        for start in [batch * global_batch_size + (micro * dp + dp_rank) * micro_batch_size]
+        for start in [batch + (micro * dp + dp_rank) * micro_batch_size]
     ]

@@ -1,0 +1,280 @@
+"""Loads a checkpoint into a run of any layout, strategy or plan: everybody reads what it updates, and nothing else.
+
+Weights are made from masters by the very path an update takes: rounded, sent to the tensor-parallel ranks, gathered
+over the data-parallel ones.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from canzona_cli.checkpoint.gathering import cut
+from canzona_cli.checkpoint.manifest import Manifest, Scalar
+from canzona_cli.checkpoint.random_states import set_random_states
+from canzona_cli.checkpoint.snapshot import MASTER, HeldPiece, held_pieces
+from canzona_cli.checkpoint.units import Block, stored_blocks
+from canzona_cli.checkpoint.verify import read_manifest, verify_file
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.errors import CheckpointInvalid, Problem
+from canzona_cli.megatron.holdings import Held, gather_parameters, held, masters_to_model
+from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.types import Matrix
+from canzona_cli.training.step import Trainee
+
+ELEMENTWISE = ("adamw", "muon")
+"""Optimizers all of whose state is about single elements, so that it can be cut and put together differently."""
+
+
+def verify_together(world: World, folder: Path) -> Manifest:
+    """Hash every file of a checkpoint, the ranks sharing the work, before anybody opens one. Collective.
+
+    Raises:
+        CheckpointInvalid: on all ranks together, with every file that is not what the manifest says.
+    """
+    problems: list[Problem] = []
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointInvalid as error:
+        problems += error.problems
+    if manifest is not None:
+        for name in sorted(manifest.files)[world.rank :: world.world_size]:
+            problem = verify_file(folder, name, manifest.files[name])
+            problems += [] if problem is None else [problem]
+    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
+    torch.distributed.all_gather_object(everyone, problems)
+    found = {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}
+    if manifest is None or found:
+        raise CheckpointInvalid(*found.values())
+    return manifest
+
+
+@torch.no_grad()
+def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
+    """Weights, masters, optimizer state, schedule and random states, as they were when the checkpoint was taken.
+
+    Random states are a rank's own: with another number of ranks they stay as they are after start-up. Collective.
+
+    Raises:
+        CheckpointInvalid: on all ranks together: something that is needed is not in it.
+    """
+    world, config = trainee.world, trainee.config
+    problems: list[Problem] = []
+    try:
+        with Reader(folder, manifest, config.model) as reader:
+            for item, pieces in _by_held(held_pieces(held(trainee.optimizer, trainee.model), config.model, world)):
+                _restore_held(item, pieces, reader)
+            if isinstance(trainee.optimizer, CanzonaOptimizer):
+                _restore_matrices(trainee.optimizer.matrices, reader, manifest)
+            states = reader.random_states(world) if manifest.world_size == world.world_size else {}
+    except CheckpointInvalid as error:
+        problems += error.problems
+    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
+    torch.distributed.all_gather_object(everyone, problems)
+    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}:
+        raise CheckpointInvalid(*found.values())
+    masters_to_model(trainee.optimizer)
+    if isinstance(trainee.optimizer, CanzonaOptimizer):
+        trainee.optimizer.matrices.publish()
+    gather_parameters(trainee.model)
+    trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
+    if states:
+        set_random_states(states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A block of a unit within a stored tensor."""
+
+    name: str
+    block: Block
+
+
+class Reader:
+    """Reads parts of units, whatever tensors they are stored in. Maps files and reads only what is asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
+        self._folder, self._manifest, self.model = folder, manifest, model
+        self._files: dict[str, safe_open] = {}
+        self._sources: dict[str, list[_Source]] = defaultdict(list)
+        self._fields: dict[str, list[str]] = defaultdict(list)
+        for stored, tensor in manifest.tensors.items():
+            name, _, field = stored.rpartition("/")
+            self._fields[name].append(field)
+            if field == MASTER:
+                for block in stored_blocks(name, tensor.shape, model):
+                    self._sources[block.unit].append(_Source(name=name, block=block))
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+
+    def fields(self, name: str) -> list[str]:
+        """Of what is stored under a name; nothing where there is no such name."""
+        return self._fields.get(name, [])
+
+    def unit_fields(self, unit: str) -> list[str]:
+        """Of a unit, whatever it is stored in.
+
+        Raises:
+            CheckpointInvalid: it is not stored.
+        """
+        return self.fields(self._stored(unit)[0].name)
+
+    def whole(self, name: str, field: str) -> torch.Tensor:
+        """A stored tensor as it is."""
+        tensor: torch.Tensor = self._open(f"{name}/{field}").get_tensor(f"{name}/{field}")  # type: ignore[no-untyped-call]
+        return tensor
+
+    def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
+        """A rectangle of a unit, (rows, cols), on the host.
+
+        Raises:
+            CheckpointInvalid: a part of it is not stored.
+        """
+        found = torch.empty(rows, cols)
+        missing = rows
+        for source in self._stored(unit):
+            block = source.block
+            first, last = max(row, block.unit_row), min(row + rows, block.unit_row + block.rows)
+            if first >= last:
+                continue
+            at = block.row + first - block.unit_row
+            found[first - row : last - row] = self._rows(source.name, field, at, last - first)[:, col : col + cols]
+            missing -= last - first
+        if missing:
+            raise CheckpointInvalid(_lacking(f"{unit}/{field}"))
+        return found
+
+    def step(self, unit: str) -> float | None:
+        """Steps AdamW had made of a unit."""
+        found = self._manifest.scalars.get(f"{unit}/step")
+        return float(found) if isinstance(found, int | float) else None
+
+    def scalars(self, name: str) -> dict[str, Scalar]:
+        """State that is no tensor, by key."""
+        return {
+            stored.rpartition("/")[2]: value
+            for stored, value in self._manifest.scalars.items()
+            if stored.rpartition("/")[0] == name
+        }
+
+    def random_states(self, world: World) -> dict[str, torch.Tensor]:
+        name = f"random.{world.rank:05d}"
+        return {field: self.whole(name, field) for field in self.fields(name)}
+
+    def _stored(self, unit: str) -> Sequence[_Source]:
+        if unit not in self._sources:
+            raise CheckpointInvalid(_lacking(unit))
+        return self._sources[unit]
+
+    def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
+        stored = f"{name}/{field}"
+        if stored not in self._manifest.tensors:
+            raise CheckpointInvalid(_lacking(stored))
+        if len(self._manifest.tensors[stored].shape) == 1:
+            return self.whole(name, field).view(1, -1)
+        part: torch.Tensor = self._open(stored).get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
+        return part
+
+    def _open(self, stored: str) -> safe_open:
+        if stored not in self._manifest.tensors:
+            raise CheckpointInvalid(_lacking(stored))
+        file = self._manifest.tensors[stored].file
+        if file not in self._files:
+            self._files[file] = safe_open(self._folder / file, framework="pt")
+        return self._files[file]
+
+
+def _by_held(pieces: list[HeldPiece]) -> Iterator[tuple[Held, list[HeldPiece]]]:
+    grouped: dict[int, list[HeldPiece]] = defaultdict(list)
+    for piece in pieces:
+        grouped[id(piece.held)].append(piece)
+    for same in grouped.values():
+        yield same[0].held, same
+
+
+def _restore_held(item: Held, pieces: list[HeldPiece], reader: Reader) -> None:
+    """A master and its state from the parts of units it consists of."""
+    fields = reader.unit_fields(pieces[0].piece.unit)
+    read = {field: torch.empty(item.master.numel()) for field in fields}
+    for found in pieces:
+        piece = found.piece
+        first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
+        for field, target in read.items():
+            region = reader.region(
+                piece.unit, field, row=piece.row + first, rows=last - first, col=piece.col, cols=piece.cols
+            )
+            cut(region, piece, target[found.offset : found.offset + piece.elements])
+    item.master.copy_(read.pop(MASTER).view(item.master.shape))
+    step = reader.step(pieces[0].piece.unit)
+    if read or step is not None:
+        item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
+
+
+def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest) -> None:
+    """The matrices canzona updates here."""
+    state: dict[str, Mapping[str, object]] = {}
+    problems: list[Problem] = []
+    for group in optimizer.groups:
+        for matrix in group.hosted:
+            fields = reader.fields(matrix.name)
+            if fields:
+                tensors = {field: reader.whole(matrix.name, field) for field in fields}
+            elif manifest.optimizer in ELEMENTWISE:
+                tensors = _from_units(matrix, reader)
+            else:
+                problems.append(_other_splitting(matrix, manifest))
+                continue
+            if tuple(tensors[MASTER].shape) != (matrix.rows, matrix.cols):
+                problems.append(_lacking(f"{matrix.name}/{MASTER} of shape {(matrix.rows, matrix.cols)}"))
+                continue
+            master = tensors.pop(MASTER)
+            device = optimizer.masters[matrix.index].device
+            kept = {key: tensor.to(device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+            state[matrix.name] = {"master": master, "state": {**kept, **reader.scalars(matrix.name)}}
+    if problems:
+        raise CheckpointInvalid(*problems)
+    optimizer.load_state_dict(state)
+
+
+def _from_units(matrix: Matrix, reader: Reader) -> dict[str, torch.Tensor]:
+    """Of a matrix that was cut otherwise when it was saved."""
+    model = reader.model
+    blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
+    tensors = {}
+    for field in reader.unit_fields(blocks[0].unit):
+        whole = torch.empty(matrix.rows, matrix.cols)
+        for block in blocks:
+            whole[block.row : block.row + block.rows] = reader.region(
+                block.unit, field, row=block.unit_row, rows=block.rows, col=0, cols=block.cols
+            )
+        tensors[field] = whole
+    return tensors
+
+
+def _lacking(what: str) -> Problem:
+    return Problem(
+        key="checkpoint.resume",
+        value=what,
+        reason="the checkpoint does not have it, so it is of another model or optimizer",
+        fix="resume with the recipe the run was started with, or start another run: run.dir=DIR",
+    )
+
+
+def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
+    return Problem(
+        key="engine.splitting",
+        value=matrix.name,
+        reason=f"{manifest.optimizer} keeps state of whole matrices, and the checkpoint's are split as "
+        f"{manifest.splitting}",
+        fix=f"engine.splitting={manifest.splitting}",
+    )

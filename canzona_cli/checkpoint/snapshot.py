@@ -1,0 +1,217 @@
+"""Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
+
+Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.checkpoint.units`), one writer for
+every tensor: hosts write the matrices they host, what is spread in pieces is put together on one of its holders.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from canzona_cli.checkpoint.gathering import Holding, Piece, Routing, Whole, exchange, route
+from canzona_cli.checkpoint.manifest import Buffer, Scalar, Shard
+from canzona_cli.checkpoint.random_states import random_states
+from canzona_cli.checkpoint.units import EMBEDDING, fragment_blocks, unit_shape
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.megatron.holdings import Held, held
+from canzona_cli.megatron.parallel import World
+from canzona_cli.training.step import Trainee
+
+MASTER = "master"
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Snapshots:
+    """Takes snapshots of one rank of a run into buffers of its own, made at the first and used again by the next."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._holding: Holding | None = None
+        self._routing: Routing | None = None
+
+    def take(self) -> Shard:
+        """Between two steps. Collective.
+
+        What the last call returned must have been written by now: its memory is used again.
+
+        Raises:
+            ConfigError: a user's own optimizer keeps what a file cannot hold.
+        """
+        world, model = self._trainee.world, self._trainee.config.model
+        wholes = _wholes(self._trainee)
+        pieces = held_pieces(held(self._trainee.optimizer, self._trainee.model), model, world)
+        if not world.is_first_stage and model.tied_embeddings:
+            # The last stage's copy of tied embeddings.
+            pieces = [found for found in pieces if found.piece.unit != EMBEDDING]
+        holding, local, steps = _describe(wholes, pieces)
+        routing = self._agree(holding)
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, Scalar] = {}
+        for name, state in wholes.items():
+            if routing.writers[name] == world.rank:
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"{name}/{key}"] = value
+                    else:
+                        scalars[f"{name}/{key}"] = value
+        for key, state_of_rank in random_states().items():
+            tensors[f"random.{world.rank:05d}/{key}"] = state_of_rank
+        saved = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        targets = {}
+        for unit, writer in routing.writers.items():
+            if writer == world.rank and unit in routing.fields:
+                shape = unit_shape(unit, model)
+                for field in routing.fields[unit]:
+                    buffer = saved[f"{unit}/{field}"] = self._buffer(f"{unit}/{field}", shape, torch.float32)
+                    targets[unit, field] = buffer.view(1, -1) if len(shape) == 1 else buffer
+                if steps.get(unit) is not None:
+                    scalars[f"{unit}/step"] = steps[unit]
+        exchange(routing, world.rank, world.device, local, targets)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        for stale in self._buffers.keys() - saved.keys():
+            del self._buffers[stale]
+        return Shard(tensors={name: _bytes_of(buffer) for name, buffer in saved.items()}, scalars=scalars)
+
+    def _agree(self, holding: Holding) -> Routing:
+        """Who writes what; asked again only when what some rank holds has changed, as it does in the first step."""
+        changed = torch.tensor(float(holding != self._holding), device=self._trainee.world.device)
+        torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
+        if self._routing is None or changed.item():
+            everyone: list[Holding] = [holding] * self._trainee.world.world_size
+            torch.distributed.all_gather_object(everyone, holding)
+            units = {piece.unit for other in everyone for piece in other.pieces}
+            self._routing = route(
+                everyone, {unit: prod(unit_shape(unit, self._trainee.config.model)) for unit in units}
+            )
+            self._holding = holding
+        return self._routing
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._buffer(name, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        found = self._buffers.get(name)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            pinned = self._trainee.world.device.type == "cuda"
+            found = self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPiece:
+    """A piece of a unit, and where it lies in what Megatron's optimizers hold here."""
+
+    piece: Piece
+    held: Held
+    offset: int
+    """First element within the held master and its state, flat."""
+
+
+def held_pieces(items: list[Held], model: ModelConfig, world: World) -> list[HeldPiece]:
+    """Everything in `items` in model space."""
+    found = []
+    for item in items:
+        for block in fragment_blocks(item.parameter, item.shape, model, tp=world.layout.tp, rank=world.tp_rank):
+            first = block.row * block.cols
+            start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
+            if start < end:
+                piece = Piece(
+                    unit=block.unit,
+                    row=block.unit_row,
+                    col=block.unit_col,
+                    rows=block.rows,
+                    cols=block.cols,
+                    start=start - first,
+                    end=end - first,
+                )
+                found.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
+    return found
+
+
+def fields_of(item: Held) -> dict[str, torch.Tensor]:
+    """The master and all state that is as long, by name."""
+    elementwise = {
+        key: value
+        for key, value in item.state.items()
+        if isinstance(value, torch.Tensor) and value.numel() == item.master.numel() and value.dim() > 0
+    }
+    return {MASTER: item.master.detach(), **elementwise}
+
+
+def _wholes(trainee: Trainee) -> dict[str, dict[str, torch.Tensor | Scalar]]:
+    """Masters and state of the matrices this rank updates, by name and key."""
+    if not isinstance(trainee.optimizer, CanzonaOptimizer):
+        return {}
+    found: dict[str, dict[str, torch.Tensor | Scalar]] = {}
+    for name, saved in trainee.optimizer.matrices.state_dict().items():
+        assert isinstance(saved, dict)
+        found[name] = {MASTER: saved["master"]}
+        for key, value in saved["state"].items():
+            found[name][key] = _storable(name, key, value)
+    return found
+
+
+def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
+    if isinstance(key, str) and key != MASTER and "/" not in key:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES:
+            return value
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+    raise ConfigError(
+        Problem(
+            key="optimizer.source",
+            value=str(key),
+            reason=f"the optimizer keeps a {type(value).__name__} of {name} under this key, and no checkpoint can hold it",
+            fix="keep dense tensors, numbers and text, under names of text other than `master` and without a slash",
+        )
+    )
+
+
+def _describe(
+    wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]
+) -> tuple[Holding, dict[tuple[Piece, str], torch.Tensor], dict[str, float]]:
+    """What the other ranks are told, this rank's data by piece and field, and the steps its units have made."""
+    local: dict[tuple[Piece, str], torch.Tensor] = {}
+    fields: dict[str, tuple[str, ...]] = {}
+    steps: dict[str, float] = {}
+    for found in pieces:
+        values = fields_of(found.held)
+        fields[found.piece.unit] = tuple(values)
+        if found.held.step is not None:
+            steps[found.piece.unit] = found.held.step
+        for field, value in values.items():
+            local[found.piece, field] = value.reshape(-1)[found.offset : found.offset + found.piece.elements]
+    sizes = {
+        name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
+    }
+    return (
+        Holding(
+            wholes=tuple(Whole(name=name, bytes=size) for name, size in sizes.items()),
+            pieces=tuple(found.piece for found in pieces),
+            fields=fields,
+        ),
+        local,
+        steps,
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Buffer:
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    return Buffer(dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape), data=memoryview(data))

@@ -1,0 +1,133 @@
+"""Small runs that save and go on elsewhere, on real ranks, and what their checkpoints hold."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from canzona_cli.checkpoint import commit, names
+from canzona_cli.checkpoint.manifest import Header, Manifest, Progress
+from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.checkpoint.snapshot import Snapshots
+from canzona_cli.checkpoint.units import stored_blocks
+from canzona_cli.checkpoint.verify import read_manifest
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.megatron.parallel import World
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.step import Trainee, train_step
+from tests.dist.jobs import SMALL, build
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+from tests.dist.synthetic import finish_gathering
+from tests.dist.whole import Part, Weights, assemble, part_of
+
+FIXED = (*SMALL, "train.steps=40", "parallel.tp=1", "parallel.pp=1")
+Units = dict[str, np.ndarray]
+"""By unit and field, `layers.0.q/master`: what a checkpoint holds in model space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What one rank saw."""
+
+    losses: list[float]
+    part: Part
+    """Its weights after restoring, or at the end where it trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    losses: list[float]
+    weights: Weights
+    checkpoint: Path
+
+
+def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
+    return fit.resolve(compose_run([*FIXED, *overrides]).config)
+
+
+def run(store: Path, *overrides: str, steps: int, start: Path | None = None) -> Outcome:
+    """Train `steps` steps from the beginning or from checkpoint `start`, and save. With no steps only saves again."""
+    config, layout = resolve(*overrides)
+    ranks = run_ranks(layout.world_size, partial(_rank, config, layout, store, steps, start), timeout_s=300)
+    [checkpoint] = store.glob("step-*")
+    return Outcome(
+        losses=ranks[0].losses, weights=assemble([rank.part for rank in ranks], config.model), checkpoint=checkpoint
+    )
+
+
+def _rank(config: RunConfig, layout: Layout, store: Path, steps: int, start: Path | None) -> Ran:
+    trainee = build(config, layout)
+    world, done = trainee.world, 0
+    if start is not None:
+        manifest = verify_together(world, start)
+        restore(trainee, start, manifest)
+        done = manifest.progress.step
+    samples = RandomTokens(
+        samples=40 * layout.global_batch_size, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size
+    )
+    batches = BatchStream(samples, world, first_sample=done * layout.global_batch_size)
+    losses = [train_step(trainee, batches).loss for _ in range(steps)]
+    if steps:
+        finish_gathering(trainee)
+    save(trainee, store, done + steps)
+    return Ran(losses=losses, part=part_of(trainee.model, world))
+
+
+def save(trainee: Trainee, store: Path, step: int) -> None:
+    """A checkpoint, written at once."""
+    world: World = trainee.world
+    partial_folder = commit.begin(store, step) if world.rank == 0 else names.partial_path(store, step)
+    shard = Snapshots(trainee).take()
+    commit.write_part(partial_folder, world.rank, shard)
+    if world.rank == 0:
+        header = Header(
+            progress=Progress(step=step, samples=step * world.layout.global_batch_size, tokens=0),
+            optimizer=trainee.config.optimizer.name,
+            strategy=trainee.config.engine.strategy,
+            splitting=trainee.config.engine.splitting,
+            world_size=world.world_size,
+            created=time.time(),
+            canzona="0",
+        )
+        commit.finish(partial_folder, world.world_size, header, {}, timeout_s=60)
+    torch.distributed.barrier()
+
+
+def units_of(checkpoint: Path, model: ModelConfig) -> Units:
+    """What a checkpoint holds, put together from its files alone; state that is no element of a matrix as it is."""
+    whole: Units = {}
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    shapes: Mapping[str, torch.Size] = {
+        name.rpartition("/")[0]: tensor.shape for name, tensor in stored.items() if name.endswith("/master")
+    }
+    for name, tensor in stored.items():
+        base, _, field = name.rpartition("/")
+        if base.startswith("random."):
+            continue
+        if field not in ("master", "exp_avg", "exp_avg_sq", "momentum_buffer") or tensor.shape != shapes[base]:
+            whole[name] = tensor.numpy()
+            continue
+        flat = tensor if tensor.dim() == 2 else tensor.view(1, -1)
+        for block in stored_blocks(base, tensor.shape, model):
+            key = f"{block.unit}/{field}"
+            rows = np.zeros((0, block.cols), dtype=np.float32) if key not in whole else whole[key]
+            if len(rows) < block.unit_row + block.rows:
+                rows = np.concatenate([rows, np.full((block.unit_row + block.rows - len(rows), block.cols), np.nan)])
+            rows[block.unit_row : block.unit_row + block.rows] = flat[block.row : block.row + block.rows].numpy()
+            whole[key] = rows.astype(np.float32)
+    return whole
+
+
+def manifest_of(checkpoint: Path) -> Manifest:
+    return read_manifest(checkpoint)
