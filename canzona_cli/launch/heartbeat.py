@@ -111,7 +111,7 @@ class Heart:
         self._numbers[_BEAT] = time.monotonic()
 
     def _keep_beating(self) -> None:
-        while True:
+        while not self._numbers[_ENDED]:
             self._beat()
             time.sleep(BEAT_S)
 

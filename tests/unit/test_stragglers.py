@@ -1,0 +1,66 @@
+"""A slow rank is found by its own work; noise, a plan's imbalance and pipeline stages are no stragglers."""
+
+import random
+
+import pytest
+
+from canzona_cli.training.stragglers import WINDOW, Straggler, stragglers
+
+
+def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, spread: float = 0.5) -> list[list[float]]:
+    """[rank][step] seconds: 0.1, now and then longer by up to `spread`, as on busy cores; `slow` ranks by a factor."""
+    random_numbers = random.Random(seed)
+    return [
+        [0.1 * (slow or {}).get(rank, 1.0) * (1 + spread * random_numbers.random()) for _ in range(WINDOW)]
+        for rank in range(ranks)
+    ]
+
+
+def found(own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5) -> list[Straggler]:
+    return list(stragglers(own, stages or [0] * len(own), step_s=step_s))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_noise_raises_no_alarm(ranks: int) -> None:
+    # Steps up to 2.5 times as long as others, on every rank by chance: far more than was measured on crowded cores.
+    alarms = [found(noisy(seed, ranks=ranks, spread=1.5)) for seed in range(500)]
+    assert not any(alarms)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("factor", [2.0, 5.0])
+def test_a_slow_rank_is_named_in_spite_of_noise(ranks: int, factor: float) -> None:
+    for seed in range(100):
+        (slow,) = found(noisy(seed, ranks=ranks, slow={1: factor}))
+        assert slow.rank == 1
+        assert slow.own_s > 1.5 * slow.peers_s
+
+
+def test_ranks_that_are_slow_together_are_all_named() -> None:
+    # A slow machine, or on GPUs the whole tensor-parallel group of a slow one.
+    assert [slow.rank for slow in found(noisy(0, ranks=8, slow={4: 2.0, 5: 2.0}))] == [4, 5]
+
+
+def test_stages_of_a_pipeline_have_different_work() -> None:
+    own = noisy(0, slow={2: 3.0, 3: 3.0})
+    assert not found(own, [0, 0, 1, 1])
+    assert [slow.rank for slow in found(noisy(0, slow={2: 3.0, 3: 9.0}), [0, 0, 1, 1])] == [3]
+    assert not found(noisy(0, ranks=2, slow={1: 3.0}), [0, 1]), "nobody to be compared with"
+
+
+def test_what_costs_the_job_nothing_is_not_worth_a_word() -> None:
+    assert not found(noisy(0, slow={1: 2.0}), step_s=10.0)
+
+
+def test_one_long_pause_is_no_slow_rank() -> None:
+    own = noisy(0)
+    own[1][5] += 10.0
+    assert not found(own)
+
+
+def test_what_is_said_names_the_rank_its_time_and_what_it_costs() -> None:
+    slow = Straggler(rank=3, own_s=0.25, peers_s=0.1, step_s=0.5)
+    assert slow.detail == (
+        "rank 3 is slow: 250 ms of its own work a step, where its peers take 100 ms; "
+        "everybody waits for it 30% of the time"
+    )
