@@ -7,7 +7,7 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.errors import (
@@ -77,6 +77,8 @@ class Outcome:
     """That rank's own output."""
     problems: tuple[Problem, ...] = ()
     """What that rank wrote for the user; empty where it died of something else."""
+    secondary: bool = False
+    """A failure that only says that another rank has gone, one of another machine."""
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
@@ -148,7 +150,8 @@ def judge(
     # What was written for the user has no traceback, and says more than the name of its class.
     kind = f"{first.error_type}: " if first.traceback else ""
     message = f"rank {first.rank}: {kind}{first.error_message}"
-    return _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
+    failure = _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
+    return replace(failure, secondary=first.lost_a_neighbour)
 
 
 def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:

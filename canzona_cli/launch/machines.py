@@ -1,0 +1,229 @@
+"""The launchers of a run's machines: they meet before the workers start, and agree on how the run ended.
+
+They share nothing but the run directory. Its folder `nodes` holds a file per machine for the meeting, one per machine
+that has ended, and one with the verdict of machine 0, so every launcher exits with the same code and names the same
+culprit, whichever of them saw it.
+"""
+
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args
+
+from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
+from canzona_cli.launch.files import RunFiles, read_json, write_json_atomic
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.report.view import RunStatus
+
+MEETING_PATIENCE_S = 300.0
+"""Seconds in which all machines have to arrive: Slurm starts a step's tasks together, people take longer."""
+END_PATIENCE_S = 30.0
+"""Seconds the other machines get to say how they ended once one's workers have gone: a rank that has lost its neighbour
+notices at once, torchrun gives it 15 seconds to go."""
+FAILURE_GRACE_S = 20.0
+"""Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait for ever."""
+_LOOK_S = 2.0
+_POLL_S = 0.2
+
+
+class Machines:
+    """This launcher among those of the run. Of a run on one machine it does nothing."""
+
+    def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1) -> None:
+        self._files = files
+        self._node_rank = node_rank
+        self._nodes = nodes
+        self._folder = files.root / "nodes"
+        self._next_look = 0.0
+        self._failed_since: float | None = None
+
+    def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
+        """On machine 0, its run directory filled: wait for the others, and tell them where the ranks meet.
+
+        Raises:
+            EnvironmentProblem: names the machines that have not come.
+        """
+        if self._nodes == 1:
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier launch in this directory
+        self._folder.mkdir()
+        others = range(1, self._nodes)
+        start, told = time.monotonic(), False
+        while absent := [number for number in others if not self._arrival(number).exists()]:
+            waited = time.monotonic() - start
+            if waited > patience_s:
+                raise EnvironmentProblem(
+                    Problem(
+                        key="cluster.node_rank",
+                        value=", ".join(map(str, absent)),
+                        reason=f"of the run's {self._nodes} machines, these have not arrived in "
+                        f"{self._files.root} within {patience_s:.0f} s",
+                        fix="start `canzona train` on each, with a directory that every machine shares",
+                    )
+                )
+            if waited > 2 and not told:
+                told = True
+                say(f"waiting for machine {', '.join(map(str, absent))} of {self._nodes}")
+            time.sleep(_POLL_S)
+        tokens = {str(number): (read_json(self._arrival(number)) or {}).get("token") for number in others}
+        write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
+
+    def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
+        """On the other machines: wait until machine 0 has filled the run directory; the address where the ranks meet.
+
+        What lies there of an earlier launch is no invitation: machine 0 has to have seen this very process.
+
+        Raises:
+            EnvironmentProblem: machine 0 has not come, or another launcher has this one's number.
+        """
+        token = secrets.token_hex(8)
+        arrival = self._arrival(self._node_rank)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if self._folder.is_dir() and not arrival.exists():
+                with suppress(OSError):  # machine 0 may be clearing the folder
+                    write_json_atomic(arrival, {"token": token, "host": socket.gethostname()})
+            meeting = read_json(self._folder / "meeting.json") or {}
+            tokens = meeting.get("tokens")
+            if isinstance(tokens, dict) and tokens.get(str(self._node_rank)) == token:
+                return str(meeting["endpoint"])
+            time.sleep(_POLL_S)
+        raise EnvironmentProblem(
+            Problem(
+                key="run.dir",
+                value=str(self._files.root),
+                reason=f"machine 0 has not started this run here within {patience_s:.0f} s",
+                fix="start machine 0 too, with a directory that every machine shares, "
+                f"and only one launcher with cluster.node_rank={self._node_rank}",
+            )
+        )
+
+    def others_failed(self) -> bool:
+        """Whether another machine has failed so long ago that waiting for the workers here is of no use."""
+        now = time.monotonic()
+        if self._nodes == 1 or now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_S
+        if self._failed_since is None and any(outcome.status == "failed" for _, outcome in self._ended()):
+            self._failed_since = now
+        return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
+
+    def conclude(self, outcome: Outcome, *, patience_s: float = END_PATIENCE_S) -> Outcome:
+        """How the whole run ended, the same on every machine. This machine's workers have gone."""
+        if self._nodes == 1:
+            return outcome
+        with suppress(OSError):  # a full disk: the others take this machine for gone
+            write_json_atomic(self._folder / f"ended-{self._node_rank}.json", _to_json(outcome))
+        return self._judge(outcome, patience_s) if self._node_rank == 0 else self._hear(outcome, 2 * patience_s)
+
+    def _judge(self, own: Outcome, patience_s: float) -> Outcome:
+        deadline = time.monotonic() + patience_s
+        while len(ended := {0: own} | dict(self._ended())) < self._nodes and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        verdict = verdict_of(ended, [self._gone(number) for number in range(self._nodes) if number not in ended])
+        with suppress(OSError):
+            write_json_atomic(self._folder / "verdict.json", _to_json(verdict))
+        return verdict
+
+    def _hear(self, own: Outcome, patience_s: float) -> Outcome:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            verdict = read_json(self._folder / "verdict.json")
+            if verdict is not None:
+                return _of_json(verdict)
+            time.sleep(_POLL_S)
+        return verdict_of({self._node_rank: own}, [self._gone(0)])
+
+    def _gone(self, number: int) -> Outcome:
+        host = (read_json(self._arrival(number)) or {}).get("host")
+        name = f"machine {number}" + (f" ({host})" if host else "")
+        return Outcome(
+            status="failed",
+            exit_code=ExitCode.CRASH,
+            message=f"{name} has gone: its launcher ended without a word",
+            log=self._files.agent_log(number),
+        )
+
+    def _ended(self) -> Iterator[tuple[int, Outcome]]:
+        for number in range(self._nodes):
+            if number != self._node_rank:
+                record = read_json(self._folder / f"ended-{number}.json")
+                if record is not None:
+                    yield number, _of_json(record)
+
+    def _arrival(self, number: int) -> Path:
+        return self._folder / f"arrived-{number}.json"
+
+
+def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
+    """How a run ended whose machines ended like this.
+
+    A rank or a torchrun that failed by itself is why the others lost it; a machine that has gone explains what nobody
+    else does.
+
+    Args:
+        ended: by machine.
+        gone: a failure for each machine that has not said how it ended.
+    """
+    failed = [
+        _at(number, outcome) if len(ended) > 1 else outcome
+        for number, outcome in sorted(ended.items())
+        if outcome.status == "failed"
+    ]
+    first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
+    if first is not None:
+        return first
+    # A machine that was told to stop knows more than one whose ranks had just come to their end.
+    order = ("interrupted", "preempted", "done")
+    return min(ended.values(), key=lambda outcome: order.index(outcome.status))
+
+
+def _at(number: int, outcome: Outcome) -> Outcome:
+    """A failure that names its machine, where its message does not name a rank."""
+    if outcome.rank is not None or outcome.message.startswith("machine "):
+        return outcome
+    return replace(outcome, message=f"machine {number}: {outcome.message}")
+
+
+def _to_json(outcome: Outcome) -> dict[str, object]:
+    return asdict(outcome) | {"log": None if outcome.log is None else str(outcome.log)}
+
+
+def _of_json(record: Mapping[str, object]) -> Outcome:
+    """What another machine's launcher wrote. It is canzona's own file, so only its types are looked at."""
+    status = str(record.get("status"))
+    problems = record.get("problems")
+    lines = record.get("traceback")
+    return Outcome(
+        status=next((known for known in get_args(RunStatus) if known == status), "failed"),
+        exit_code=_whole(record.get("exit_code")) or 0,
+        message=str(record.get("message") or ""),
+        step=_whole(record.get("step")) or 0,
+        loss=_number(record.get("loss")),
+        validation_loss=_number(record.get("validation_loss")),
+        rank=_whole(record.get("rank")),
+        traceback=tuple(str(line) for line in lines) if isinstance(lines, list) else (),
+        log=Path(str(record["log"])) if record.get("log") else None,
+        problems=tuple(_problem(one) for one in problems if isinstance(one, dict))
+        if isinstance(problems, list)
+        else (),
+        secondary=record.get("secondary") is True,
+    )
+
+
+def _problem(record: Mapping[str, object]) -> Problem:
+    key, reason, fix = (str(record.get(name) or "") for name in ("key", "reason", "fix"))
+    return Problem(key=key, value=record.get("value"), reason=reason, fix=fix)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
