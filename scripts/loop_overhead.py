@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.data.corpus import cache_root, ensure_corpus
@@ -32,7 +33,7 @@ from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
-from canzona_cli.training.loop import Totals, step_metrics
+from canzona_cli.training.loop import step_metrics
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import Trainee, train_step
 
@@ -70,8 +71,9 @@ def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
 def canzona_step(trainee: Trainee, batches: Iterator[Batch], files: RunFiles, journal: Journal, step: int) -> None:
     """The body of `canzona_cli.training.loop.train`."""
     started = time.perf_counter()
+    progress = Progress(step=step, samples=0, tokens=0)
     result = train_step(trainee, batches, stop_requested=lambda: trainee.world.rank == 0 and files.stop_requested())
-    journal.step(step_metrics(trainee, step, result, time.perf_counter() - started, Totals()))
+    journal.step(step_metrics(trainee, progress, result, time.perf_counter() - started))
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from canzona_cli.bench.effort import Orders
 from canzona_cli.bench.measurement import WHAT, Facts, Part, Recorder
 from canzona_cli.launch.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import RankRecord
+from canzona_cli.training.records import Ending, RankRecord
 
 
-def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
+def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Measure everything; rank 0 writes each number down as soon as it is known."""
     begun = time.monotonic()
     import torch
@@ -84,7 +84,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
         measure_updates(workers, config, spend, recorder, lambda: time.monotonic() - begun)
     done("updates")
     parallel.shutdown()
-    return True
+    return "done"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.view import RunStatus
+from canzona_cli.report.events import Note
+from canzona_cli.report.view import Earlier, RunStatus
 
 
 class RoundLines:
@@ -20,7 +21,12 @@ class RoundLines:
         self._say, self._sitting, self._turns, self._seen = say, sitting, turns, 0
 
     def header(
-        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+        self,
+        *,
+        run_dir: Path,
+        corpus: Mapping[str, object] | None = None,
+        plan: Obtained | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         """Nothing: the command says what is about to run."""
 
@@ -40,6 +46,9 @@ class RoundLines:
         self._seen += 1
         if self._seen % self._turns == 0:
             self._say(f"{self._sitting}: round {metrics.get('round')} of {metrics.get('rounds')}")
+
+    def note(self, note: Note) -> None:
+        self._say(f"{self._sitting}: {note.text}")
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         """Nothing: the results, or the error, follow."""

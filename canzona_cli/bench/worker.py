@@ -9,10 +9,10 @@ from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
 from canzona_cli.bench.samples import write_samples
 from canzona_cli.launch.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.records import Ending, Journal, RankRecord
 
 
-def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
+def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Hold the sitting; rank 0 leaves the samples. Every strategy has a model, an optimizer and batches of its own."""
     from canzona_cli.bench.turns import Contestant, gather_samples, hold
     from canzona_cli.config.compose import load_resolved
@@ -51,7 +51,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
         if rank == 0:
             write_samples(samples_of(files), found)
     parallel.shutdown()
-    return finished
+    return "done" if finished else "interrupted"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+StopReason = Literal["interrupted", "preempted"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class RunFiles:
     @property
     def layout(self) -> Path:
         return self.root / "layout.json"
+
+    @property
+    def resume(self) -> Path:
+        """What this launch goes on from; absent where it starts at the first step."""
+        return self.root / "resume.json"
 
     @property
     def corpus(self) -> Path:
@@ -118,9 +126,17 @@ class RunFiles:
     def rank_profile(self, rank: int) -> Path:
         return self.profile / f"rank-{rank}.json"
 
-    def request_stop(self) -> None:
-        """Ask the workers to stop after the step they are in."""
-        self.stop.touch()
+    def request_stop(self, reason: StopReason = "interrupted") -> None:
+        """Ask the workers to stop after the step they are in.
+
+        Args:
+            reason: what the run's end is called: preempted where somebody will start it again.
+        """
+        write_json_atomic(self.stop, {"reason": reason})
+
+    def stop_reason(self) -> StopReason:
+        """Why the workers shall stop; where the file does not say so, because somebody asked."""
+        return "preempted" if (read_json(self.stop) or {}).get("reason") == "preempted" else "interrupted"
 
     def stop_requested(self) -> bool:
         """What rank 0 looks at between two steps (one `stat`, about a microsecond) and tells the other ranks."""

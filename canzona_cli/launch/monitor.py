@@ -6,15 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from canzona_cli.launch.files import RunFiles
+from canzona_cli.report.events import describe
 from canzona_cli.report.view import TrainView
 
 
 class JsonLines:
-    """The JSON objects added to a growing file since the last look. A line counts once it has its newline."""
+    """The JSON objects added to a growing file since the last look. A line counts once it has its newline.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        only_new: leave out what is in the file already, which an earlier attempt wrote.
+    """
+
+    def __init__(self, path: Path, *, only_new: bool = False) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = path.stat().st_size if only_new and path.exists() else 0
         self._partial = b""
 
     def read(self) -> list[dict[str, object]]:
@@ -41,15 +46,15 @@ class Monitor:
         self._view = view
         self._stage: object = None
         self._sources: tuple[tuple[JsonLines, Callable[[dict[str, object]], None]], ...] = (
-            (JsonLines(files.events), self._event),
-            (JsonLines(files.metrics), self._step),
-            (JsonLines(files.validation), self._validation),
+            (JsonLines(files.events, only_new=True), self._event),
+            (JsonLines(files.metrics, only_new=True), self._step),
+            (JsonLines(files.validation, only_new=True), self._validation),
         )
 
     @property
     def training(self) -> bool:
         """Whether the workers have got as far as training, so that a stop has something to keep."""
-        return self._stage in ("train", "validate", "finish") or bool(self.last_step or self.last_validation)
+        return self._stage in ("train", "validate", "save", "finish") or bool(self.last_step or self.last_validation)
 
     def poll(self) -> None:
         """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
@@ -63,9 +68,12 @@ class Monitor:
 
     def _event(self, record: dict[str, object]) -> None:
         # Workers started by hand announce a stage that the launcher, if there is one, has announced before them.
-        if record.get("event") == "stage" and record.get("stage") != self._stage:
-            self._stage = record.get("stage")
-            self._view.stage(record)
+        if record.get("event") == "stage":
+            if record.get("stage") != self._stage:
+                self._stage = record.get("stage")
+                self._view.stage(record)
+        elif (note := describe(record)) is not None:
+            self._view.note(note)
 
     def _step(self, record: dict[str, object]) -> None:
         self.last_step = record

@@ -15,8 +15,9 @@ from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, Sham
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
 from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.events import Note
 from canzona_cli.report.text import MISSING, clean, milliseconds, size, wrapped
-from canzona_cli.report.view import RunStatus
+from canzona_cli.report.view import Earlier, RunStatus
 
 _NAME, _NUMBER, _SPREAD, _BEFORE = 35, 9, 7, 9
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
@@ -37,7 +38,12 @@ class Progress:
         self._console, self._begun = console, time.monotonic()
 
     def header(
-        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+        self,
+        *,
+        run_dir: Path,
+        corpus: Mapping[str, object] | None = None,
+        plan: Obtained | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         """There is no run to speak of."""
 
@@ -53,6 +59,9 @@ class Progress:
         """There are none."""
 
     def validation(self, record: Mapping[str, object]) -> None:
+        """There are none."""
+
+    def note(self, note: Note) -> None:
         """There are none."""
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:

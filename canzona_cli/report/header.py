@@ -7,6 +7,7 @@ from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.text import clean, count, plural, real, step_time
+from canzona_cli.report.view import Earlier
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
@@ -73,6 +74,7 @@ def header_rows(
     corpus: Mapping[str, object] | None,
     *,
     plan: Obtained | None = None,
+    earlier: Earlier | None = None,
     ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
@@ -90,4 +92,5 @@ def header_rows(
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),
         ("run", clean(run_dir)),
+        *([("resumes", f"from step {earlier.step:,} ({clean(earlier.origin)})")] if earlier is not None else []),
     ]

@@ -11,17 +11,23 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.events import Note
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.plain import PlainView, closing
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
 from canzona_cli.report.text import bar, clean, duration, real, wrapped
-from canzona_cli.report.view import RunStatus, TrainView
+from canzona_cli.report.view import Earlier, RunStatus, TrainView
 
 __all__ = ["LiveView", "PlainView", "RunStatus", "TrainView", "make_view"]
 
 _REFRESHES_PER_SECOND = 4
-_STATUS_STYLE: Mapping[RunStatus, str] = {"done": "bold green", "failed": "bold red", "interrupted": "bold yellow"}
+_STATUS_STYLE: Mapping[RunStatus, str] = {
+    "done": "bold green",
+    "failed": "bold red",
+    "interrupted": "bold yellow",
+    "preempted": "bold yellow",
+}
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console) -> TrainView:
@@ -49,12 +55,26 @@ class LiveView:
         )
 
     def header(
-        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+        self,
+        *,
+        run_dir: Path,
+        corpus: Mapping[str, object] | None = None,
+        plan: Obtained | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         options = self._console.options
         rows = header_rows(
-            self.state.config, self.state.layout, run_dir, corpus, plan=plan, ascii_only=options.ascii_only
+            self.state.config,
+            self.state.layout,
+            run_dir,
+            corpus,
+            plan=plan,
+            earlier=earlier,
+            ascii_only=options.ascii_only,
         )
+        if earlier is not None:
+            with self._lock:
+                self.state.go_on(earlier)
         for label, value in rows:
             first = f"  {label:<11}"
             text = Text(value, style="bold" if label == "recipe" else "")
@@ -89,6 +109,11 @@ class LiveView:
         with self._lock:
             self.state.add_validation(record)
         self._begin()
+
+    def note(self, note: Note) -> None:
+        text = Text(f"  {note.text}", style="yellow" if note.warning else "dim")
+        for line in wrapped(text, self._console, self._console.options, rest="    "):
+            self._console.print(line)
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         if self._closed:

@@ -9,10 +9,11 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.events import Note
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.report.text import MISSING, clean, duration, number, real, step_time
-from canzona_cli.report.view import RunStatus
+from canzona_cli.report.view import Earlier, RunStatus
 
 _SECONDS_BETWEEN_LINES = 2.0
 _LINES_BETWEEN_TITLES = 50
@@ -36,13 +37,21 @@ class PlainView:
         self._progress_at: float | None = None
 
     def header(
-        self, *, run_dir: Path, corpus: Mapping[str, object] | None = None, plan: Obtained | None = None
+        self,
+        *,
+        run_dir: Path,
+        corpus: Mapping[str, object] | None = None,
+        plan: Obtained | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         ascii_only = self._console.options.ascii_only
+        config, layout = self.state.config, self.state.layout
         for label, value in header_rows(
-            self.state.config, self.state.layout, run_dir, corpus, plan=plan, ascii_only=ascii_only
+            config, layout, run_dir, corpus, plan=plan, earlier=earlier, ascii_only=ascii_only
         ):
             self._print(f"{label:<10} {value}")
+        if earlier is not None:
+            self.state.go_on(earlier)
 
     def progress(self, what: str, fraction: float) -> None:
         now, done = self.state.clock(), fraction >= 1
@@ -78,6 +87,9 @@ class PlainView:
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
         change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
         self._print(f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}")
+
+    def note(self, note: Note) -> None:
+        self._print(f"{self._time()} {'warning: ' if note.warning else ''}{note.text}")
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.report.text import MISSING, guarded, number, real
+from canzona_cli.report.view import Earlier
 
 Clock = Callable[[], float]
 
@@ -87,6 +88,16 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.started = self.clock()
+
+    def go_on(self, earlier: Earlier) -> None:
+        """Show a resumed run as the one it goes on: its curve and validations, but not its speed."""
+        for line in earlier.metrics:
+            step, loss = real(line.get("step")), real(line.get("loss"))
+            if step is not None and loss is not None:
+                self.history.add(step, loss)
+        for line in earlier.validations:
+            self.add_validation(line)
+        self.step = earlier.step
 
     def add_stage(self, event: Mapping[str, object]) -> Stage | None:
         """Begin a stage; returns the one that ended with it, if any."""

@@ -20,7 +20,7 @@ from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import clean, duration, guarded, number, plural, real, wrapped
 
 VERSION = 1
-_STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "interrupted": "bold yellow"}
+_STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,16 @@ import math
 import time
 from dataclasses import dataclass
 
+import torch
+
+from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.profile import StepProfiler
-from canzona_cli.training.records import Journal, RankRecord, StepMetrics
+from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetrics
+from canzona_cli.training.requests import StopRequests
+from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, Trainee, train_step, validate
 
 
@@ -26,48 +31,107 @@ class NonFiniteLoss(WorkerCrashed):
         )
 
 
-def train(trainee: Trainee, datasets: Datasets, files: RunFiles, journal: Journal, record: RankRecord) -> bool:
-    """Run every step of the recipe.
+_BEGINNING = Progress(step=0, samples=0, tokens=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where this launch begins: before the first step, or behind a checkpoint's."""
+
+    progress: Progress = _BEGINNING
+    validate: bool = True
+    """Whether the model is validated before anything else."""
+
+
+def train(
+    trainee: Trainee,
+    datasets: Datasets,
+    files: RunFiles,
+    journal: Journal,
+    record: RankRecord,
+    *,
+    start: Start | None = None,
+    saver: Saver | None = None,
+    requests: StopRequests | None = None,
+) -> Ending:
+    """Run the steps of the recipe that are left.
+
+    Args:
+        start: None for the first step.
+        saver: None where nothing is saved.
+        requests: what this rank is asked by signals.
 
     Returns:
-        Whether all steps were done; False when somebody asked the run to stop.
+        How it ended, the same on every rank; done when all steps were made.
 
     Raises:
         NonFiniteLoss: on every rank together.
+        SaveFailed: on every rank together, when what the run ends with could not be saved.
     """
-    settings, world = trainee.config.train, trainee.world
-    journal.stage("train", f"{settings.steps} steps")
-    _validate(trainee, datasets, journal, step=0)
-    batches = BatchStream(datasets.train, world)
+    start = start or Start()
+    settings, world, progress = trainee.config.train, trainee.world, start.progress
+    journal.stage("train", f"{settings.steps - progress.step} steps")
+    if start.validate:
+        _validate(trainee, datasets, journal, step=progress.step)
+    batches = BatchStream(datasets.train, world, first_sample=progress.samples)
     if trainee.config.run.trace_steps is not None:
         trainee.timer.keep(*trainee.config.run.trace_steps)
     profiler = StepProfiler(files, world, trainee.timer, trainee.config.run.profile_steps)
 
     def stop_requested() -> bool:
-        return world.rank == 0 and files.stop_requested()
+        return (requests is not None and requests.preempted) or (world.rank == 0 and files.stop_requested())
 
-    totals = Totals()
-    for step in range(1, settings.steps + 1):
+    for step in range(progress.step + 1, settings.steps + 1):
         profiler.before(step)
         started = time.perf_counter()
-        result = train_step(trainee, batches, stop_requested=stop_requested)
+        result = train_step(
+            trainee,
+            batches,
+            stop_requested=stop_requested,
+            save_due=lambda step=step: saver is not None and world.rank == 0 and saver.due(step),  # type: ignore[misc]
+        )
         elapsed = time.perf_counter() - started
-        totals.add(result)
+        progress = advanced(trainee, progress, result)
         record.step, record.loss = step, result.loss
         finished = step == settings.steps
         profiler.after(step, final=finished or result.stop)
         # A skipped step changed nothing, whatever its loss was.
         if not math.isfinite(result.loss) and not result.skipped:
-            journal.step(step_metrics(trainee, step, result, elapsed, totals))
+            journal.step(step_metrics(trainee, progress, result, elapsed))
             raise NonFiniteLoss(step, result.loss)
         if step % trainee.config.run.log_interval == 0 or finished or result.stop:
-            journal.step(step_metrics(trainee, step, result, elapsed, totals))
+            journal.step(step_metrics(trainee, progress, result, elapsed))
         if result.stop and not finished:
             # At once: whoever asked is waiting, and a validation may take as long as many steps.
-            return False
+            return _stop(trainee, files, journal, record, progress, saver, requests)
+        saving = saver is not None and (result.save or (finished and trainee.config.checkpoint.at_end))
+        if saver is not None and saving:
+            saver.save(progress)
         if finished or (settings.eval_interval and step % settings.eval_interval == 0):
             _validate(trainee, datasets, journal, step=step)
-    return True
+        if saver is not None and saving and finished:
+            journal.stage("save", f"step {step}")
+            record.checkpoint = saver.wait(progress)
+    return "done"
+
+
+def _stop(
+    trainee: Trainee,
+    files: RunFiles,
+    journal: Journal,
+    record: RankRecord,
+    progress: Progress,
+    saver: Saver | None,
+    requests: StopRequests | None,
+) -> Ending:
+    """End between two steps, as somebody asked; saved where the run is saved at all."""
+    if saver is not None:
+        journal.stage("save", f"step {progress.step}")
+        record.checkpoint = saver.save_now(progress)
+    asked = requests is not None and requests.preempted
+    preempted = torch.tensor([float(asked or files.stop_reason() == "preempted")], device=trainee.world.device)
+    torch.distributed.all_reduce(preempted)
+    return "preempted" if saver is not None and preempted.item() else "interrupted"
 
 
 def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: int) -> None:
@@ -82,29 +146,29 @@ def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: i
     journal.stage("train", f"step {step}")
 
 
-@dataclass
-class Totals:
-    """Counts over the run so far."""
+def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
+    """How far a run has come one step later."""
+    batch = trainee.world.layout.global_batch_size
+    return Progress(
+        step=progress.step + 1,
+        samples=progress.samples + batch,
+        tokens=progress.tokens + batch * trainee.config.train.seq_length,
+        skipped=progress.skipped + result.skipped,
+        fallbacks=progress.fallbacks + result.fallbacks,
+    )
 
-    skipped: int = 0
-    fallbacks: int = 0
 
-    def add(self, result: StepResult) -> None:
-        self.skipped += result.skipped
-        self.fallbacks += result.fallbacks
-
-
-def step_metrics(trainee: Trainee, step: int, result: StepResult, elapsed: float, totals: Totals) -> StepMetrics:
-    """The metrics line of a step that took `elapsed` seconds."""
+def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
+    """The metrics line of the step that led to `progress` and took `elapsed` seconds."""
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
-        step=step,
+        step=progress.step,
         loss=result.loss,
         lr=result.lr,
         grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
         tokens_per_s=tokens / elapsed,
         step_s=elapsed,
-        tokens=step * tokens,
-        skipped=totals.skipped,
-        fallbacks=totals.fallbacks,
+        tokens=progress.tokens,
+        skipped=progress.skipped,
+        fallbacks=progress.fallbacks,
     )

@@ -1,5 +1,6 @@
 """One rank as a process: signs of life in its result file, and an end that never hangs."""
 
+import faulthandler
 import logging
 import os
 import sys
@@ -9,36 +10,38 @@ from pathlib import Path
 from typing import NoReturn
 
 from canzona_cli.launch.files import RunFiles
+from canzona_cli.launch.heartbeat import STACKS_SIGNAL
 from canzona_cli.launch.orphan import die_with_parent
-from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.records import Ending, Journal, RankRecord
+from canzona_cli.training.requests import StopRequests
 
-Work = Callable[[RunFiles, RankRecord, int], bool]
-"""Given the run's files, this rank's record and its number; whether it came to its end rather than being stopped. Slow
-imports belong into it: they come after the first sign of life."""
+Work = Callable[[RunFiles, RankRecord, int], Ending]
+"""Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they come after
+the first sign of life."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
     """Do this rank's work and exit; the exit code also stands in the rank's result file."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     die_with_parent()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    requests = StopRequests()  # before the first thread
     files = RunFiles(run_dir)
     rank = int(os.environ["RANK"])
     record = RankRecord(files, rank)
+    record.requests = requests
     record.running()
     Journal(files, writes=rank == 0).stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
     _hush()
     try:
-        finished = work(files, record, rank)
+        ending = work(files, record, rank)
     except BaseException as error:
         code = record.failed(error)
         logging.getLogger(__name__).exception("rank %d failed", rank)
         # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
         sys.stderr.flush()
         os._exit(int(code))
-    if finished:
-        record.done()
-    else:
-        record.interrupted()
+    record.ended(ending)
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for seconds.

@@ -8,9 +8,14 @@ from typing import Literal
 
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.heartbeat import Heart
+from canzona_cli.training.requests import StopRequests
 
-Status = Literal["running", "done", "failed", "interrupted"]
-Stage = Literal["start workers", "build model", "build data", "train", "validate", "finish"]
+Ending = Literal["done", "interrupted", "preempted"]
+"""How a rank's work ended where nothing went wrong."""
+Status = Literal["running", "failed"] | Ending
+Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
+Level = Literal["info", "warning"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +45,20 @@ class RankRecord:
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
         self._rank = rank
+        self.heart = Heart(rank)
         self.step = 0
         self.loss: float | None = None
+        self.requests: StopRequests | None = None
+        """What this process was asked by signals; None where it does not listen to them."""
+        self.checkpoint: str | None = None
+        """Name of the checkpoint the run ended with; one that a stop caused has been read back."""
 
     def running(self) -> None:
         self._write("running", None, None)
 
-    def done(self) -> None:
-        self._write("done", ExitCode.OK, None)
-
-    def interrupted(self) -> None:
-        self._write("interrupted", ExitCode.INTERRUPTED, None)
+    def ended(self, ending: Ending) -> None:
+        codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
+        self._write(ending, codes[ending], None)
 
     def failed(self, error: BaseException) -> ExitCode:
         problems: list[dict[str, object]] = []
@@ -76,6 +84,8 @@ class RankRecord:
         return code
 
     def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, object] | None) -> None:
+        if status != "running":
+            self.heart.end()
         write_json_atomic(
             self._path,
             {
@@ -85,6 +95,7 @@ class RankRecord:
                 "exit_code": None if exit_code is None else int(exit_code),
                 "step": self.step,
                 "loss": self.loss,
+                "checkpoint": self.checkpoint,
                 "error": error,
                 "time": time.time(),
             },
@@ -94,8 +105,8 @@ class RankRecord:
 class Journal:
     """The job's own files, written by one rank; on every other rank each call does nothing."""
 
-    def __init__(self, files: RunFiles, *, writes: bool, tensorboard: bool = False) -> None:
-        self._files, self._writes = files, writes
+    def __init__(self, files: RunFiles, *, writes: bool, tensorboard: bool = False, heart: Heart | None = None) -> None:
+        self._files, self._writes, self._heart = files, writes, heart
         self._board = None
         if writes and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -103,9 +114,19 @@ class Journal:
             self._board = SummaryWriter(str(files.root / "tensorboard"))
 
     def stage(self, stage: Stage, detail: str = "") -> None:
+        if self._heart is not None:  # every rank's, whether it writes or not
+            self._heart.stage(stage)
         if self._writes:
             event = {"time": time.time(), "event": "stage", "stage": stage, "detail": detail}
             append_json_line(self._files.events, event)
+
+    def event(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
+        """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
+        if self._writes:
+            shown = {} if level is None else {"level": level}
+            append_json_line(
+                self._files.events, {"time": time.time(), "event": event, **facts, "detail": detail, **shown}
+            )
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._writes:

@@ -41,6 +41,8 @@ class StepResult:
     """The rate the step used."""
     stop: bool
     """Somebody asked the run to stop after this step."""
+    save: bool = False
+    """A checkpoint is due after this step."""
     skipped: bool = False
     """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
@@ -48,13 +50,18 @@ class StepResult:
 
 
 def train_step(
-    trainee: Trainee, batches: Iterator[Batch], *, stop_requested: Callable[[], bool] = lambda: False
+    trainee: Trainee,
+    batches: Iterator[Batch],
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+    save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Forward and backward over all micro-batches, update, schedule.
 
     Args:
         stop_requested: whether this rank knows of a stop request; asked at the end of the step, so that a request that
             comes during a step stops after it. All ranks learn of it with the loss, in one reduction.
+        save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on likewise.
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
@@ -66,13 +73,14 @@ def train_step(
         # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
         updated, grad_norm, _ = optimizer.step()
     trainee.schedule.step(increment=1)
-    facts = _agree(trainee, losses, stop_requested=stop_requested())
+    facts = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
     timer.end_step()
     return StepResult(
         loss=facts.loss,
         grad_norm=float(grad_norm),
         lr=float(lr),
         stop=facts.stop,
+        save=facts.save,
         skipped=not updated,
         fallbacks=facts.fallbacks,
     )
@@ -84,7 +92,7 @@ def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int)
     trainee.model.eval()
     losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
     trainee.model.train()
-    return _agree(trainee, losses, stop_requested=False).loss
+    return _agree(trainee, losses).loss
 
 
 def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
@@ -123,19 +131,23 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 class _Facts:
     loss: float
     stop: bool
+    save: bool
     fallbacks: int
 
 
-def _agree(trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool) -> _Facts:
-    """Average the losses of all last stages, spread a stop request, add up fallbacks, in one small reduction."""
+def _agree(
+    trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
+) -> _Facts:
+    """Average the losses of all last stages, spread requests, add up fallbacks, in one small reduction."""
     world, optimizer = trainee.world, trainee.optimizer
-    facts = torch.zeros(4, device=world.device)
+    facts = torch.zeros(5, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
         facts[1] = 1.0
     facts[2] = float(stop_requested)
     if isinstance(optimizer, CanzonaOptimizer) and trainee.model.training:
         facts[3] = optimizer.matrices.fallbacks()
+    facts[4] = float(save_due)
     torch.distributed.all_reduce(facts)
-    total, count, stops, fallbacks = facts.tolist()
-    return _Facts(loss=total / count, stop=stops > 0, fallbacks=round(fallbacks))
+    total, count, stops, fallbacks, saves = facts.tolist()
+    return _Facts(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))

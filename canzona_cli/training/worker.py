@@ -4,13 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.records import Ending, Journal, RankRecord
 
 
-def train_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
-    """Train one rank to the end of the run; False when somebody asked it to stop before."""
+def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    """Train one rank to the end of the run, from the checkpoint that the launcher chose if it did."""
+    from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
@@ -19,25 +20,43 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import CorpusFacts, build_datasets
-    from canzona_cli.training.loop import train
+    from canzona_cli.training.loop import Start, train
     from canzona_cli.training.measure import gather_breakdown
+    from canzona_cli.training.pulse import Pulse
+    from canzona_cli.training.saving import Saver
     from canzona_cli.training.trace import write_timeline
 
     config = load_resolved(files.config)
     layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
     corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
     plan = read_plan(files.plan) if executes_plan(config) else None
-    world = join(config, layout)
-    journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard)
+    pulse = Pulse(record.heart)
+    with record.heart.waiting():
+        world = join(config, layout)
+    journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard, heart=record.heart)
 
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
+    pulse.follow(trainee.timer)
 
     journal.stage("build data", str(corpus["prefix"]))
     facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
     datasets = build_datasets(config, Path(corpus["prefix"]), facts, cache=cache_root(config) / "indices")
 
-    finished = train(trainee, datasets, files, journal, record)
+    start, earlier = Start(), read_json(files.resume)
+    if earlier is not None:
+        checkpoint = Path(str(earlier["checkpoint"]))
+        journal.stage("load", checkpoint.name)
+        manifest = verify_together(world, checkpoint)
+        restore(trainee, checkpoint, manifest)
+        start = Start(progress=manifest.progress, validate=bool(earlier["validate"]))
+        record.step = manifest.progress.step
+
+    inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
+    texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
+    last = None if earlier is None else Path(str(earlier["checkpoint"])).name
+    saver = Saver(trainee, files, journal, texts=texts, last=last)
+    ending = train(trainee, datasets, files, journal, record, start=start, saver=saver, requests=record.requests)
     journal.stage("finish")
     write_timeline(files, rank, trainee.timer.timelines())
     breakdown = gather_breakdown(config, world, trainee.timer.timings())
@@ -45,7 +64,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> bool:
         journal.breakdown(breakdown)
     journal.close()
     parallel.shutdown()
-    return finished
+    return ending
 
 
 if __name__ == "__main__":

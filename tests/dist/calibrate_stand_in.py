@@ -10,12 +10,12 @@ from pathlib import Path
 from canzona_cli.bench.measurement import Measurement, Recorder
 from canzona_cli.launch.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import RankRecord
+from canzona_cli.training.records import Ending, RankRecord
 
 MODULE = "tests.dist.calibrate_stand_in"
 
 
-def measure(files: RunFiles, record: RankRecord, rank: int) -> bool:
+def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder = Recorder(files, writes=rank == 0)
     recorder.add(Measurement.of("fp32_tflops", [0.1, 0.2, 0.3]))
     recorder.done("arithmetic")
@@ -27,7 +27,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> bool:
         time.sleep(0.5)
         raise ValueError("the abacus is stuck")
     time.sleep(60)
-    return False
+    return "interrupted"
 
 
 def command() -> None:

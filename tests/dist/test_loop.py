@@ -39,7 +39,7 @@ LAYOUTS = {
 class Ending:
     """How a run ended on one rank."""
 
-    finished: bool | None
+    how: str | None
     """What `train` returned; None when it raised."""
     error: str | None
     step: int
@@ -91,12 +91,12 @@ def _run(
 
         datasets = Datasets(train=Observed(samples, tell), validation=samples if validation else None)
         record = RankRecord(files, world.rank)
-        finished, error = None, None
+        how, error = None, None
         try:
-            finished = train(trainee, datasets, files, Journal(files, writes=world.rank == 0), record)
+            how = train(trainee, datasets, files, Journal(files, writes=world.rank == 0), record)
         except (NonFiniteLoss, NonFiniteGradients) as raised:
             error = str(raised)
-        return Ending(finished=finished, error=error, step=record.step)
+        return Ending(how=how, error=error, step=record.step)
 
     return run_ranks(layout.world_size, rank)
 
@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
 
     endings = _run(tmp_path / "run", *LAYOUTS[layout], "optimizer=adamw", validation=False, on_step=poison)
     for ending in endings:
-        assert (ending.finished, ending.step) == (None, 3)
+        assert (ending.how, ending.step) == (None, 3)
         assert ending.error is not None
         assert "step 3" in ending.error
         assert "no longer a finite number" in ending.error
@@ -147,7 +147,7 @@ def test_every_matrix_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
     """Over pipeline stages of cut matrices, with a line for every step."""
     root = tmp_path / "run"
     endings = _run(root, "gpus=4", "parallel.tp=2", "parallel.pp=2", f"optimizer={optimizer}")
-    assert endings == [Ending(finished=True, error=None, step=STEPS)] * 4
+    assert endings == [Ending(how="done", error=None, step=STEPS)] * 4
     lines = _lines(RunFiles(root).metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
@@ -165,7 +165,7 @@ def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path:
 
     endings = _run(tmp_path / "run", *LAYOUTS[layout], *WAYS["canzona"], validation=False, on_step=poison)
     for ending in endings:
-        assert (ending.finished, ending.step) == (None, 2)
+        assert (ending.how, ending.step) == (None, 2)
         assert ending.error is not None
         assert "NaN or infinite" in ending.error
         assert "no weight has changed" in ending.error
@@ -183,7 +183,7 @@ def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, 
 
     root = tmp_path / "run"
     endings = _run(root, *LAYOUTS[layout], "run.log_interval=2", on_step=ask)
-    assert endings == [Ending(finished=False, error=None, step=3)] * 2
+    assert endings == [Ending(how="interrupted", error=None, step=3)] * 2
     # Every second step is logged, and the last one.
     assert [line["step"] for line in _lines(RunFiles(root).metrics)] == [2, 3]
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0]
@@ -195,7 +195,7 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path) -> 
             files.request_stop()
 
     root = tmp_path / "run"
-    assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(finished=True, error=None, step=STEPS)] * 2
+    assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(how="done", error=None, step=STEPS)] * 2
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 

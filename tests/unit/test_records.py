@@ -37,15 +37,20 @@ def test_a_record_follows_the_life_of_its_rank(files: RunFiles) -> None:
     written = _read(files.rank(3))
     assert written.pop("time")
     assert written == {
-        "rank": 3, "pid": os.getpid(), "status": "running", "exit_code": None, "step": 0, "loss": None, "error": None
+        "rank": 3, "pid": os.getpid(), "status": "running", "exit_code": None, "step": 0, "loss": None,
+        "checkpoint": None, "error": None,
     }  # fmt: skip
     record.step, record.loss = 12, 3.25
-    record.done()
+    record.ended("done")
     written = _read(files.rank(3))
     assert (written["status"], written["exit_code"], written["step"], written["loss"]) == ("done", 0, 12, 3.25)
-    record.interrupted()
+    record.ended("interrupted")
     written = _read(files.rank(3))
     assert (written["status"], written["exit_code"]) == ("interrupted", 130)
+    record.checkpoint = "step-00000012"
+    record.ended("preempted")
+    written = _read(files.rank(3))
+    assert (written["status"], written["exit_code"], written["checkpoint"]) == ("preempted", 75, "step-00000012")
 
 
 @pytest.mark.parametrize(

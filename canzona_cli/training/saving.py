@@ -1,0 +1,207 @@
+"""Saves a run while it trains: when, in which thread, and what a failure means.
+
+A save has two parts. The training thread copies what is to be kept into host memory, on all ranks together. Then each
+rank writes its copy in a thread of its own, and rank 0's makes a checkpoint of all of them: these threads meet through
+files (`canzona_cli.checkpoint.commit`), never through collectives, which belong to training.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+import torch
+
+from canzona_cli.checkpoint.commit import begin, finish, write_part
+from canzona_cli.checkpoint.manifest import Header, Progress, Shard
+from canzona_cli.checkpoint.names import partial_path, step_name
+from canzona_cli.checkpoint.snapshot import Snapshots
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import Problem, SaveFailed
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.training.records import Journal
+from canzona_cli.training.step import Trainee
+
+_PATIENCE_S: Final = 600.0
+"""Seconds that rank 0 waits for the others' parts while none of them grows."""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One checkpoint on its way to the disk, on one rank."""
+
+    step: int
+    thread: threading.Thread | None = None
+    failure: SaveFailed | None = None
+    """What stopped it, whichever rank it was; on rank 0."""
+
+
+class Saver:
+    """Saves one run. All ranks call the same methods in the same order.
+
+    Args:
+        texts: files of the run to keep beside the tensors, by name.
+        last: the newest checkpoint's name so far, for messages; None when there is none.
+        clock: seconds; rank 0's decides.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        files: RunFiles,
+        journal: Journal,
+        *,
+        texts: Mapping[str, str],
+        last: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainee, self._files, self._journal = trainee, files, journal
+        self._texts, self._clock, self._last = texts, clock, last
+        self._snapshots = Snapshots(trainee)
+        self._running: _Save | None = None
+        self._saved_at = clock()
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step, by steps or by time; what rank 0 says counts."""
+        settings = self._trainee.config.checkpoint
+        by_steps = settings.every_steps is not None and step % settings.every_steps == 0
+        minutes = settings.every_minutes
+        return by_steps or (minutes is not None and self._clock() - self._saved_at >= 60 * minutes)
+
+    def save(self, progress: Progress) -> None:
+        """Save while training goes on. Collective.
+
+        Waits for the save before, if that is not on the disk yet. What fails is said, and ends nothing: the checkpoints
+        before stay, and the next save tries again.
+        """
+        self._start(progress, reread=False)
+        if not self._trainee.config.checkpoint.asynchronous:
+            self._settle()
+
+    def save_now(self, progress: Progress) -> str:
+        """Save because the run ends here: written, read back and compared before this returns. Collective.
+
+        Returns:
+            The checkpoint's name.
+
+        Raises:
+            SaveFailed: on every rank together; names the last checkpoint there is.
+        """
+        self._start(progress, reread=True)
+        return self.wait(progress)
+
+    def wait(self, progress: Progress) -> str:
+        """Wait for the save of `progress`, which was begun before. Collective.
+
+        Returns:
+            The checkpoint's name.
+
+        Raises:
+            SaveFailed: as `save_now`.
+        """
+        failure = self._settle()
+        told: list[str | None] = [None if failure is None else f"{failure.problems[0].reason}; {self._kept()}"]
+        torch.distributed.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            raise SaveFailed(
+                Problem(
+                    key="checkpoint",
+                    value=step_name(progress.step),
+                    reason=f"the run ended at step {progress.step:,} without being saved: {told[0]}",
+                    fix="make room and start the run again: it goes on from its last checkpoint",
+                )
+            )
+        return step_name(progress.step)
+
+    def _start(self, progress: Progress, *, reread: bool) -> None:
+        begun = self._clock()
+        self._settle()
+        self._saved_at = self._clock()
+        save = self._running = _Save(step=progress.step)
+        if not self._begin(save):
+            return
+        shard = self._snapshots.take()
+        header = self._header(progress)
+        stall_s = self._clock() - begun
+
+        def write() -> None:
+            self._write(save, shard, header, stall_s=stall_s, reread=reread)
+
+        save.thread = threading.Thread(target=write, name=f"save-{progress.step}", daemon=True)
+        save.thread.start()
+
+    def _begin(self, save: _Save) -> bool:
+        """Rank 0 makes the folder; whether all ranks can write into it. Collective."""
+        world = self._trainee.world
+        if world.rank == 0:
+            try:
+                begin(self._files.checkpoints, save.step)
+            except SaveFailed as error:
+                self._failed(save, error)
+        ready = torch.tensor([float(save.failure is None)], device=world.device)
+        torch.distributed.broadcast(ready, src=0)
+        return bool(ready.item())
+
+    def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float, reread: bool) -> None:
+        """On a thread of its own."""
+        begun = self._clock()
+        world = self._trainee.world
+        partial = partial_path(self._files.checkpoints, save.step)
+        try:
+            with suppress(SaveFailed):  # rank 0 finds it in this rank's part
+                write_part(partial, world.rank, shard, reread=reread)
+            if world.rank != 0:
+                return
+            path = finish(partial, world.world_size, header, self._texts, _PATIENCE_S, reread=reread)
+        except BaseException as error:  # nothing of a save may end the run by itself
+            self._failed(save, error)
+            return
+        self._last = path.name
+        size = sum(file.stat().st_size for file in path.iterdir())
+        seconds, place = self._clock() - begun, str(path.relative_to(self._files.root))
+        self._journal.event("checkpoint", step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
+        self._retain()
+
+    def _failed(self, save: _Save, error: BaseException) -> None:
+        """Say at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
+        if not isinstance(error, SaveFailed):
+            error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
+        save.failure = error
+        detail = f"step {save.step:,} was not saved: {error.problems[0].reason}; {self._kept()}"
+        self._journal.event("save_failed", step=save.step, detail=detail, level="warning")
+
+    def _retain(self) -> None:
+        settings = self._trainee.config.checkpoint
+        try:
+            CheckpointStore(self._files.checkpoints).retain(settings.keep, settings.keep_every)
+        except OSError as error:
+            detail = f"old checkpoints could not be removed: {error.strerror or error}"
+            self._journal.event("retention", detail=detail, level="warning")
+
+    def _settle(self) -> SaveFailed | None:
+        """Wait until this rank's part of the running save is over; on rank 0, until all of it is."""
+        save, self._running = self._running, None
+        if save is None:
+            return None
+        if save.thread is not None:
+            save.thread.join()
+        return save.failure
+
+    def _header(self, progress: Progress) -> Header:
+        config: RunConfig = self._trainee.config
+        return Header(
+            progress=progress,
+            optimizer=config.optimizer.name,
+            strategy=config.engine.strategy,
+            splitting=config.engine.splitting,
+            world_size=self._trainee.world.world_size,
+            created=time.time(),
+            canzona=version("canzona"),
+        )
+
+    def _kept(self) -> str:
+        return f"the last checkpoint is {self._last}" if self._last else "there is no checkpoint yet"
