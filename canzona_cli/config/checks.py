@@ -38,6 +38,7 @@ _POSITIVE = (
     "cluster.forward_factor",
     "cluster.backward_factor",
     "optimizer.shampoo_eps",
+    "train.loss_spike_sigmas",
 )
 _NOT_NEGATIVE = (
     "optimizer.min_lr",
