@@ -178,7 +178,7 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
         Problem(
             key="optimizer.source",
             value=str(key),
-            reason=f"the optimizer keeps a {type(value).__name__} of {name} under this key, and no checkpoint can hold it",
+            reason=f"the optimizer keeps a {type(value).__name__} of {name} under it, and no checkpoint can hold that",
             fix="keep dense tensors, numbers and text, under names of text other than `master` and without a slash",
         )
     )

@@ -15,6 +15,8 @@ from megatron.core.optimizer.optimizer import (
 
 from canzona_cli.megatron.matrix_buffers import global_parameters
 
+_HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
@@ -85,9 +87,8 @@ def _leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
             yield from _leaves(child)
-    elif isinstance(optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer):
-        if not optimizer.is_stub_optimizer:
-            yield optimizer
+    elif isinstance(optimizer, _HOLDERS) and not optimizer.is_stub_optimizer:
+        yield optimizer
 
 
 def _held_by(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]) -> Iterator[Held]:

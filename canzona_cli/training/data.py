@@ -68,9 +68,9 @@ def build_datasets(config: RunConfig, prefix: Path, facts: CorpusFacts, *, cache
 class BatchStream(Iterator[Batch]):
     """This data-parallel rank's micro-batches of consecutive global batches.
 
-    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for every layout;
-    micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes a
-    sample.
+    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for every
+    layout; micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes
+    a sample.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
