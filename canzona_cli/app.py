@@ -18,6 +18,7 @@ COMMANDS = {
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",
     "data": "Turn text into training data.",
+    "checkpoint": "List, verify and show checkpoints.",
     "report": "Show how a run went and where its step time goes.",
     "calibrate": "Measure this machine; write a cluster profile.",
     "doctor": "Check what this machine has and lacks for training.",

@@ -26,7 +26,7 @@ from canzona_cli.checkpoint.manifest import (
     StoredTensor,
 )
 from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
-from canzona_cli.checkpoint.names import partial_path, replaced_path, step_name
+from canzona_cli.checkpoint.names import hidden_name, partial_path, replaced_path, step_name
 from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
@@ -47,7 +47,7 @@ _FIXES: Final[Mapping[int | None, str]] = {
 def begin(store_root: Path, step: int) -> Path:
     """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0, before any rank writes.
 
-    The other ranks get its path by `names.partial_path`. What an earlier save of this step left there is removed.
+    The other ranks get its path by `names.partial_path`. What earlier saves left unfinished is removed.
 
     Raises:
         SaveFailed: the folder cannot be made.
@@ -57,8 +57,9 @@ def begin(store_root: Path, step: int) -> Path:
         if not store_root.is_dir():
             store_root.mkdir(mode=0o755, exist_ok=True)
             sync_folder(store_root.parent)
-        if partial.exists():
-            shutil.rmtree(partial)
+        for name in os.listdir(store_root):
+            if (hidden := hidden_name(name)) is not None and hidden[1] == "partial":
+                shutil.rmtree(store_root / name)
         partial.mkdir(mode=0o755)
     except OSError as error:
         raise save_failed(partial, error) from None

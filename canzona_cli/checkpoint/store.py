@@ -40,7 +40,7 @@ class CheckpointStore:
 
     def found(self) -> tuple[Found, ...]:
         """Every checkpoint, in the order of steps."""
-        return tuple(_judged(name, path) for name, path in self._paths().items())
+        return tuple(judge(name, path) for name, path in self._paths().items())
 
     def latest(self) -> Found | None:
         """The one of the highest step, usable or not; None in an empty store."""
@@ -48,7 +48,7 @@ class CheckpointStore:
         if not paths:
             return None
         name = next(reversed(paths))
-        return _judged(name, paths[name])
+        return judge(name, paths[name])
 
     def newest(self) -> Found | None:
         """The usable one of the highest step; None when there is none."""
@@ -57,7 +57,7 @@ class CheckpointStore:
     def previous(self, name: str) -> Found | None:
         """The newest usable one before `name`; None when there is none."""
         path = previous_sound(self.root / name)
-        return None if path is None else _judged(path.name, path)
+        return None if path is None else judge(path.name, path)
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Remove all that are older than the newest `keep` usable ones, but for multiples of `keep_every` steps.
@@ -75,7 +75,7 @@ class CheckpointStore:
             step = step_of(name)
             if usable < keep:
                 # Only those that count are read; a damaged one is no reason to remove an older one that is whole.
-                usable += _judged(name, path).sound
+                usable += judge(name, path).sound
             elif keep_every is None or step is None or step % keep_every:
                 _remove(path, removed_path(self.root / name))
                 gone.append(name)
@@ -136,7 +136,19 @@ class CheckpointStore:
 
     def _backwards(self) -> Iterator[Found]:
         for name, path in reversed(self._paths().items()):
-            yield _judged(name, path)
+            yield judge(name, path)
+
+
+def judge(name: str, path: Path) -> Found:
+    """A checkpoint by its manifest and the sizes of its files."""
+    step = step_of(name) or 0
+    if path.is_symlink():
+        problem = Problem(key=name, reason="a link; give its target's path to use it")
+        return Found(name=name, step=step, path=path, manifest=None, problems=(problem,))
+    try:
+        return Found(name=name, step=step, path=path, manifest=read_manifest(path))
+    except CheckpointInvalid as error:
+        return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
 
 
 def resolve(run_checkpoints: Path, resume: str) -> Path | None:
@@ -175,17 +187,6 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
         fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
         raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix))
     return found
-
-
-def _judged(name: str, path: Path) -> Found:
-    step = step_of(name) or 0
-    if path.is_symlink():
-        problem = Problem(key=name, reason="a link; give its target's path to use it")
-        return Found(name=name, step=step, path=path, manifest=None, problems=(problem,))
-    try:
-        return Found(name=name, step=step, path=path, manifest=read_manifest(path))
-    except CheckpointInvalid as error:
-        return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
 
 
 def _usable(found: Found | None) -> Path | None:

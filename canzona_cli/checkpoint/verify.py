@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
@@ -48,10 +49,21 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         CheckpointInvalid: there is no sound manifest, so that nothing is known of the files.
     """
     manifest = _parsed(folder)
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        found = pool.map(lambda item: verify_file(folder, *item, on_bytes=on_bytes), sorted(manifest.files.items()))
-        problems = [problem for problem in found if problem is not None]
+    given_up = Event()
+
+    def count(read: int) -> None:
+        if given_up.is_set():
+            raise InterruptedError("given up")
+        if on_bytes is not None:
+            on_bytes(read)
+
+    with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        try:
+            found = pool.map(lambda item: verify_file(folder, *item, on_bytes=count), sorted(manifest.files.items()))
+            problems = [problem for problem in found if problem is not None]
+        except BaseException:  # Ctrl-C does not wait for the files that are being hashed
+            given_up.set()
+            raise
     bad = {problem.key for problem in problems}
     whole = [name for name in manifest.files if _key(folder, name) not in bad]
     return manifest, problems + table_problems(folder, manifest, whole)

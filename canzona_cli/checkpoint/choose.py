@@ -1,0 +1,68 @@
+"""Which checkpoints a person means by a path, or by none."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.checkpoint.manifest import MANIFEST
+from canzona_cli.checkpoint.names import step_of
+from canzona_cli.checkpoint.store import CheckpointStore, Found, judge
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.launch.files import RunFiles
+
+_KEY = "RUN_OR_CHECKPOINT"
+_FIX = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The checkpoints to look at, in the order of steps."""
+
+    root: Path
+    """The folder they lie in."""
+    found: tuple[Found, ...]
+
+    @property
+    def newest(self) -> Found:
+        """Raises ConfigError when there is none."""
+        if not self.found:
+            raise ConfigError(Problem(key=_KEY, value=self.root, reason="there is no checkpoint yet", fix=_FIX))
+        return self.found[-1]
+
+
+def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
+    """The checkpoint at `where`, all of the run there, or all of the newest run that has some.
+
+    Raises:
+        ConfigError: there is no run and no checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
+    """
+    if where is None:
+        where = _newest_run(runs)
+    path = Path(where).absolute()
+    if step_of(path.name) is not None or (path / MANIFEST).exists():
+        if not path.is_dir():
+            raise ConfigError(Problem(key=_KEY, value=where, reason="there is no such checkpoint", fix=_FIX))
+        return Chosen(root=path.parent, found=(judge(path.name, path),))
+    if not path.is_dir():
+        raise ConfigError(Problem(key=_KEY, value=where, reason="there is no such directory", fix=_FIX))
+    files = RunFiles(path)
+    if not files.checkpoints.is_dir():
+        store = CheckpointStore(path)
+        found = store.found()
+        if not found and not files.config.exists():
+            raise ConfigError(Problem(key=_KEY, value=where, reason="there is no run and no checkpoint here", fix=_FIX))
+        return Chosen(root=path if found else files.checkpoints, found=found)
+    return Chosen(root=files.checkpoints, found=CheckpointStore(files.checkpoints).found())
+
+
+def _newest_run(runs: Path) -> Path:
+    """Here, if this is a run directory; else the run under `runs` that was saved last."""
+    if RunFiles(Path()).checkpoints.is_dir():
+        return Path()
+    try:
+        saved = [path for path in runs.iterdir() if RunFiles(path).checkpoints.is_dir()]
+    except OSError:
+        saved = []
+    if not saved:
+        reason = f"no run has been saved under {runs}"
+        raise ConfigError(Problem(key=_KEY, reason=reason, fix=_FIX))
+    return max(saved, key=lambda path: RunFiles(path).checkpoints.stat().st_mtime)

@@ -1,0 +1,86 @@
+"""`canzona checkpoint`: which checkpoints there are, whether they are whole, and what one holds."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+Where = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN_OR_CHECKPOINT]",
+        help="A run directory or one of its checkpoints. [default: the run under ./runs that was saved last]",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.callback()
+def checkpoint() -> None:
+    """List, verify and show checkpoints."""
+
+
+@app.command("list")
+def list_(where: Where = None, json: Json = False) -> None:
+    """List checkpoints, and whether each is whole.
+
+    By manifest and sizes alone; `canzona checkpoint verify` reads the content.
+    """
+    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.report.checkpoints import Listing
+
+    listing = Listing(choose(where))
+    _print(listing.as_json() if json else listing)
+
+
+@app.command()
+def verify(where: Where = None, json: Json = False) -> None:
+    """Read every byte and compare it with the hashes.
+
+    Of one checkpoint, or of all of a run.     Exit code 5 when a file is missing, truncated or damaged; each one is named.
+    """
+    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.verify import shortened
+    from canzona_cli.errors import CheckpointInvalid, ExitCode
+    from canzona_cli.report.checkpoint_verify import verify_all
+
+    chosen = choose(where)
+    chosen.newest  # noqa: B018  there must be one
+    verified = verify_all(chosen)
+    _print(verified.as_json() if json else verified)
+    if verified.problems:
+        if json:
+            raise typer.Exit(ExitCode.CHECKPOINT)
+        raise CheckpointInvalid(*shortened(verified.problems))
+
+
+@app.command()
+def show(where: Where = None, json: Json = False) -> None:
+    """Show what the newest or a given checkpoint holds."""
+    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.errors import CheckpointInvalid
+    from canzona_cli.report.checkpoint_content import Content
+
+    found = choose(where).newest
+    if found.manifest is None:
+        raise CheckpointInvalid(*found.problems)
+    content = Content(found=found, manifest=found.manifest)
+    _print(content.as_json() if json else content)
+
+
+def _print(content: "dict[str, object] | RenderableType") -> None:
+    """A mapping as JSON, anything else for a person."""
+    if isinstance(content, dict):
+        from canzona_cli.report.text import json_text
+
+        typer.echo(json_text(content))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(content)
