@@ -15,7 +15,7 @@ from safetensors import safe_open
 from canzona_cli.checkpoint.gathering import cut
 from canzona_cli.checkpoint.manifest import Manifest, Scalar
 from canzona_cli.checkpoint.random_states import set_random_states
-from canzona_cli.checkpoint.snapshot import MASTER, HeldPiece, held_pieces
+from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
 from canzona_cli.checkpoint.units import Block, stored_blocks
 from canzona_cli.checkpoint.verify import read_manifest, verify_file
 from canzona_cli.config.schema import ModelConfig
@@ -240,7 +240,12 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             master = tensors.pop(MASTER)
             device = optimizer.masters[matrix.index].device
             kept = {key: tensor.to(device) if tensor.dim() else tensor for key, tensor in tensors.items()}
-            state[matrix.name] = {"master": master, "state": {**kept, **reader.scalars(matrix.name)}}
+            scalars = reader.scalars(matrix.name)
+            state[matrix.name] = {
+                "master": master,
+                "state": {**kept, **{key: value for key, value in scalars.items() if not key.startswith(GROUP)}},
+                "group": {k.removeprefix(GROUP): value for k, value in scalars.items() if k.startswith(GROUP)},
+            }
     if problems:
         raise CheckpointInvalid(*problems)
     optimizer.load_state_dict(state)

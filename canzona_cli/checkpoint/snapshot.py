@@ -22,6 +22,8 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.training.step import Trainee
 
 MASTER = "master"
+GROUP = "group:"
+"""Begins the key of what an optimizer counts for all its matrices."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -165,11 +167,12 @@ def _wholes(trainee: Trainee) -> dict[str, dict[str, torch.Tensor | Scalar]]:
         found[name] = {MASTER: saved["master"]}
         for key, value in saved["state"].items():
             found[name][key] = _storable(name, key, value)
+        found[name] |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
     return found
 
 
 def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
-    if isinstance(key, str) and key != MASTER and "/" not in key:
+    if isinstance(key, str) and key != MASTER and "/" not in key and not key.startswith(GROUP):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES:
             return value
         if value is None or isinstance(value, bool | int | float | str):

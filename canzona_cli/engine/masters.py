@@ -99,14 +99,19 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """State of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own}."""
+        """Of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own, "group": what it
+        counts for all matrices together}."""
         self.repair()
         found: dict[str, object] = {}
         for group in self.groups:
             for matrix in group.hosted:
                 assert group.optimizer is not None
                 master = self.masters[matrix.index]
-                found[matrix.name] = {"master": master.detach(), "state": dict(group.optimizer.state.get(master, {}))}
+                found[matrix.name] = {
+                    "master": master.detach(),
+                    "state": dict(group.optimizer.state.get(master, {})),
+                    "group": _counted(group.optimizer),
+                }
         return found
 
     @torch.no_grad()
@@ -127,6 +132,21 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
                 group.optimizer.state[master] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
                 }
+                counted = saved.get("group", {})
+                assert isinstance(counted, Mapping)
+                group.optimizer.param_groups[0].update(counted)
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
         raise NotImplementedError("canzona saves whole matrices (state_dict), not Megatron's sharded optimizer state")
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What an optimizer itself has changed in its parameter group; the schedule changes rate and decay, the user the
+    rest."""
+    return {
+        key: value
+        for key, value in optimizer.param_groups[0].items()
+        if key not in ("params", "lr", "weight_decay")
+        and isinstance(value, bool | int | float | str)
+        and value != optimizer.defaults.get(key)
+    }

@@ -117,6 +117,39 @@ def test_sc_and_canzona_share_the_state_of_soap(tmp_path: Path) -> None:
     _same_weights(there, saved)
 
 
+COUNTING = """
+import torch
+
+class Counting(torch.optim.Optimizer):
+    # Three places to keep state in: a tensor and a number of each matrix, and a number of all of them.
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(average=torch.zeros_like(p), sign=1.0, seen=torch.tensor(0.0))
+                state["seen"] += 1
+                state["sign"] = -state["sign"] * 1.5
+                state["average"].lerp_(p.grad, 0.5)
+                p.add_(state["average"], alpha=group["lr"] * group["k"] * state["sign"] / float(state["seen"]))
+"""
+
+
+def test_a_users_optimizer_goes_on_with_all_it_keeps(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    overrides = (*TP2_DP2, "optimizer=custom", f"optimizer.source={tmp_path}/counting.py:Counting", "optimizer.lr=0.01")
+    straight = run(tmp_path / "straight", *overrides, steps=4)
+    first = run(tmp_path / "first", *overrides, steps=2)
+    second = run(tmp_path / "second", *overrides, steps=2, start=first.checkpoint)
+    assert first.losses + second.losses == straight.losses
+    _same_weights(second, straight)
+
+
 @pytest.mark.parametrize("splitting", ["fused", "qkv", "per_head"])
 def test_muon_goes_on_with_matrices_split_otherwise(splitting: str, tmp_path: Path) -> None:
     """Its state is of elements: what counts as one matrix may change."""
