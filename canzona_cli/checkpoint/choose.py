@@ -24,9 +24,13 @@ class Chosen:
     @property
     def newest(self) -> Found:
         """Raises ConfigError when there is none."""
+        return self.required().found[-1]
+
+    def required(self) -> "Chosen":
+        """The same; raises ConfigError when there is none."""
         if not self.found:
             raise ConfigError(Problem(key=_KEY, value=self.root, reason="there is no checkpoint yet", fix=_FIX))
-        return self.found[-1]
+        return self
 
 
 def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:

@@ -43,16 +43,14 @@ def list_(where: Where = None, json: Json = False) -> None:
 def verify(where: Where = None, json: Json = False) -> None:
     """Read every byte and compare it with the hashes.
 
-    Of one checkpoint, or of all of a run.     Exit code 5 when a file is missing, truncated or damaged; each one is named.
+    Of one checkpoint, or of all of a run. Exit code 5 when a file is missing, truncated or damaged; each one is named.
     """
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.checkpoint.verify import shortened
     from canzona_cli.errors import CheckpointInvalid, ExitCode
     from canzona_cli.report.checkpoint_verify import verify_all
 
-    chosen = choose(where)
-    chosen.newest  # noqa: B018  there must be one
-    verified = verify_all(chosen)
+    verified = verify_all(choose(where).required())
     _print(verified.as_json() if json else verified)
     if verified.problems:
         if json:

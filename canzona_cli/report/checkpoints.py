@@ -64,8 +64,9 @@ class Listing:
         table.add_column("checkpoint", no_wrap=True)
         for title in ("age", "size", "ranks"):
             table.add_column(title, justify="right", no_wrap=True)
-        for title in ("layout", "optimizer", "state"):
-            table.add_column(title, no_wrap=True)
+        for title in ("layout", "optimizer"):
+            table.add_column(title, overflow="fold")
+        table.add_column("state", no_wrap=True)
         for found in self.chosen.found:
             table.add_row(*_cells(found, "x" if options.ascii_only else "×"))
         yield table
@@ -80,7 +81,7 @@ class Listing:
 def _cells(found: Found, times: str) -> list[Text]:
     manifest = found.manifest
     if manifest is None:
-        return [Text(found.name), *(Text(MISSING) for _ in range(5)), Text("DAMAGED", style="bold red")]
+        return [Text(found.name), *(Text(MISSING) for _ in range(5)), Text("bad", style="bold red")]
     layout = saved_layout(found)
     spread = MISSING if layout is None else describe_layout(layout, "rank", times=times).partition(": ")[2]
     return [
