@@ -35,6 +35,8 @@ _LOOKS = re.compile(
 )
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
+_DIRECTORIES = ("PWD", "OLDPWD")
+"""What shells call the current and the last directory: no passwords, and the beginning of many a path."""
 _SHORTEST = 8
 """Characters. A shorter value of an environment variable would be found in innocent words."""
 
@@ -102,7 +104,7 @@ def _from_environment() -> list[str]:
     found = {
         value
         for name, value in os.environ.items()
-        if secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
+        if name not in _DIRECTORIES and secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
     }
     return sorted(found, key=len, reverse=True)
 
