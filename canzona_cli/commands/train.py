@@ -51,6 +51,7 @@ def train(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
+    from canzona_cli.launch.slurm import adopt, current_step
     from canzona_cli.planner.obtain import obtain_plan
 
     console = Console(highlight=False)
@@ -60,6 +61,10 @@ def train(
     for warning in composed.warnings:
         errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     config, layout = resolve(composed.config)
+    adopted = adopt(config, current_step())
+    config = adopted.config
+    for note in adopted.notes:
+        errors.print(note, style="dim", markup=False, soft_wrap=True)
     plan = obtain_plan(config, layout)
     if dry_run:
         _show(config, layout, plan, console, errors)
@@ -117,10 +122,13 @@ def _show(
 def _launch(
     config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
 ) -> "tuple[Outcome, RunDirectory]":
+    from dataclasses import replace
+
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.data.prepare import ensure_corpus
     from canzona_cli.launch import preflight, torchrun
-    from canzona_cli.launch.files import read_json
+    from canzona_cli.launch.files import RunFiles, read_json
+    from canzona_cli.launch.machines import Machines
     from canzona_cli.launch.run_dir import RunDirectory, check_free
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
@@ -131,6 +139,8 @@ def _launch(
     preflight.check_nodes(config)
     if node_rank == 0:
         check_free(config)
+    else:  # machine 0 shows the run; what it and this one print often lands in one file
+        console.quiet = True
     view = make_view(config, layout, console)
     preparing = False
 
@@ -141,7 +151,13 @@ def _launch(
 
     try:
         corpus = ensure_corpus(config, progress)
-        run = RunDirectory.create(config) if node_rank == 0 else RunDirectory.join(config)
+        if node_rank == 0:
+            run = RunDirectory.create(config)
+            machines = Machines(run.files, nodes=torchrun.node_count(config))
+        else:
+            run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
+            machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config))
+            config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
     except KeyboardInterrupt:
         if not preparing:
             raise
@@ -163,6 +179,7 @@ def _launch(
                 plan=None if plan is None else plan.plan.to_json(),
                 predicted=planned_step(config, layout, None if plan is None else plan.plan),
             )
+            machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
         view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan)
         outcome = supervise(
             run.files,
@@ -170,6 +187,7 @@ def _launch(
             view,
             ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
             node_rank=node_rank,
+            machines=machines,
             hang_timeout_s=config.run.hang_timeout_s,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
             say=console.print if console.is_terminal else errors.print,
@@ -180,10 +198,15 @@ def _launch(
 def _conclude(
     outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
 ) -> None:
+    from canzona_cli.launch import torchrun
     from canzona_cli.report.breakdown import load_breakdown
     from canzona_cli.report.breakdown_table import render
 
-    if outcome.status == "failed":
+    if config.cluster.node_rank and torchrun.node_count(config) > 1:
+        # machine 0 has said all of it; both often write to one file
+        if outcome.exit_code:
+            errors.print(f"machine {config.cluster.node_rank}: {outcome.message}", markup=False, soft_wrap=True)
+    elif outcome.status == "failed":
         _say_why(outcome, errors)
     elif run.files.breakdown.exists():
         console.print()

@@ -25,6 +25,7 @@ from canzona_cli.errors import ExitCode
 from canzona_cli.launch import orphan
 from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.launch.hang import HangReport, watched
+from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
 from canzona_cli.launch.torchrun import LaunchCommand
@@ -56,6 +57,7 @@ def supervise(
     *,
     ranks: range,
     node_rank: int = 0,
+    machines: Machines | None = None,
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -67,23 +69,27 @@ def supervise(
     Args:
         files: The run directory, its inputs written.
         ranks: This machine's ranks, in local order.
+        machines: The other launchers of the run; None: there are none.
         grace_s: Seconds between the first wish to stop and killing the workers.
         hang_timeout_s: Seconds without progress on any rank after which the run has failed; None: never.
         say: Receives what the user must know at once.
     """
     outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
     monitor = Monitor(files, view)
+    machines = machines or Machines(files)
     try:
         outcome = _run(
             files,
             command,
             monitor,
+            machines,
             ranks=ranks,
             node_rank=node_rank,
             grace_s=grace_s,
             hang_timeout_s=hang_timeout_s,
             say=say,
         )
+        outcome = machines.conclude(outcome)
         _close(view, outcome)
     finally:
         outcome = _with_numbers(outcome, monitor, files, ranks)
@@ -96,6 +102,7 @@ def _run(
     files: RunFiles,
     command: LaunchCommand,
     monitor: Monitor,
+    machines: Machines,
     *,
     ranks: range,
     node_rank: int,
@@ -145,6 +152,8 @@ def _run(
                 if requests.count > 1 or late:
                     forced = True
                     tell("stop", f"no end after {grace_s:.0f} s: stopping the workers at once" if late else "at once")
+                    break
+                if machines.others_failed():  # why will come out when the launchers compare what they saw
                     break
                 time.sleep(_POLL_S)
         finally:

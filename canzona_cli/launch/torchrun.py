@@ -3,11 +3,13 @@
 What listens where. torchrun's own backends put their TCPStore on every interface, also when given 127.0.0.1 and
 `--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). So a run on one machine uses the
 `canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port the kernel chooses; gloo and
-NCCL are sent to the loopback interface below; nothing can be reached from outside. Runs over several machines use
-`static`: its ranks follow the node ranks, so that tensor-parallel groups stay inside a machine.
+NCCL are sent to the loopback interface below; nothing can be reached from outside. The same holds for a run of several
+launchers that meet at a loopback address. Runs over several machines use `static`; in both, ranks follow the node
+ranks, so that tensor-parallel groups stay inside a machine.
 """
 
 import os
+import re
 import shlex
 import socket
 import sys
@@ -17,6 +19,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.files import RunFiles
 
@@ -25,6 +29,8 @@ LOOPBACK_BACKEND = "canzona-loopback"
 NODE_RANK_PLACEHOLDER = "NODE_RANK"
 ENDPOINT_PLACEHOLDER = "HOST:PORT"
 
+_NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
+"""Beginnings of names of interfaces that lead nowhere but to this machine's own processes and containers."""
 _MAX_THREADS_BESIDE_GPU = 8
 """Threads a rank with a GPU gets at most: they only feed the GPU."""
 
@@ -107,18 +113,18 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
     if on_gpu and layout.tp * layout.cp > 1:
         # Megatron overlaps tensor- and context-parallel communication by the order of launches on one queue.
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if node_count(config) == 1:
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        wanted["GLOO_SOCKET_IFNAME"] = loopback
-        if on_gpu:
-            wanted["NCCL_SOCKET_IFNAME"] = loopback
+    wanted |= _interfaces(config)
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
+def _installed() -> bool:
+    """Whether torchrun knows our backend; from a source tree that was never installed it does not."""
+    return any(point.name == LOOPBACK_BACKEND for point in entry_points(group="torchrun.handlers"))
+
+
 def _one_node(run_dir: Path) -> list[str]:
-    if any(point.name == LOOPBACK_BACKEND for point in entry_points(group="torchrun.handlers")):
+    if _installed():
         return ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_dir.name]
-    # Run from a source tree that was never installed: torchrun does not know our backend.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", run_dir.name]
@@ -127,12 +133,60 @@ def _one_node(run_dir: Path) -> list[str]:
 def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
     cluster = config.cluster
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
+    # torchrun passes the node rank on to `static` alone
+    ours = on_one_machine(config) and _installed()
+    backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"] if ours else ["static"]
     return [
         *("--node-rank", node_rank),
-        *("--rdzv-backend", "static"),
+        *("--rdzv-backend", *backend),
         *("--rdzv-endpoint", cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER),
         *("--rdzv-id", cluster.rdzv_id or run_dir.name),
     ]
+
+
+def on_one_machine(config: RunConfig) -> bool:
+    """Whether every launcher of the run is on this machine: the only one, or all meet at a loopback address.
+
+    A name is not looked up: many systems give a machine's own name a loopback address, which the others do not see.
+    """
+    host = (config.cluster.rdzv_endpoint or "").rpartition(":")[0]
+    return node_count(config) == 1 or host == "localhost" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+
+
+def _interfaces(config: RunConfig) -> dict[str, str]:
+    """Which network interfaces gloo and NCCL may use.
+
+    Left to themselves, gloo takes the one its host name resolves to, often loopback, and NCCL the first that looks
+    right, at times one of a container bridge.
+    """
+    on_gpu = config.cluster.device == "cuda"
+    if on_one_machine(config):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        return {"GLOO_SOCKET_IFNAME": loopback} | ({"NCCL_SOCKET_IFNAME": loopback} if on_gpu else {})
+    facing = _interface_facing((config.cluster.rdzv_endpoint or "").rpartition(":")[0])
+    chosen = {} if facing is None else {"GLOO_SOCKET_IFNAME": facing}
+    return chosen | ({"NCCL_SOCKET_IFNAME": "^" + ",".join(_NOT_BETWEEN_MACHINES)} if on_gpu else {})
+
+
+def _interface_facing(host: str) -> str | None:
+    """The interface of this machine that leads to `host`; the only real one where `host` is this machine; else None."""
+    addresses = psutil.net_if_addrs()
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    real = {
+        name: {entry.address for entry in entries if entry.family == socket.AF_INET}
+        for name, entries in addresses.items()
+        if name in up and not name.startswith(_NOT_BETWEEN_MACHINES)
+    }
+    candidates = [name for name, own in real.items() if own]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # of UDP: asks the routing table, sends nothing
+            source = probe.getsockname()[0]
+    except OSError:
+        source = None
+    facing = [name for name in candidates if source in real[name]]
+    found = facing or candidates
+    return found[0] if len(found) == 1 else None
 
 
 def _cores() -> int:

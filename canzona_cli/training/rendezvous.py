@@ -21,21 +21,27 @@ _TIMEOUT_S = 600
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Torchrun's static rendezvous of one machine, its store listening on 127.0.0.1 alone."""
+    """Torchrun's static rendezvous of agents on one machine, its store listening on 127.0.0.1 alone.
 
-    def __init__(self, run_id: str) -> None:
-        listener = socket.create_server((_HOST, 0), backlog=2048)
-        port: int = listener.getsockname()[1]
-        super().__init__(_HOST, port, rank=0, world_size=1, run_id=run_id, timeout=_TIMEOUT_S)
+    Args:
+        port: Where the agents meet; 0 lets the kernel choose, for one agent.
+        rank: This agent's among `agents`.
+    """
+
+    def __init__(self, run_id: str, *, port: int = 0, rank: int = 0, agents: int = 1) -> None:
+        listener = socket.create_server((_HOST, port), backlog=2048) if rank == 0 else None
+        if listener is not None:
+            port = listener.getsockname()[1]
+        super().__init__(_HOST, port, rank=rank, world_size=agents, run_id=run_id, timeout=_TIMEOUT_S)
         self._loopback_store = TCPStore(
             _HOST,
             port,
-            world_size=1,
-            is_master=True,
+            world_size=agents,
+            is_master=listener is not None,
             timeout=timedelta(seconds=_TIMEOUT_S),
             wait_for_workers=False,
             multi_tenant=False,
-            master_listen_fd=listener.detach(),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
 
     def get_backend(self) -> str:
@@ -47,9 +53,12 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    if parameters.max_nodes != 1:
+    host, _, port = parameters.endpoint.rpartition(":")
+    if host not in ("localhost", "") and not host.startswith("127."):
         raise ValueError("the canzona-loopback rendezvous is for one machine: use `--rdzv-backend static`")
-    return LoopbackRendezvous(parameters.run_id)
+    rank = parameters.get_as_int("rank", 0)
+    assert rank is not None
+    return LoopbackRendezvous(parameters.run_id, port=int(port or 0), rank=rank, agents=parameters.max_nodes)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
