@@ -1,7 +1,8 @@
-"""`canzona train`'s launcher around the stand-in worker: RUN_DIR BEHAVIOUR GRACE_S. Exits as the run ended."""
+"""`canzona train`'s launcher around the stand-in worker: RUN_DIR BEHAVIOUR GRACE_S RANKS HANG_TIMEOUT_S. Exits as the
+run ended."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,19 +18,27 @@ class StandInCorpus:
     tokenizer: str
 
 
-def main(run_dir: Path, behaviour: str, grace_s: float) -> int:
-    config = run_config(run_dir=run_dir)
+def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout_s: float | None) -> int:
+    config = run_config(run_dir=run_dir, gpus=ranks)
+    layout = replace(LAYOUT, dp=ranks, global_batch_size=ranks)
     run = RunDirectory.create(config)
-    command = torchrun.build(config, LAYOUT, run.path, module="tests.faults.worker")
-    run.write_inputs(config_yaml="", layout=LAYOUT, corpus=StandInCorpus("byte"), command=command)
+    command = torchrun.build(config, layout, run.path, module="tests.faults.worker")
+    run.write_inputs(config_yaml="", layout=layout, corpus=StandInCorpus("byte"), command=command)
     (run.path / "behaviour").write_text(behaviour)
-    view = PlainView(config, LAYOUT, Console(width=120))
+    view = PlainView(config, layout, Console(width=120))
     outcome = supervisor.supervise(
-        run.files, command, view, ranks=range(2), grace_s=grace_s, say=lambda text: print(text, flush=True)
+        run.files,
+        command,
+        view,
+        ranks=range(ranks),
+        grace_s=grace_s,
+        hang_timeout_s=hang_timeout_s,
+        say=lambda text: print(text, flush=True),
     )
     print(outcome)
     return outcome.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
+    limit = float(sys.argv[5])
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), limit or None))

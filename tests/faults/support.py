@@ -55,12 +55,15 @@ def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: 
 
 
 class LaunchedRun:
-    """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, two stand-in workers."""
+    """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, stand-in workers."""
 
-    def __init__(self, run_dir: Path, behaviour: str, *, grace_s: float = 60.0) -> None:
+    def __init__(
+        self, run_dir: Path, behaviour: str, *, grace_s: float = 60.0, ranks: int = 2, hang_timeout_s: float = 0.0
+    ) -> None:
         self.files = RunFiles(run_dir)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour, str(grace_s)],
+            [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour]
+            + [str(value) for value in (grace_s, ranks, hang_timeout_s)],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """A worker that keeps the launcher's side of the contract without a model: real torchrun, real gloo, steps of an
 all-reduce. The run directory's file `behaviour` says how it ends."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -9,9 +10,10 @@ import traceback
 from pathlib import Path
 
 from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.launch.orphan import die_with_parent
 
-BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf")
+BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
 STEPS = 4
 
 
@@ -24,7 +26,11 @@ def main(files: RunFiles) -> int:
     rank = int(os.environ["RANK"])
     behaviour = (files.root / "behaviour").read_text()
     assert behaviour in BEHAVIOURS
+    if behaviour == "absent" and rank == 1:
+        time.sleep(3600)
     print(f"rank {rank} starts", file=sys.stderr)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    heart = Heart(rank)
     state: dict[str, object] = {"rank": rank, "pid": os.getpid(), "step": 0, "loss": None, "error": None}
 
     def write(status: str, exit_code: int | None, **more: object) -> None:
@@ -33,7 +39,7 @@ def main(files: RunFiles) -> int:
 
     write("running", None)
     try:
-        stopped = train(files, rank, behaviour, state)
+        stopped = train(files, rank, behaviour, state, heart)
     except Exception as error:
         code = getattr(error, "exit_code", 70)
         text = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
@@ -43,14 +49,28 @@ def main(files: RunFiles) -> int:
     return 130 if stopped else 0
 
 
-def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object]) -> bool:
+def stuck_in_a_file_server() -> None:
+    time.sleep(3600)
+
+
+def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object], heart: Heart) -> bool:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    from canzona_cli.training.pulse import Pulse
+
+    heart.progress()
+    Pulse(heart)
+    with heart.waiting():
+        dist.init_process_group("gloo")
+    heart.stage("train")
     step = 0
     while behaviour in ("endless", "deaf") or step < STEPS:
         step += 1
+        heart.step(step)
+        if behaviour == "stuck" and rank == 1 and step == 3:
+            heart.phase("data")
+            stuck_in_a_file_server()
         value = torch.ones(1)
         dist.all_reduce(value)
         state.update(step=step, loss=1.0 / step)
