@@ -3,9 +3,9 @@
 The launcher and every worker use this module, so it imports nothing beyond the standard library.
 """
 
+import errno
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,10 @@ class RunFiles:
         Args:
             reason: what the run's end is called: preempted where somebody will start it again.
         """
-        write_json_atomic(self.stop, {"reason": reason})
+        try:
+            write_json_atomic(self.stop, {"reason": reason})
+        except OSError:  # a full disk often has room for an empty file
+            self.stop.touch()
 
     def stop_reason(self) -> StopReason:
         """Why the workers shall stop; where the file does not say so, because somebody asked."""
@@ -162,19 +165,21 @@ class RunFiles:
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step, on disk before it is visible under its name.
 
+    Colleagues may read it as far as the umask lets them; nobody else may write it.
+
     Raises:
         OSError: the folder cannot be written; no temporary file is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files private; a run directory is for colleagues to read
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -183,14 +188,53 @@ def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
     write_text_atomic(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def append_json_line(path: Path, value: Mapping[str, object]) -> None:
-    """Add one line to a .jsonl file with a single write, so that a reader sees whole lines and writers do not mix."""
-    line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
+    """`write_json_atomic`; on a full disk, write over the file that is there, whose blocks are taken already.
+
+    A reader of that moment may see half of it.
+
+    Raises:
+        OSError: that does not help either.
+    """
     try:
-        os.write(handle, line.encode())
+        write_json_atomic(path, value)
+    except OSError:
+        text = (json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            if os.write(handle, text) < len(text):
+                raise
+            os.ftruncate(handle, len(text))
+        finally:
+            os.close(handle)
+
+
+def append_json_line(path: Path, value: Mapping[str, object]) -> None:
+    """Add one line to a .jsonl file with a single write, so that a reader sees whole lines and writers do not mix.
+
+    Raises:
+        OSError: the line is not in the file, nor is a part of it; or the file is a link.
+    """
+    line = (json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        written = os.write(handle, line)
+        if written < len(line):  # the disk became full in the middle of it
+            end = os.lseek(handle, 0, os.SEEK_CUR)
+            if os.fstat(handle).st_size == end:  # else somebody has written behind it, and one line is broken
+                os.ftruncate(handle, end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(handle)
+
+
+def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | None:
+    """`append_json_line` for what is not worth ending a run for: why it failed, if it did."""
+    try:
+        append_json_line(path, value)
+    except OSError as error:
+        return error
+    return None
 
 
 def read_json(path: Path) -> dict[str, object] | None:

@@ -7,7 +7,7 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from canzona_cli.errors import (
@@ -52,6 +52,8 @@ class RankResult:
     traceback: str = ""
     problems: tuple[Problem, ...] = ()
     """What an error written for the user consists of."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Lines of the run's files that it could not write, by file."""
 
     @property
     def lost_a_neighbour(self) -> bool:
@@ -123,8 +125,10 @@ def judge(
     if forced:
         when = "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
         return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=when)
-    if all(r.status == "done" for r in results):
-        return Outcome(status="done", exit_code=ExitCode.OK, message="")
+    # A rank that has no room left to write how it ended tells it by its exit code, which torchrun passes on if it is 0.
+    untold = "running" if agent_code == 0 and not stopping else None
+    if all(r.status in ("done", untold) for r in results):
+        return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
     deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
     failed = sorted((r for r in results if r.status == "failed"), key=lambda r: r.time)
     own = [r for r in failed if not r.lost_a_neighbour]
@@ -141,7 +145,9 @@ def judge(
         silent = next(r for r in results if r.status != "done")
         what = _code(deaths.get(silent.rank, 0))
         at = "before it could start" if silent.status == "missing" else "without a word"
-        return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank)
+        code = deaths.get(silent.rank, 0)
+        exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
+        return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank, exit_code=exit_code)
     if first in killed and first not in own:
         return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
     if first.exit_code in _USER_MISTAKES:
@@ -152,6 +158,13 @@ def judge(
     message = f"rank {first.rank}: {kind}{first.error_message}"
     failure = _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
     return replace(failure, secondary=first.lost_a_neighbour)
+
+
+def _lost(results: Sequence[RankResult]) -> str:
+    """What of the run's files is missing because it could not be written; empty in a healthy run."""
+    missing = [f"{count} lines of {name}" for r in results for name, count in r.lost.items()]
+    missing += [f"the end of rank {r.rank}'s record" for r in results if r.status != "done"]
+    return f"could not write {', '.join(missing)}" if missing else ""
 
 
 def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
@@ -242,6 +255,9 @@ def _read_rank(path: Path, rank: int) -> RankResult:
     error = record.get("error")
     if not isinstance(error, Mapping):
         error = {}
+    lost = record.get("lost")
+    if not isinstance(lost, Mapping):
+        lost = {}
     return RankResult(
         rank=rank,
         status=str(record.get("status")),
@@ -254,6 +270,7 @@ def _read_rank(path: Path, rank: int) -> RankResult:
         error_message=str(error.get("message") or "").strip(),
         traceback=str(error.get("traceback") or ""),
         problems=tuple(_problems(error.get("problems"))),
+        lost={str(name): count for name, count in lost.items() if isinstance(count, int)},
     )
 
 

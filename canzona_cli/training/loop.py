@@ -10,6 +10,7 @@ from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.training.data import BatchStream, Datasets
+from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetrics
 from canzona_cli.training.requests import StopRequests
@@ -66,6 +67,7 @@ def train(
 
     Raises:
         NonFiniteLoss: on every rank together.
+        LossSpike: likewise, with train.loss_spike=stop.
         SaveFailed: on every rank together, when what the run ends with could not be saved.
     """
     start = start or Start()
@@ -81,6 +83,7 @@ def train(
     def stop_requested() -> bool:
         return (requests is not None and requests.preempted) or (world.rank == 0 and files.stop_requested())
 
+    spikes = SpikeGuard(settings)
     for step in range(progress.step + 1, settings.steps + 1):
         profiler.before(step)
         started = time.perf_counter()
@@ -99,6 +102,13 @@ def train(
         if not math.isfinite(result.loss) and not result.skipped:
             journal.step(step_metrics(trainee, progress, result, elapsed))
             raise NonFiniteLoss(step, result.loss)
+        spike = None if result.skipped else spikes.notice(step, result.loss)
+        if spike is not None:
+            facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
+            journal.event("loss_spike", detail=spike.words, level="warning", **facts)
+            if settings.loss_spike == "stop":
+                journal.step(step_metrics(trainee, progress, result, elapsed))
+                raise LossSpike(spike, files.checkpoints)
         if step % trainee.config.run.log_interval == 0 or finished or result.stop:
             journal.step(step_metrics(trainee, progress, result, elapsed))
         if result.stop and not finished:

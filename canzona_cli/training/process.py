@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from canzona_cli.config.redaction import RedactingFormatter
+from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.launch.heartbeat import STACKS_SIGNAL
 from canzona_cli.launch.orphan import die_with_parent
@@ -22,7 +24,9 @@ the first sign of life."""
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
     """Do this rank's work and exit; the exit code also stands in the rank's result file."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.umask(os.umask(0o077) | 0o002)  # nothing of a run is for everybody to write, its logs and traces included
+    logging.basicConfig(level=logging.WARNING)
+    logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     die_with_parent()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     requests = StopRequests()  # before the first thread
@@ -30,7 +34,11 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     rank = int(os.environ["RANK"])
     record = RankRecord(files, rank)
     record.requests = requests
-    record.running()
+    try:
+        record.running()
+    except EnvironmentProblem as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
     Journal(files, writes=rank == 0).stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
     _hush()
     try:
@@ -41,11 +49,11 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
         # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
         sys.stderr.flush()
         os._exit(int(code))
-    record.ended(ending)
+    code = record.ended(ending)
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for seconds.
-    os._exit(0)
+    os._exit(code)
 
 
 def _hush() -> None:

@@ -1,5 +1,6 @@
 """torch's profiler around chosen steps of a run, for `run.profile_steps`."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -46,7 +47,10 @@ class StepProfiler:
         if self._running is not None and self._path is not None:
             self._timer.annotate(False)
             self._running.stop()
-            self._path.parent.mkdir(exist_ok=True)
-            self._running.export_chrome_trace(str(self._path))
+            try:
+                self._path.parent.mkdir(exist_ok=True)
+                self._running.export_chrome_trace(str(self._path))
+            except (OSError, RuntimeError) as error:  # a full disk; torch reports it as the latter
+                logging.getLogger(__name__).warning("%s cannot be written: %s", self._path, error)
             self._running = None
         torch.distributed.barrier()

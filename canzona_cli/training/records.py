@@ -1,15 +1,19 @@
 """What workers leave in the run directory: metrics, validation, events, per-rank results."""
 
+import logging
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.errors import CanzonaError, ExitCode
-from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.config.redaction import redacted, shown_value
+from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.launch.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
 from canzona_cli.launch.heartbeat import Heart
 from canzona_cli.training.requests import StopRequests
+from canzona_cli.training.writers import Board, Lines
 
 Ending = Literal["done", "interrupted", "preempted"]
 """How a rank's work ended where nothing went wrong."""
@@ -52,13 +56,30 @@ class RankRecord:
         """What this process was asked by signals; None where it does not listen to them."""
         self.checkpoint: str | None = None
         """Name of the checkpoint the run ended with; one that a stop caused has been read back."""
+        self.lost: Mapping[str, int] = {}
+        """Lines of the run's files that could not be written, by file."""
 
     def running(self) -> None:
-        self._write("running", None, None)
+        """Say that this rank has started.
 
-    def ended(self, ending: Ending) -> None:
+        Raises:
+            EnvironmentProblem: it cannot be written.
+        """
+        try:
+            self._write("running", None, None)
+        except OSError as error:
+            reason = f"rank {self._rank} cannot write {self._path}: {error.strerror}"
+            raise EnvironmentProblem(Problem(key="run.dir", reason=reason, fix="free some space")) from None
+
+    def ended(self, ending: Ending) -> ExitCode:
+        """Say how this rank ended.
+
+        Returns:
+            What the process exits with. torchrun is not to take a stop for a failure: a code other than 0 only tells
+            what no file could.
+        """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
-        self._write(ending, codes[ending], None)
+        return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
 
     def failed(self, error: BaseException) -> ExitCode:
         problems: list[dict[str, object]] = []
@@ -66,40 +87,53 @@ class RankRecord:
             # Written for the user: where in our code it was raised would only bury what to do.
             code, origin = error.exit_code, ""
             problems = [
-                {"key": p.key, "value": None if p.value is None else str(p.value), "reason": p.reason, "fix": p.fix}
+                {
+                    "key": p.key,
+                    "value": None if p.value is None else str(shown_value(p.key, p.value)),
+                    "reason": redacted(p.reason),
+                    "fix": redacted(p.fix),
+                }
                 for p in error.problems
             ]
         else:
             code, origin = ExitCode.CRASH, "".join(traceback.format_exception(error))
-        self._write(
+        self._try_write(
             "failed",
             code,
             {
                 "type": type(error).__name__,
-                "message": str(error),
-                "traceback": origin,
+                "message": redacted(str(error)),
+                "traceback": redacted(origin),
                 "problems": problems,
             },
         )
         return code
 
+    def _try_write(self, status: Status, exit_code: ExitCode, error: dict[str, object] | None) -> bool:
+        """Write how this rank ended; on a full disk over what it wrote when it started. Whether it could."""
+        self.heart.end()
+        try:
+            self._write(status, exit_code, error)
+        except OSError as failure:
+            logging.getLogger(__name__).warning("%s cannot be written: %s", self._path, failure.strerror)
+            return False
+        return True
+
     def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, object] | None) -> None:
-        if status != "running":
-            self.heart.end()
-        write_json_atomic(
-            self._path,
-            {
-                "rank": self._rank,
-                "pid": os.getpid(),
-                "status": status,
-                "exit_code": None if exit_code is None else int(exit_code),
-                "step": self.step,
-                "loss": self.loss,
-                "checkpoint": self.checkpoint,
-                "error": error,
-                "time": time.time(),
-            },
-        )
+        value = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "status": status,
+            "exit_code": None if exit_code is None else int(exit_code),
+            "step": self.step,
+            "loss": self.loss,
+            "checkpoint": self.checkpoint,
+            "lost": dict(self.lost),
+            "error": error,
+            "time": time.time(),
+        }
+        write = write_json_atomic if status == "running" else write_json_or_overwrite
+        write(self._path, value)
 
 
 class Journal:
@@ -107,47 +141,59 @@ class Journal:
 
     def __init__(self, files: RunFiles, *, writes: bool, tensorboard: bool = False, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
-        self._board = None
-        if writes and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._lines = Lines(self._warn)
+        self._board = Board(files.root / "tensorboard", self._warn) if writes and tensorboard else None
 
-            self._board = SummaryWriter(str(files.root / "tensorboard"))
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """Lines that could not be written, by the name of their file; empty in a healthy run."""
+        return self._lines.lost
 
     def stage(self, stage: Stage, detail: str = "") -> None:
         if self._heart is not None:  # every rank's, whether it writes or not
             self._heart.stage(stage)
         if self._writes:
             event = {"time": time.time(), "event": "stage", "stage": stage, "detail": detail}
-            append_json_line(self._files.events, event)
+            self._lines.append(self._files.events, event)
 
     def event(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
         """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
         if self._writes:
             shown = {} if level is None else {"level": level}
-            append_json_line(
+            self._lines.append(
                 self._files.events, {"time": time.time(), "event": event, **facts, "detail": detail, **shown}
             )
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._writes:
             return
-        append_json_line(self._files.metrics, {**vars(metrics), "time": time.time()})
+        self._lines.append(self._files.metrics, {**vars(metrics), "time": time.time()})
         if self._board is not None:
-            for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
-                if (value := getattr(metrics, key)) is not None:
-                    self._board.add_scalar(f"train/{key}", value, metrics.step)
+            values = {key: getattr(metrics, key) for key in ("loss", "lr", "grad_norm", "tokens_per_s")}
+            shown = {f"train/{key}": value for key, value in values.items() if value is not None}
+            self._board.add(shown, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
         if not self._writes:
             return
-        append_json_line(self._files.validation, {"step": step, "loss": loss, "time": time.time()})
+        self._lines.append(self._files.validation, {"step": step, "loss": loss, "time": time.time()})
         if self._board is not None:
-            self._board.add_scalar("validation/loss", loss, step)
+            self._board.add({"validation/loss": loss}, step)
 
     def breakdown(self, breakdown: dict[str, object]) -> None:
-        if self._writes:
+        if not self._writes:
+            return
+        try:
             write_json_atomic(self._files.breakdown, breakdown)
+        except OSError as error:
+            self._warn(f"{self._files.breakdown.name} cannot be written ({error.strerror})")
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+
+    def _warn(self, said: str) -> None:
+        """Say it in this rank's log, and to whoever watches the run if events can be written at all."""
+        logging.getLogger(__name__).warning(said)
+        event = {"time": time.time(), "event": "writer", "detail": said, "level": "warning"}
+        try_append_json_line(self._files.events, event)

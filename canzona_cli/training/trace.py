@@ -1,6 +1,7 @@
 """What a rank writes about a few of its steps, moment by moment. `canzona_cli.report.chrome_trace` draws it."""
 
 import json
+import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +13,9 @@ VERSION = 1
 
 
 def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
-    """timeline/rank-NNNNN.json. Nothing where no step was kept.
-
-    Raises:
-        OSError: the run directory cannot be written.
-    """
+    """timeline/rank-NNNNN.json. Nothing where no step was kept; a warning in the log where it cannot be written."""
     if not steps:
         return
-    files.timelines.mkdir(exist_ok=True)
     content = {
         "version": VERSION,
         "rank": rank,
@@ -37,7 +33,12 @@ def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) ->
         ],
     }
     # Not indented: a step of a large model has thousands of entries.
-    write_text_atomic(files.timeline(rank), json.dumps(content) + "\n")
+    text = json.dumps(content) + "\n"
+    try:
+        files.timelines.mkdir(exist_ok=True)
+        write_text_atomic(files.timeline(rank), text)
+    except OSError as error:  # a full disk is no reason to lose the run at its very end
+        logging.getLogger(__name__).warning("%s cannot be written: %s", files.timeline(rank), error.strerror)
 
 
 def clock_name() -> str:

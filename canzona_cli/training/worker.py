@@ -63,6 +63,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     if breakdown is not None:
         journal.breakdown(breakdown)
     journal.close()
+    record.lost = journal.lost
     parallel.shutdown()
     return ending
 

@@ -1,5 +1,6 @@
 """What workers leave in the run directory."""
 
+import errno
 import json
 import math
 import os
@@ -38,7 +39,7 @@ def test_a_record_follows_the_life_of_its_rank(files: RunFiles) -> None:
     assert written.pop("time")
     assert written == {
         "rank": 3, "pid": os.getpid(), "status": "running", "exit_code": None, "step": 0, "loss": None,
-        "checkpoint": None, "error": None,
+        "checkpoint": None, "lost": {}, "error": None,
     }  # fmt: skip
     record.step, record.loss = 12, 3.25
     record.ended("done")
@@ -140,3 +141,93 @@ def test_only_one_rank_writes_the_files_of_the_job(files: RunFiles) -> None:
     journal.breakdown({"version": 1})
     journal.close()
     assert [path.name for path in files.root.iterdir()] == [files.ranks.name]
+
+
+def test_a_file_that_cannot_be_written_costs_lines_and_never_the_run(
+    files: RunFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.metrics.mkdir()  # whoever is root may write anything else
+    journal = Journal(files, writes=True)
+    for step in (1, 2, 3):
+        journal.step(_metrics(step))
+    journal.validation(3, 2.0)
+    files.metrics.rmdir()
+    journal.step(_metrics(4))
+    journal.close()
+    assert journal.lost == {"metrics.jsonl": 3}
+    assert _read(files.metrics)["step"] == 4
+    assert _read(files.validation)["step"] == 3
+    down, again = [json.loads(line) for line in files.events.read_text(encoding="utf-8").splitlines()]
+    assert (down["event"], down["level"]) == ("writer", "warning")
+    assert "metrics.jsonl cannot be written" in down["detail"]
+    assert "3 of its lines are lost" in again["detail"]
+    assert len(caplog.records) == 2, "said once, not for every line"
+
+
+def test_events_that_cannot_be_written_are_counted_too(files: RunFiles) -> None:
+    files.events.mkdir()
+    journal = Journal(files, writes=True)
+    journal.stage("train")
+    journal.event("checkpoint", detail="x", level="info")
+    assert journal.lost == {"events.jsonl": 2}
+
+
+def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> None:
+    files.breakdown.mkdir()
+    (files.breakdown / "x").touch()
+    Journal(files, writes=True).breakdown({"version": 1})
+    assert "breakdown.json cannot be written" in str(_read(files.events)["detail"])
+
+
+def test_tensorboard_that_cannot_begin_is_told_once(files: RunFiles) -> None:
+    (files.root / "tensorboard").touch()
+    journal = Journal(files, writes=True, tensorboard=True)
+    journal.step(_metrics(1))
+    journal.validation(1, 2.0)
+    journal.close()
+    assert "TensorBoard" in str(_read(files.events)["detail"])
+    assert _read(files.metrics)["step"] == 1
+
+
+def test_the_end_of_a_rank_is_written_over_its_beginning_when_the_disk_is_full(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RankRecord(files, 0)
+    record.running()
+    monkeypatch.setattr("canzona_cli.launch.files.write_json_atomic", _full)
+    monkeypatch.setattr("canzona_cli.training.records.write_json_atomic", _full)
+    record.step, record.lost = 12, {"metrics.jsonl": 3}
+    assert record.ended("preempted") == ExitCode.OK, "the file tells it"
+    written = _read(files.rank(0))
+    assert (written["status"], written["exit_code"], written["step"]) == ("preempted", 75, 12)
+    assert written["lost"] == {"metrics.jsonl": 3}
+    record.failed(ValueError("x" * 100))
+    assert _read(files.rank(0))["status"] == "failed"
+    record.ended("done")
+    assert _read(files.rank(0))["status"] == "done", "shorter than what was there"
+
+    files.rank(0).unlink()
+    assert record.ended("preempted") == ExitCode.PREEMPTED, "nothing else can tell it"
+    with pytest.raises(EnvironmentProblem, match="rank 0 cannot write"):
+        record.running()
+
+
+def _full(path: Path, value: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_what_a_rank_says_of_its_failure_holds_no_secret(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", "qwertyuiop")
+    record = RankRecord(files, 0)
+    for error in (
+        ValueError("cannot log in with qwertyuiop at https://me:hunter2@host"),
+        ConfigError(Problem(key="x.api_key", value="hunter2", reason="qwertyuiop is wrong", fix="api_key=hunter2")),
+    ):
+        try:
+            raise error
+        except (ValueError, ConfigError) as raised:
+            record.failed(raised)
+        text = files.rank(0).read_text(encoding="utf-8")
+        assert "qwertyuiop" not in text
+        assert "hunter2" not in text
+        assert "***" in text
