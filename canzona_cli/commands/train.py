@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.launch.outcome import Outcome
+    from canzona_cli.launch.resume import Resumption
     from canzona_cli.launch.run_dir import RunDirectory
     from canzona_cli.planner.obtain import Obtained
 
@@ -129,6 +130,7 @@ def _launch(
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.files import RunFiles, read_json
     from canzona_cli.launch.machines import Machines
+    from canzona_cli.launch.resume import resumption
     from canzona_cli.launch.run_dir import RunDirectory, check_free
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
@@ -138,7 +140,8 @@ def _launch(
     preflight.check_machine(config, layout)
     preflight.check_nodes(config)
     if node_rank == 0:
-        check_free(config)
+        check_free(config, goes_on=True)
+        resumption(config, layout)
     else:  # machine 0 shows the run; what it and this one print often lands in one file
         console.quiet = True
     view = make_view(config, layout, console)
@@ -152,7 +155,8 @@ def _launch(
     try:
         corpus = ensure_corpus(config, progress)
         if node_rank == 0:
-            run = RunDirectory.create(config)
+            run = RunDirectory.create(config, goes_on=True)
+            _say_resumption(run, run.go_on(config, layout), errors)
             machines = Machines(run.files, nodes=torchrun.node_count(config))
         else:
             run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
@@ -180,7 +184,7 @@ def _launch(
                 predicted=planned_step(config, layout, None if plan is None else plan.plan),
             )
             machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
-        view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan)
+        view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan, earlier=run.earlier)
         outcome = supervise(
             run.files,
             command,
@@ -193,6 +197,16 @@ def _launch(
             say=console.print if console.is_terminal else errors.print,
         )
     return outcome, run
+
+
+def _say_resumption(run: "RunDirectory", found: "Resumption | None", errors: "Console") -> None:
+    """What a run that goes on does otherwise, before anything starts."""
+    for note in run.notes:
+        errors.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
+    for warning in () if found is None else found.warnings:
+        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if found is not None and found.spread:
+        errors.print(f"note: spread otherwise: {found.spread}", style="dim", markup=False, soft_wrap=True)
 
 
 def _conclude(

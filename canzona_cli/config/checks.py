@@ -65,6 +65,9 @@ _AT_LEAST_ONE = (
     "optimizer.max_preconditioner_dim",
     "parallel.bucket_elements",
     "data.tokenizer_vocab_size",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "checkpoint.keep_every",
 )
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.shampoo_beta")
 
@@ -136,7 +139,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def _ranges(config: RunConfig) -> Iterator[Problem]:
-    values = _flat(config)
+    values = flat(config)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key=key, value=value, reason="is not a finite number", fix=f"give {key} a finite value")
@@ -425,12 +428,13 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _flat(config: RunConfig) -> dict[str, object]:
-    flat: dict[str, object] = {}
+def flat(config: RunConfig) -> dict[str, object]:
+    """Every setting of a run by its dotted name."""
+    found: dict[str, object] = {}
     for name, value in asdict(config).items():
         if isinstance(value, dict):
-            flat |= {f"{name}.{own}": inner for own, inner in value.items()}
+            found |= {f"{name}.{own}": inner for own, inner in value.items()}
         else:
-            flat[name] = value
-    assert flat.keys() <= settings().keys()
-    return flat
+            found[name] = value
+    assert found.keys() <= settings().keys()
+    return found

@@ -14,6 +14,7 @@ import time
 _PR_SET_PDEATHSIG = 1
 AGENT_VARIABLE = "CANZONA_AGENT_PID"
 LAUNCHER_VARIABLE = "CANZONA_LAUNCHER_PID"
+_FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
 def die_with_parent() -> None:
@@ -52,6 +53,13 @@ def _watch(agent: int, launcher: int) -> None:
 
 
 def _become(launcher: int, command: list[str]) -> None:
+    # A batch system signals every process of a job. torchrun would answer by killing its workers in the middle of a
+    # step, or die; what to do is for the launcher and the workers to say. Programs keep ignoring what they were started
+    # with, unless they ask otherwise, which torchrun does with every signal but the one it is told here.
+    for number in _FOR_THE_LAUNCHER:
+        signal.signal(number, signal.SIG_IGN)
+    if command[1:3] == ["-m", "torch.distributed.run"]:
+        command = [*command[:3], "--signals-to-handle", "SIGQUIT", *command[3:]]
     if sys.platform == "linux":
         _ask_kernel(launcher)
     environment = os.environ | {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher)}

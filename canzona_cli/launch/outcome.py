@@ -12,6 +12,7 @@ from pathlib import Path
 
 from canzona_cli.errors import (
     CanzonaError,
+    CheckpointInvalid,
     ConfigError,
     DoesNotFit,
     EnvironmentProblem,
@@ -46,6 +47,8 @@ class RankResult:
     exit_code: int | None = None
     step: int | None = None
     loss: float | None = None
+    checkpoint: str | None = None
+    """What it was saved as at its end."""
     time: float = 0.0
     error_type: str = ""
     error_message: str = ""
@@ -84,7 +87,7 @@ class Outcome:
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
-        kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, Hang)
+        kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
         if self.problems:
             return kind(*self.problems)
@@ -129,13 +132,17 @@ def judge(
     untold = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", untold) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
+    saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
+    if all(r.status == "preempted" for r in results):
+        return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
     deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
     failed = sorted((r for r in results if r.status == "failed"), key=lambda r: r.time)
     own = [r for r in failed if not r.lost_a_neighbour]
     # A rank that got SIGTERM was told to go by torchrun, after another one had failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
     if stopping and not own and not killed:
-        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="stopped after a whole step")
+        message = f"stopped after a whole step{saved}"
+        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
     first = next(iter([*own, *killed, *failed]), None)
     if first is None and any(r.status == "interrupted" for r in results):
         return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="the workers were told to stop")
@@ -265,6 +272,7 @@ def _read_rank(path: Path, rank: int) -> RankResult:
         exit_code=_whole(record.get("exit_code")),
         step=_whole(record.get("step")),
         loss=_number(record.get("loss")),
+        checkpoint=str(record["checkpoint"]) if record.get("checkpoint") else None,
         time=_number(record.get("time")) or 0.0,
         error_type=str(error.get("type") or "Error"),
         error_message=str(error.get("message") or "").strip(),

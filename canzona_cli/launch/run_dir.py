@@ -1,6 +1,8 @@
 """The run directory: claimed by exactly one launch, and filled with all it takes to repeat the run."""
 
 import dataclasses
+import errno
+import fcntl
 import os
 import platform
 import socket
@@ -9,14 +11,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import IO
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.place import unsafe_place
+from canzona_cli.launch.resume import Resumption, holds_run, read_lines, resumption, set_out
 from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.report.view import Earlier
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
 
@@ -28,34 +36,44 @@ _RECORDED_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
 )
 """The only environment variables that are written down: others may be secrets."""
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system says that has no locks."""
 
 
 class RunDirectory:
-    """A directory this launch has claimed. Make one with `create`, or `join` on the further machines of a run."""
+    """A directory this launch has claimed, for as long as this object lives. Make one with `create`."""
 
-    def __init__(self, files: RunFiles) -> None:
+    def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
+        self.earlier: Earlier | None = None
+        """What the run did before; None for one that starts at its first step."""
+        self.notes: tuple[str, ...] = ()
+        """What became of the files that were in the directory, a line each."""
+        self._lock, self._used = lock, used
 
     @property
     def path(self) -> Path:
         return self.files.root
 
     @classmethod
-    def create(cls, config: RunConfig) -> "RunDirectory":
+    def create(cls, config: RunConfig, *, goes_on: bool = False) -> "RunDirectory":
         """Claim `run.dir`, or a new directory under `run.root` when it is null.
 
+        Args:
+            goes_on: a directory that holds a run is taken too; call `go_on` next.
+
         Raises:
-            ConfigError: the directory already holds a run, or another launch claims it at this moment.
+            ConfigError: the directory already holds a run, or another launch is in it at this moment.
             EnvironmentProblem: it cannot be created or written.
         """
         if config.run.dir is not None:
-            return cls(_claim(Path(config.run.dir).absolute(), config))
+            return _claim(Path(config.run.dir).absolute(), config, goes_on=goes_on)
         stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         root = Path(config.run.root).absolute()
         for number in range(1, 1000):
             path = root / (stem if number == 1 else f"{stem}-{number}")
             try:
-                return cls(_claim(path, config, must_be_new=True))
+                return _claim(path, config, must_be_new=True)
             except FileExistsError:  # another launch of this very second
                 continue
         raise EnvironmentProblem(Problem(key="run.root", value=str(root), reason="a thousand runs start here at once"))
@@ -84,6 +102,37 @@ class RunDirectory:
         if files.result.exists():
             raise _already_used(files.root, config)
         return cls(files)
+
+    def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
+        """Choose what to go on from, put away what earlier launches left, and tell the workers.
+
+        Returns:
+            None where the run starts at its first step.
+
+        Raises:
+            ConfigError: as `canzona_cli.launch.resume.resumption`.
+            CheckpointInvalid: likewise.
+            EnvironmentProblem: files cannot be moved or written.
+        """
+        inside = replace(config, run=replace(config.run, dir=str(self.path)))
+        found = resumption(inside, layout)
+        try:
+            if self._used:
+                self.notes = tuple(set_aside(self.files, found if found is not None and found.own else None))
+            self.files.ranks.mkdir(mode=0o755, exist_ok=True)
+            self.files.logs.mkdir(mode=0o755, exist_ok=True)
+            if found is not None:
+                write_json_atomic(self.files.resume, set_out(self.files, found, config))
+        except OSError as error:
+            raise _not_writable(self.path, config, error.strerror or str(error)) from None
+        if found is not None:
+            self.earlier = Earlier(
+                step=found.step,
+                origin=found.origin,
+                metrics=read_lines(self.files.metrics),
+                validations=read_lines(self.files.validation),
+            )
+        return found
 
     @contextmanager
     def never_without_result(self) -> Iterator[None]:
@@ -144,10 +193,10 @@ class RunDirectory:
             ) from None
 
 
-def check_free(config: RunConfig) -> None:
+def check_free(config: RunConfig, *, goes_on: bool = False) -> None:
     """Say before any long preparation that `run.dir` is taken or cannot be written. `create` has the last word."""
     path = Path(config.run.dir or config.run.root).absolute()
-    if config.run.dir is not None and _holds_run(RunFiles(path)):
+    if config.run.dir is not None and not goes_on and holds_run(RunFiles(path)):
         raise _already_used(path, config)
     existing = path
     while not existing.exists() and existing != existing.parent:
@@ -179,36 +228,64 @@ def describe_environment() -> dict[str, object]:
     }
 
 
-def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False) -> RunFiles:
+def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on: bool = False) -> RunDirectory:
     files = RunFiles(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.mkdir()
+            path.mkdir(mode=0o755)
         except FileExistsError:
             if must_be_new or not path.is_dir():
                 raise
-        if _holds_run(files):
+        if (why := unsafe_place(path)) is not None:
+            raise _not_writable(path, config, why)
+        used = holds_run(files)
+        if used and not goes_on:
             raise _already_used(path, config)
-        handle = os.open(files.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)  # of two launches, one gets it
-        with os.fdopen(handle, "w", encoding="utf-8") as claim:
-            claim.write(f"{socket.gethostname()} {os.getpid()}\n")
-        files.ranks.mkdir()
-        files.logs.mkdir()
+        lock = _lock(files, config)
+        if not used:
+            files.ranks.mkdir(mode=0o755, exist_ok=True)
+            files.logs.mkdir(mode=0o755, exist_ok=True)
+        return RunDirectory(files, lock=lock, used=used)
     except FileExistsError as error:
         if must_be_new and path.is_dir():
             raise
-        if files.claim.exists():
-            raise _already_used(path, config) from None
         raise _not_writable(path, config, f"{error.filename or path} is in the way") from None
     except OSError as error:
         raise _not_writable(path, config, error.strerror or str(error)) from None
-    return files
 
 
-def _holds_run(files: RunFiles) -> bool:
-    """Whether anything of a run lies here; foreign files, say a batch system's log, do no harm."""
-    return any(p.exists() for p in (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs))
+def _lock(files: RunFiles, config: RunConfig) -> IO[str]:
+    """Hold the directory until this process ends, however it ends: of two launches, one gets it.
+
+    Raises:
+        ConfigError: names the process that has it.
+    """
+    # No link is followed: the file is written to.
+    handle = os.open(files.claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    lock = os.fdopen(handle, "r+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        host, _, pid = lock.read(200).strip().partition(" ")
+        lock.close()
+        raise ConfigError(
+            Problem(
+                key="run.dir",
+                value=str(config.run.dir or files.root),
+                reason=f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it",
+                fix="wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run",
+            )
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            lock.close()
+            raise
+        # A file system without locks (Lustre is often mounted so): nothing is known of a second launch.
+    lock.truncate(0)
+    lock.write(f"{socket.gethostname()} {os.getpid()}\n")
+    lock.flush()
+    return lock
 
 
 def _already_used(path: Path, config: RunConfig) -> ConfigError:

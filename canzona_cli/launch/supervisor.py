@@ -1,53 +1,41 @@
 """Starts torchrun, watches it, passes the user's wish to stop on to the workers, and leaves nothing behind.
 
-- First Ctrl-C, SIGTERM or SIGHUP: the file `stop` appears in the run directory, and the workers end after the step
-  they are in. Nothing is signalled: torchrun answers a signal by killing its workers, in the middle of a collective.
-- Second one, no end within the grace period, or the first one before training has begun, when there is nothing to
-  lose: the whole process tree is killed by process id.
+- Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end after the
+  step they are in, and save. torchrun is not signalled, and ignores what a batch system sends to everything.
+- Ctrl-C again, or neither an end nor a save that goes on within the grace period, or asked before training has begun,
+  when there is nothing to lose: the whole process tree is killed by process id. A save is let finish: only a third
+  Ctrl-C ends it.
 - The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.launch.orphan`).
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from canzona_cli.errors import ExitCode
 from canzona_cli.launch import orphan
-from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.launch.files import RunFiles, try_append_json_line, write_json_atomic
 from canzona_cli.launch.hang import HangReport, watched
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
+from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.report.view import TrainView
 
 STOP_GRACE_S = 60.0
 """Seconds the workers get to finish their step before they are killed."""
 _POLL_S = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass
-class _Requests:
-    """How often the user asked to stop, and when first (monotonic seconds)."""
-
-    count: int = 0
-    first: float = 0.0
-
-    def add(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 1:
-            self.first = time.monotonic()
+_IN_A_HURRY = 2
+"""How often a person has to ask to have everything ended at once; once more where a checkpoint is being written."""
 
 
 def supervise(
@@ -94,7 +82,7 @@ def supervise(
     finally:
         outcome = _with_numbers(outcome, monitor, files, ranks)
         if node_rank == 0:
-            write_json_atomic(files.result, outcome.as_json())
+            _keep(files, outcome, say)
     return outcome
 
 
@@ -110,16 +98,16 @@ def _run(
     hang_timeout_s: float | None,
     say: Callable[[str], None],
 ) -> Outcome:
-    requests = _Requests()
+    requests, saves = Requests(), SaveWatch(files)
     forced = announced = False
     hang: HangReport | None = None
 
     def tell(stage: str, detail: str, *, aloud: bool = True) -> None:
-        append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": stage, "detail": detail})
+        try_append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": stage, "detail": detail})
         if aloud:
             say(detail)
 
-    with _handled(requests.add), watched(ranks, timeout_s=hang_timeout_s) as watch:
+    with handled(requests.add), watched(ranks, timeout_s=hang_timeout_s) as watch:
         if node_rank == 0:
             tell("start workers", f"{len(ranks)} ranks", aloud=False)
         with files.agent_log(node_rank).open("ab") as log:
@@ -136,20 +124,21 @@ def _run(
                 monitor.poll()
                 hang = None if watch is None else watch.look()
                 if watch is not None and hang is not None:
-                    append_json_line(files.events, hang.event())
+                    try_append_json_line(files.events, hang.event())
                     watch.write_stacks()
                     break
-                if requests.count and not announced:
+                if requests.reason is not None and not announced:
                     announced = True
-                    files.request_stop()
+                    files.request_stop(requests.reason)
                     monitor.poll()  # what was written since the last look may be the first step
                     if not monitor.training:
                         forced = True
                         tell("stop", "stopping: training has not begun")
                         break
                     tell("stop", f"stopping after this step, {grace_s:.0f} s at most (Ctrl-C again: at once)")
-                late = announced and time.monotonic() - requests.first > grace_s
-                if requests.count > 1 or late:
+                saving = announced and saves.look()
+                late = announced and time.monotonic() - max(requests.first, saves.moved) > grace_s
+                if requests.interrupts >= _IN_A_HURRY + saving or late:
                     forced = True
                     tell("stop", f"no end after {grace_s:.0f} s: stopping the workers at once" if late else "at once")
                     break
@@ -161,29 +150,25 @@ def _run(
             _kill_ranks(files, ranks)
         monitor.poll()
     outcome = (
-        judge(
-            files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=requests.count > 0, forced=forced
-        )
+        judge(files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=announced, forced=forced)
         if hang is None
         else hung(files, hang, ranks, node_rank=node_rank)
     )
+    if forced and not monitor.training:  # the curve of an earlier launch may lie there
+        outcome = replace(outcome, message="stopped before training began")
+    if outcome.status == "interrupted" and requests.reason == "preempted":
+        outcome = _unsaved(outcome, sound_checkpoint(files, thorough=node_rank == 0))
     if node_rank == 0:
-        append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})
+        try_append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})
     return outcome
 
 
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Route the stop signals to `handler`. One that is ignored stays ignored: that is how nohup and `&` ask for it."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, previous in before.items():
-        if previous is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+def _unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
+    """A preempted run that could not be saved: whoever starts it again finds an older checkpoint, or none."""
+    if checkpoint is None:
+        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to go on from")
+    message = f"{outcome.message}; the checkpoint to go on from is {checkpoint}, and whole"
+    return replace(outcome, status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
 
 
 def _kill_tree(agent: subprocess.Popen[bytes]) -> None:
@@ -215,6 +200,14 @@ def _kill_ranks(files: RunFiles, ranks: range) -> None:
 def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
         process.kill()
+
+
+def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:
+    """Write result.json; where there is no room for it, the exit code and these words are all there is."""
+    try:
+        write_json_atomic(files.result, outcome.as_json())
+    except OSError as error:
+        say(f"{files.result} cannot be written ({error.strerror}): {outcome.status}, exit code {outcome.exit_code}")
 
 
 def _close(view: TrainView, outcome: Outcome) -> None:

@@ -1,0 +1,196 @@
+"""What a launch goes on from: decided and checked before anything is moved, written or started. Imports no torch.
+
+The content of big files is not read here: the workers hash them together, once, before they open any.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.checkpoint.names import step_name, step_of
+from canzona_cli.checkpoint.store import CheckpointStore, resolve
+from canzona_cli.checkpoint.verify import read_manifest, verify_file
+from canzona_cli.config.changes import changes
+from canzona_cli.config.compose import load_resolved
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.launch.files import RunFiles, read_json
+
+_KEY = "checkpoint.resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint to go on from."""
+
+    checkpoint: Path
+    progress: Progress
+    created: float
+    """When it was made, seconds since 1970."""
+    own: bool
+    """Whether it is one of this run directory; else a new run begins from another one's."""
+    warnings: tuple[str, ...] = ()
+    """What bends the curve from here on."""
+    spread: str = ""
+    """How the work is shared out otherwise than before; empty where it is not."""
+
+    @property
+    def origin(self) -> str:
+        """For people: where the checkpoint is."""
+        return self.checkpoint.name if self.own else str(self.checkpoint)
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+
+def holds_run(files: RunFiles) -> bool:
+    """Whether anything of a run lies here; foreign files, say a batch system's log, do no harm."""
+    known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
+    return any(path.exists() for path in known)
+
+
+def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
+    """What a resolved run goes on from; None where it starts at its first step.
+
+    Raises:
+        ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
+            every reason at once.
+        CheckpointInvalid: the checkpoint is damaged, as far as its manifest and the sizes of its files show.
+    """
+    files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
+    used = files is not None and holds_run(files)
+    asked = config.checkpoint.resume
+    if files is None and step_of(asked) is not None:
+        raise ConfigError(
+            Problem(key=_KEY, value=asked, reason="is a checkpoint of which run?", fix="add run.dir=DIR of that run")
+        )
+    if files is not None and used:
+        _refuse_finished(files, config)
+        asked = _asked_again(files, asked)
+    checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
+    checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
+    if checkpoint is None:
+        return None
+    own = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
+    if used and not own and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
+        raise ConfigError(
+            Problem(
+                key=_KEY,
+                value=asked,
+                reason=f"is another run's, and {files.root} has checkpoints of its own",
+                fix="run.dir=DIR of a new run, or checkpoint.resume=auto to go on with this one",
+            )
+        )
+    return _checked(config, layout, checkpoint, own=own)
+
+
+def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> dict[str, object]:
+    """What the workers are told, as `resume.json` has it; call it when what later steps left has been cut away."""
+    interval = config.train.eval_interval
+    due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
+    done = any(line.get("step") == found.step for line in read_lines(files.validation))
+    return {
+        "checkpoint": str(found.checkpoint),
+        "step": found.step,
+        "validate": due and not done,
+        "asked": config.checkpoint.resume,
+    }
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """The objects of a .jsonl file; nothing where there is none."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _asked_again(files: RunFiles, asked: str) -> str:
+    """`auto` where the launch before this one was asked the same and has saved since: a batch system starts a preempted
+    job with the command it had, which must not throw away what the job did."""
+    before = read_json(files.resume) or {}
+    began, newest = before.get("step"), CheckpointStore(files.checkpoints).latest()
+    restarted = step_of(asked) is None or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    if before.get("asked") == asked and restarted and newest is not None and isinstance(began, int):
+        return "auto" if newest.step > began else asked
+    return asked
+
+
+def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
+    result = read_json(files.result) or {}
+    step = result.get("step")
+    if result.get("status") != "done" or not isinstance(step, int) or config.train.steps > step:
+        return
+    if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
+        return
+    number = 2
+    while (other := files.root.with_name(f"{files.root.name}-{number}")).exists():
+        number += 1
+    raise ConfigError(
+        Problem(
+            key="run.dir",
+            value=str(config.run.dir),
+            reason=f"the run in it has finished, {step:,} steps",
+            fix=f"train.steps={2 * step} goes on with it; run.dir={other} starts another, and so does leaving run.dir "
+            "out",
+        )
+    )
+
+
+def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
+    manifest = read_manifest(checkpoint)
+    inputs = ("config.yaml", "layout.json")
+    damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
+    found = [problem for problem in damaged if problem is not None]
+    found += [
+        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest has no such file")
+        for name in inputs
+        if name not in manifest.files
+    ]
+    if found:
+        raise CheckpointInvalid(*found)
+    progress = manifest.progress
+    between = changes(
+        load_resolved(checkpoint / "config.yaml"),
+        config,
+        old_layout=Layout(**json.loads((checkpoint / "layout.json").read_text(encoding="utf-8"))),
+        new_layout=layout,
+        step=progress.step,
+    )
+    problems = [*between.problems]
+    if progress.step > config.train.steps or (progress.step == config.train.steps and not own):
+        reason = f"the checkpoint is of step {progress.step:,}, and the run ends at step {config.train.steps:,}"
+        fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
+        problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
+    if progress.samples % layout.global_batch_size:
+        problems.append(
+            Problem(
+                key="train.global_batch_size",
+                value=layout.global_batch_size,
+                reason=f"the checkpoint stands at sample {progress.samples:,}, which is inside a batch of that size",
+                fix="use the batch size it was saved with, or one that divides that number",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return Resumption(
+        # Where it lies once what killed saves left has been cleared away.
+        checkpoint=checkpoint.with_name(step_name(progress.step)) if own else checkpoint,
+        progress=progress,
+        created=manifest.created,
+        own=own,
+        warnings=between.warnings,
+        spread=between.spread,
+    )

@@ -1,0 +1,107 @@
+"""Wishes to stop a run: which signals mean what, and whether a save is still under way.
+
+SIGTERM, SIGUSR1 and SIGUSR2 are how a batch system announces that it will take the machine away: the run is preempted,
+and whoever started it will start it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is interrupted. Both
+save it.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.names import hidden_name
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.verify import verify
+from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.launch.files import RunFiles, StopReason
+
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_INTERRUPTING = (signal.SIGINT, signal.SIGHUP)
+
+
+class Preempted(KeyboardInterrupt):
+    """A signal of a batch system came while nothing was running yet that could be asked to stop."""
+
+
+@dataclass
+class Requests:
+    """What a launcher has been asked by signals."""
+
+    reason: StopReason | None = None
+    """Why the run shall stop, by the first signal; None while nobody asked."""
+    first: float = 0.0
+    """When that came, seconds of the monotonic clock."""
+    interrupts: int = 0
+    """How often a person asked. Batch systems repeat themselves; a person who does is in a hurry."""
+
+    def add(self, number: int, _frame: FrameType | None) -> None:
+        if self.reason is None:
+            self.reason = "preempted" if number in _PREEMPTING else "interrupted"
+            self.first = time.monotonic()
+        self.interrupts += number in _INTERRUPTING
+
+
+class SaveWatch:
+    """Whether the workers are writing a checkpoint, and when they last got on with it."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._root = files.checkpoints
+        self._seen: dict[str, int] = {}
+        self.moved = 0.0
+        """When it last went on, seconds of the monotonic clock; 0 for never."""
+
+    def look(self) -> bool:
+        """Whether there is an unfinished checkpoint now."""
+        try:
+            names = [path.name for path in self._root.iterdir()]
+        except OSError:
+            return False
+        partial = [name for name in names if (hidden := hidden_name(name)) and hidden[1] == "partial"]
+        seen = {name: bytes_written(self._root / name) for name in partial}
+        if seen != self._seen:
+            self._seen, self.moved = seen, time.monotonic()
+        return bool(seen)
+
+
+def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
+    """The name of the checkpoint that a new start in this directory would go on from; None when it could not.
+
+    Args:
+        thorough: hash all of it; else only its manifest and the sizes of its files are looked at.
+    """
+    newest = CheckpointStore(files.checkpoints).latest()
+    if newest is None or not newest.sound:
+        return None
+    try:
+        return newest.name if not thorough or not verify(newest.path)[1] else None
+    except CheckpointInvalid:
+        return None
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Route all these signals to `handler`. One that is ignored stays ignored: nohup and `&` ask for it that way."""
+    before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
+    for number, previous in before.items():
+        if previous is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Within, a signal that asks to stop raises `Preempted`, or KeyboardInterrupt where a person sent it."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Preempted if number in _PREEMPTING else KeyboardInterrupt
+
+    with handled(stop):
+        yield
