@@ -4,29 +4,44 @@ In a synchronous job all steps take equally long on all ranks, so step times sho
 time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same work on every rank of
 a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in being last.
 
-A rank is called a straggler when, over `WINDOW` steps, it was `STEP_RATIO` times slower than the median of its peers in
-`SHARE` of the steps, needed `RATIO` times their time in all, and that cost the job `COST` of its time. Noise does not
-do that: on busy cores any one step of any rank may be that slow, but a rank that is unlucky in half of its steps is so
-in 15 of 20 with a probability of 2%, and then mostly by less than `RATIO`.
+A rank is called a straggler when, over `WINDOW` steps, it was `Limits.step` times slower than the median of its peers
+in `SHARE` of the steps, needed `Limits.window` times their time in all, and that cost the job `COST` of its time.
+Measured on four healthy gloo ranks that shared two cores with other jobs: at most a fifth of a rank's steps were 1.5
+times slower than its peers', and no window of 20 steps was by more than 1.5.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
+from canzona_cli.config.schema import Device
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.records import Journal
 
 WINDOW: Final = 20
 """Steps between two comparisons, and in one."""
-STEP_RATIO: Final = 1.25
 SHARE: Final = 0.75
-RATIO: Final = 1.5
 COST: Final = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much slower than its peers a rank may be."""
+
+    step: float
+    """In single steps."""
+    window: float
+    """In all steps together."""
+
+
+LIMITS: Final[Mapping[Device, Limits]] = {
+    "cpu": Limits(step=1.5, window=1.75),  # ranks that share cores get in each other's way
+    "cuda": Limits(step=1.25, window=1.3),  # each has a device of its own
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +68,7 @@ class StragglerWatch:
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
         self._world, self._timer, self._journal = world, timer, journal
+        self._limits = LIMITS["cuda" if world.device.type == "cuda" else "cpu"]
         self._own: list[float] = []
         self._step_s = 0.0
         self._first = True
@@ -77,7 +93,8 @@ class StragglerWatch:
         everyone = [torch.empty_like(mine) for _ in range(self._world.world_size)]
         torch.distributed.all_gather(everyone, mine)
         rows = [row.tolist() for row in everyone]
-        found = list(stragglers([row[:-1] for row in rows], [int(row[-1]) for row in rows], step_s=step_s))
+        own, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
+        found = list(stragglers(own, stages, step_s=step_s, limits=self._limits))
         for one in found:
             if one.rank not in self._known:  # said once, and again only after it had recovered
                 facts = vars(one)
@@ -85,7 +102,9 @@ class StragglerWatch:
         self._known = frozenset(one.rank for one in found)
 
 
-def stragglers(own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float) -> Iterator[Straggler]:
+def stragglers(
+    own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limits: Limits
+) -> Iterator[Straggler]:
     """The slow ranks of one window.
 
     Args:
@@ -98,7 +117,7 @@ def stragglers(own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s:
         if not peers:
             continue
         usual = [statistics.median(step) for step in zip(*peers, strict=True)]
-        slow = sum(mine > STEP_RATIO * theirs for mine, theirs in zip(times, usual, strict=True))
+        slow = sum(mine > limits.step * theirs for mine, theirs in zip(times, usual, strict=True))
         own_s, peers_s = statistics.mean(times), statistics.mean(usual)
-        if slow >= SHARE * len(times) and own_s > RATIO * peers_s and own_s - peers_s > COST * step_s:
+        if slow >= SHARE * len(times) and own_s > limits.window * peers_s and own_s - peers_s > COST * step_s:
             yield Straggler(rank=rank, own_s=own_s, peers_s=peers_s, step_s=step_s)

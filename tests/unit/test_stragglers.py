@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from canzona_cli.training.stragglers import WINDOW, Straggler, stragglers
+from canzona_cli.config.schema import Device
+from canzona_cli.training.stragglers import LIMITS, WINDOW, Straggler, stragglers
 
 
 def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, spread: float = 0.5) -> list[list[float]]:
@@ -16,8 +17,10 @@ def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, sp
     ]
 
 
-def found(own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5) -> list[Straggler]:
-    return list(stragglers(own, stages or [0] * len(own), step_s=step_s))
+def found(
+    own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5, device: Device = "cpu"
+) -> list[Straggler]:
+    return list(stragglers(own, stages or [0] * len(own), step_s=step_s, limits=LIMITS[device]))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -28,17 +31,24 @@ def test_noise_raises_no_alarm(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("factor", [2.0, 5.0])
+@pytest.mark.parametrize("factor", [2.5, 5.0])
 def test_a_slow_rank_is_named_in_spite_of_noise(ranks: int, factor: float) -> None:
     for seed in range(100):
         (slow,) = found(noisy(seed, ranks=ranks, slow={1: factor}))
         assert slow.rank == 1
-        assert slow.own_s > 1.5 * slow.peers_s
+        assert slow.own_s > 1.75 * slow.peers_s
+
+
+def test_devices_of_their_own_are_held_to_less() -> None:
+    slow = [noisy(seed, slow={1: 1.4}, spread=0.05) for seed in range(100)]
+    assert all([one.rank for one in found(own, device="cuda")] == [1] for own in slow)
+    assert not any(found(own, device="cpu") for own in slow)
+    assert not any(found(noisy(seed, spread=0.2), device="cuda") for seed in range(100))
 
 
 def test_ranks_that_are_slow_together_are_all_named() -> None:
     # A slow machine, or on GPUs the whole tensor-parallel group of a slow one.
-    assert [slow.rank for slow in found(noisy(0, ranks=8, slow={4: 2.0, 5: 2.0}))] == [4, 5]
+    assert [slow.rank for slow in found(noisy(0, ranks=8, slow={4: 3.0, 5: 3.0}))] == [4, 5]
 
 
 def test_stages_of_a_pipeline_have_different_work() -> None:
@@ -49,7 +59,7 @@ def test_stages_of_a_pipeline_have_different_work() -> None:
 
 
 def test_what_costs_the_job_nothing_is_not_worth_a_word() -> None:
-    assert not found(noisy(0, slow={1: 2.0}), step_s=10.0)
+    assert not found(noisy(0, slow={1: 3.0}), step_s=10.0)
 
 
 def test_one_long_pause_is_no_slow_rank() -> None:
