@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: setup demo test test-sweep test-faults gpu-check lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm gpu-check lint typecheck clean
 
 setup: $(STAMP)
 
@@ -19,11 +19,16 @@ demo: setup
 	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
 
 test: setup
-	$(BIN)/python -m pytest -m "not sweep"
+	$(BIN)/python -m pytest -m "not sweep and not slurm"
 
 # What faults do to real runs on gloo ranks; ends with a table of them. `make test` has these tests too.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults
+
+# Jobs on a real Slurm of two nodes, which the tests start and stop themselves. Wants to be root: slurmd does.
+test-slurm: setup
+	scripts/need-slurm
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 # The slow sweeps, which CI runs too.
 test-sweep: setup

@@ -1,5 +1,6 @@
 """The `canzona` command: parse, call, map errors to exit codes. Commands are imported only when they run."""
 
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ COMMANDS = {
     "plan": "Plan who updates which matrix; simulate the step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
     "bench": "Measure strategies side by side, beside the plan's prediction.",
+    "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",
     "data": "Turn text into training data.",
@@ -88,6 +90,7 @@ def main() -> None:
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
+    os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change
     try:
         with bash_words():
             app(prog_name="canzona", complete_var=COMPLETE_VARIABLE)

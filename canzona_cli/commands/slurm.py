@@ -1,0 +1,138 @@
+"""`canzona slurm`: a run as a Slurm job, printed or submitted."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from canzona_cli.config.completion import complete_override
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from canzona_cli.config.schema import RunConfig
+    from canzona_cli.launch.slurm_job import JobOptions, Submitted
+
+
+def slurm(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="recipe=qwen3-32b gpus=256 ..., as for `canzona train`.",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch instead of printing it.")] = False,
+    time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition to run in.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")] = None,
+    qos: Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines (cluster.nodes), where not as few as hold the GPUs.")
+    ] = None,
+    array: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Job array, say 0-3: a run of its own each.")
+    ] = None,
+    job_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The job's name; the recipe's by default.")
+    ] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of all of it.")
+    ] = None,
+    requeues: Annotated[int, typer.Option(metavar="N", help="Times a preempted job may go back to the queue.")] = 20,
+    signal_before: Annotated[
+        int, typer.Option(metavar="S", help="Seconds before its time limit at which the job saves and queues again.")
+    ] = 180,
+    needs: Annotated[
+        bool, typer.Option("--needs", help="Print the number of machines that the run needs, and nothing else.")
+    ] = False,
+    recipes_dir: Annotated[
+        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
+    ] = None,
+) -> None:
+    """Print a run's sbatch script, or submit it.
+
+    The script is scripts/train.sbatch filled in. A job that is preempted, or whose time is nearly up, saves a
+    checkpoint, queues again and goes on from there.
+    """
+    from rich.console import Console
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.launch import slurm_job, torchrun
+
+    arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
+    options = slurm_job.JobOptions(
+        job_name=job_name,
+        time=time,
+        partition=partition,
+        account=account,
+        qos=qos,
+        array=array,
+        cpus_per_task=cpus_per_task,
+        requeues=requeues,
+        signal_before=signal_before,
+    )
+    config, _ = resolve(_composed_with_options(arguments, options, recipes_dir or []))
+    if needs:
+        typer.echo(torchrun.node_count(config))
+        return
+    for folder in recipes_dir or []:
+        arguments += ["--recipes-dir", str(folder.absolute())]
+    if not submit:
+        typer.echo(slurm_job.render(config, options, arguments), nl=False)
+        return
+    name = job_name or config.name
+    kept = slurm_job.write_arguments(Path(config.run.root) / "slurm", name, arguments)
+    try:
+        job = slurm_job.submit(slurm_job.render(config, options, kept), name=name, array=array is not None)
+    except BaseException:
+        kept.unlink(missing_ok=True)
+        raise
+    _say(job, config, Console(highlight=False))
+
+
+def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
+    """The run, once it and the job's options are sound.
+
+    Raises:
+        ConfigError: the mistakes of both at once.
+    """
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.launch.slurm_job import check
+
+    problems: list[Problem] = []
+    try:
+        check(options)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        composed = compose_run(arguments, recipes_dirs=recipes_dirs)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from error
+    if problems:
+        raise ConfigError(*problems)
+    for warning in composed.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    return composed.config
+
+
+def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
+    from canzona_cli.launch.torchrun import node_count
+    from canzona_cli.report.text import plural
+
+    run_dir = config.run.dir or f"{config.run.root}/{config.name}-{job.log.stem.rpartition('-')[2]}"
+    lines = {
+        "job": f"{job.job_id}, {config.name} on {plural(node_count(config), 'machine')}",
+        "log": str(job.log),
+        "run": run_dir,
+        "watch": f"squeue --jobs={job.job_id}",
+        "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, goes on from it)",
+        "end": f"scancel {job.job_id}  (its checkpoints stay)",
+    }
+    for label, value in lines.items():
+        console.print(f"{label:<9}{value}", markup=False, soft_wrap=True)

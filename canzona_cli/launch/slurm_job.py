@@ -1,0 +1,231 @@
+"""The batch script of a run, filled in from `scripts/train.sbatch`, and submitting it.
+
+sbatch reads directives from comments, so a value with a newline in it could smuggle in one of its own: every value that
+goes into a directive matches a pattern first. Overrides never go into directives. They travel in a file that only their
+owner can read, because Slurm shows a job's arguments to everybody.
+"""
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.launch.torchrun import node_count, ranks_per_node
+
+TEMPLATE = "train.sbatch"
+_DIRECTIVE = "#SBATCH --"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,63}"
+_PATTERNS = {
+    "job_name": (_NAME, "letters, digits and any of _ . + @ -", "--job-name qwen3-8b"),
+    "time": (
+        r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}",
+        "minutes, H:MM:SS or D-HH:MM:SS",
+        "--time 12:00:00",
+    ),
+    "partition": (rf"{_NAME}(,{_NAME})*", "names of partitions, separated by commas", "--partition large"),
+    "account": (_NAME, "the name of an account", "--account physics"),
+    "qos": (_NAME, "the name of a quality of service", "--qos long"),
+    "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a user says of a job, as typed. None: as the template has it, or the cluster decides."""
+
+    job_name: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array: str | None = None
+    cpus_per_task: int | None = None
+    """Cores to ask for on each machine instead of having it alone."""
+    requeues: int = 20
+    """Times the job may go back to the queue; 0: never."""
+    signal_before: int = 180
+    """Seconds before the time limit at which it is told to save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job that Slurm has taken."""
+
+    job_id: str
+    log: Path
+    """Where it writes; of an array, with %a for the task."""
+
+
+def template_text() -> str:
+    """The sbatch script that came with canzona: inside the package in a wheel, beside it in an editable install."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_scripts", package.parent / "scripts"):
+        if (folder / TEMPLATE).is_file():
+            return (folder / TEMPLATE).read_text(encoding="utf-8")
+    raise EnvironmentProblem(
+        Problem(
+            key="scripts",
+            value=str(package / "_scripts" / TEMPLATE),
+            reason="this installation of canzona has no sbatch script",
+            fix="reinstall it: pip install --force-reinstall --no-deps canzona",
+        )
+    )
+
+
+def check(options: JobOptions) -> None:
+    """Refuse values that Slurm would not take, or would take for something else.
+
+    Raises:
+        ConfigError: every one of them at once.
+    """
+    problems = tuple(_problems(options))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Path) -> str:
+    """The batch script of a run.
+
+    Args:
+        config: Resolved.
+        options: Checked.
+        arguments: What `canzona train` is called with, or the file that holds it (`write_arguments`).
+
+    Raises:
+        ConfigError: the recipe's name cannot be a job's.
+    """
+    name = options.job_name or config.name
+    if options.job_name is None:
+        check(JobOptions(job_name=name))
+    directives: dict[str, str | None] = {
+        "job-name": name,
+        "nodes": str(node_count(config)),
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "array": options.array,
+        "signal": f"USR2@{options.signal_before}",
+        "output": "%x-%A_%a.out" if options.array else "%x-%j.out",
+    }
+    removed = {"requeue"} if options.requeues == 0 else set()
+    if options.requeues == 0:
+        directives["no-requeue"] = ""
+    if config.cluster.device == "cuda":
+        directives["gpus-per-node"] = str(ranks_per_node(config))
+    if options.cpus_per_task is not None:
+        directives["cpus-per-task"] = str(options.cpus_per_task)
+        removed |= {"exclusive", "mem"}
+    text = _with_directives(template_text(), directives, removed)
+    for line, replacement in (
+        ('overrides=("$@")', _overrides(arguments)),
+        ("canzona=${CANZONA:-canzona}", f"canzona={shlex.quote(_own_command())}"),
+        ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
+    ):
+        assert text.count(f"\n{line}\n") == 1, line
+        text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
+    return text
+
+
+def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
+    """Keep a job's arguments in a new file that only its owner can read; they are needed again at each requeue.
+
+    Raises:
+        EnvironmentProblem: it cannot be written.
+    """
+    path = folder.absolute() / f"{name}-{secrets.token_hex(6)}.arguments"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(b"".join(argument.encode() + b"\0" for argument in arguments))
+    except OSError as error:
+        reason = f"the job's arguments cannot be kept there: {error.strerror or error}"
+        problem = Problem(key="run.root", value=str(folder), reason=reason, fix="run.root=DIR, a shared directory")
+        raise EnvironmentProblem(problem) from None
+    return path
+
+
+def submit(script: str, *, name: str, array: bool) -> Submitted:
+    """Hand a rendered script to sbatch.
+
+    Raises:
+        EnvironmentProblem: there is no sbatch here, or Slurm refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise EnvironmentProblem(
+            Problem(
+                key="sbatch",
+                reason="is not installed here, or not in PATH",
+                fix="submit from a login node; without --submit the script is printed, to be taken there",
+            )
+        )
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentProblem(Problem(key="sbatch", reason="Slurm does not answer within two minutes")) from None
+    if done.returncode != 0:
+        said = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
+        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refuses the job: {'; '.join(said)}"))
+    job_id = done.stdout.strip().partition(";")[0]
+    return Submitted(job_id=job_id, log=Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out")
+
+
+def _problems(options: JobOptions) -> Iterator[Problem]:
+    for field, (pattern, form, example) in _PATTERNS.items():
+        value = getattr(options, field)
+        if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
+            flag = f"--{field.replace('_', '-')}"
+            yield Problem(key=flag, value=value, reason=f"is not {form}", fix=f"for example {example}")
+    numbers = {
+        "cpus_per_task": (1, 100_000),
+        "requeues": (0, 100_000),
+        "signal_before": (1, 65_535),  # Slurm's own limit
+    }
+    for field, (least, most) in numbers.items():
+        number = getattr(options, field)
+        if number is not None and not least <= number <= most:
+            flag = f"--{field.replace('_', '-')}"
+            yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
+
+
+def _with_directives(text: str, wanted: dict[str, str | None], removed: set[str]) -> str:
+    """The script with its `#SBATCH --NAME=VALUE` lines changed: in place where there is one, else after the last."""
+    lines = text.splitlines()
+    found = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
+    given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in found}
+    for name, value in wanted.items():
+        if value is not None:
+            given[name] = f"{_DIRECTIVE}{name}={value}" if value else f"{_DIRECTIVE}{name}"
+    block = [line for name, line in given.items() if name not in removed]
+    return "\n".join([*lines[: found[0]], *block, *lines[found[-1] + 1 :]]) + "\n"
+
+
+def _overrides(arguments: Sequence[str] | Path) -> str:
+    if isinstance(arguments, Path):
+        return f"mapfile -d '' -t overrides < {_quoted(str(arguments))} || exit"
+    return "\n".join(["overrides=(", *(f"    {_quoted(argument)}" for argument in arguments), ")"])
+
+
+def _quoted(word: str) -> str:
+    """A word for bash, always on one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = "".join(
+        c if c.isprintable() and c not in "\\'" else "".join(f"\\x{b:02x}" for b in c.encode()) for c in word
+    )
+    return f"$'{escaped}'"
+
+
+def _own_command() -> str:
+    """This very canzona, by its path: the job's PATH may hold another one or none."""
+    beside = Path(sys.executable).with_name("canzona")
+    return str(beside) if beside.is_file() else "canzona"

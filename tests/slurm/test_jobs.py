@@ -1,0 +1,101 @@
+"""Jobs on a real Slurm of two nodes: the bare script and `canzona slurm` are one job, which trains on both."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch.files import RunFiles, read_json
+from tests.slurm.cluster import Slurm
+
+pytestmark = pytest.mark.slurm
+
+REPOSITORY = Path(__file__).parents[2]
+CANZONA = Path(sys.executable).with_name("canzona")
+SMALL = (
+    *("recipe=qwen3-tiny", "gpus=2", "cluster.nodes=2", "parallel.tp=1", "parallel.pp=1", "train.seq_length=32"),
+    *("train.global_batch_size=2", "train.eval_interval=0", "checkpoint.every_minutes=null"),
+)
+SAME = (
+    *("Partition", "TimeLimit", "NumNodes", "NumCPUs", "NumTasks", "CPUs/Task", "NtasksPerN:B:S:C", "OverSubscribe"),
+    *("Requeue", "MinMemoryNode", "TRES", "WorkDir", "JobName"),
+)
+
+
+@pytest.fixture
+def environment(corpus_cache: Path) -> dict[str, str]:
+    return {"CANZONA": str(CANZONA), "CANZONA_CACHE": str(corpus_cache), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+def submit(slurm: Slurm, here: Path, environment: dict[str, str], *arguments: str) -> str:
+    """`canzona slurm --submit`; the job's number."""
+    done = slurm.command(str(CANZONA), "slurm", "--submit", "--time=5", *arguments, cwd=here, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n", 1)[0].removeprefix("job").strip().split(",")[0]
+
+
+def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_nodes(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    steps = ("train.steps=3", "checkpoint.at_end=false")
+    script = str(REPOSITORY / "scripts" / "train.sbatch")
+    bare = slurm.command(
+        *("sbatch", "--parsable", "--time=5", script, *SMALL, *steps), cwd=here, environment=environment
+    )
+    assert bare.returncode == 0, bare.stderr
+    first = slurm.wait_for(bare.stdout.strip())
+    forwarded = Path(first["StdOut"]).read_text()
+    assert "the run needs 2 machines, and job" in forwarded, forwarded
+    again = forwarded.rstrip().rpartition(" ")[2]
+    by_sbatch = slurm.wait_for(again, "COMPLETED")
+
+    rendered = submit(slurm, here, environment, "--job-name=canzona", *SMALL, *steps)
+    by_canzona = slurm.wait_for(rendered, "COMPLETED")
+
+    assert {key: by_sbatch[key] for key in SAME} == {key: by_canzona[key] for key in SAME}
+    assert by_canzona["NumNodes"] == "2"
+    for job, number in ((by_sbatch, again), (by_canzona, rendered)):
+        log = Path(job["StdOut"])
+        assert log == here / f"canzona-{number}.out"
+        assert f"from Slurm job {number}: the run directory, machine 1 of 2" in log.read_text()
+        files = RunFiles(here / "runs" / f"qwen3-tiny-{number}")
+        result = read_json(files.result)
+        assert result is not None
+        assert (result["status"], result["step"]) == ("done", 3)
+        assert {read_json(files.rank(rank)) is not None for rank in range(2)} == {True}
+        assert files.agent_log(1).exists(), "machine 1 had a launcher of its own"
+    metrics = [RunFiles(here / "runs" / f"qwen3-tiny-{n}").metrics.read_text() for n in (again, rendered)]
+    assert [text.count("\n") for text in metrics] == [3, 3]
+    shutil.rmtree(here / "runs")
+
+
+def test_a_mistake_ends_the_job_with_its_code_and_it_is_not_queued_again(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    script = str(REPOSITORY / "scripts" / "train.sbatch")
+    done = slurm.command("sbatch", "--parsable", script, *SMALL, "train.stepz=3", cwd=here, environment=environment)
+    job = slurm.wait_for(done.stdout.strip(), "FAILED")
+    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
+    assert "did you mean train.steps" in " ".join(Path(job["StdOut"]).read_text().split())
+
+
+def test_each_task_of_an_array_has_a_run_and_a_log_of_its_own(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    one = ("cluster.nodes=1", "gpus=1", "train.steps=1", "checkpoint.at_end=false")
+    alone = [argument for argument in SMALL if not argument.startswith(("gpus", "cluster.nodes"))]
+    job_id = submit(slurm, here, environment, "--array=3-4", *alone, *one)
+    for task in (3, 4):
+        slurm.wait_for(f"{job_id}_{task}", "COMPLETED")
+        assert (here / f"qwen3-tiny-{job_id}_{task}.out").exists()
+        assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}_{task}").result) or {})["status"] == "done"
+
+
+def test_what_slurm_refuses_is_said_and_leaves_nothing(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
+    done = slurm.command(
+        *(str(CANZONA), "slurm", "--submit", "--partition=nowhere", *SMALL), cwd=here, environment=environment
+    )
+    assert done.returncode == 3
+    assert "invalid partition specified: nowhere" in " ".join(done.stderr.split())
+    assert [path for path in here.rglob("*") if path.is_file()] == []
