@@ -17,7 +17,15 @@ from canzona_cli.megatron.timers import PhaseTimer
 
 
 class NonFiniteGradients(WorkerCrashed):
-    """A gradient is NaN or infinite; no weight and no state has changed in this step."""
+    """A gradient is NaN or infinite; no weight and no state has changed in this step.
+
+    Args:
+        loss: of the step, where it is known; nats per token.
+    """
+
+    def __init__(self, *problems: Problem, loss: float | None = None) -> None:
+        super().__init__(*problems)
+        self.loss = loss
 
 
 @dataclass(frozen=True, kw_only=True)

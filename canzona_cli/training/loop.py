@@ -2,11 +2,13 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.launch.files import RunFiles
 from canzona_cli.training.data import BatchStream, Datasets
@@ -15,18 +17,19 @@ from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetrics
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import StepResult, Trainee, train_step, validate
+from canzona_cli.training.step import StepResult, Trainee, bad_losses, train_step, validate
 
 
 class NonFiniteLoss(WorkerCrashed):
     """The loss is NaN or infinite; going on would only destroy the weights."""
 
-    def __init__(self, step: int, loss: float) -> None:
+    def __init__(self, step: int, loss: float, ranks: Sequence[int] = ()) -> None:
+        where = bad_losses(ranks)
         super().__init__(
             Problem(
                 key=f"step {step}",
                 value=loss,
-                reason="the loss is no longer a finite number",
+                reason="the loss is no longer a finite number" + (f"; {where}" if where else ""),
                 fix="lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step",
             )
         )
@@ -87,12 +90,24 @@ def train(
     for step in range(progress.step + 1, settings.steps + 1):
         profiler.before(step)
         started = time.perf_counter()
-        result = train_step(
-            trainee,
-            batches,
-            stop_requested=stop_requested,
-            save_due=lambda step=step: saver is not None and world.rank == 0 and saver.due(step),  # type: ignore[misc]
-        )
+        try:
+            result = train_step(
+                trainee,
+                batches,
+                stop_requested=stop_requested,
+                save_due=lambda step=step: saver is not None and world.rank == 0 and saver.due(step),  # type: ignore[misc]
+            )
+        except NonFiniteGradients as error:
+            refused = StepResult(
+                loss=math.nan if error.loss is None else error.loss,
+                grad_norm=math.nan,
+                lr=float(trainee.optimizer.param_groups[0]["lr"]),
+                stop=False,
+            )
+            journal.step(
+                step_metrics(trainee, advanced(trainee, progress, refused), refused, time.perf_counter() - started)
+            )
+            raise
         elapsed = time.perf_counter() - started
         progress = advanced(trainee, progress, result)
         record.step, record.loss = step, result.loss
@@ -101,7 +116,7 @@ def train(
         # A skipped step changed nothing, whatever its loss was.
         if not math.isfinite(result.loss) and not result.skipped:
             journal.step(step_metrics(trainee, progress, result, elapsed))
-            raise NonFiniteLoss(step, result.loss)
+            raise NonFiniteLoss(step, result.loss, result.bad_ranks)
         spike = None if result.skipped else spikes.notice(step, result.loss)
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}

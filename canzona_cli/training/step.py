@@ -1,7 +1,8 @@
 """One optimizer step, and one validation, of a Megatron-core model."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.data import Batch
@@ -47,6 +48,8 @@ class StepResult:
     """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
     """Matrices, on all ranks, whose update was replaced by what their optimizer does when it fails."""
+    bad_ranks: tuple[int, ...] = ()
+    """Ranks whose own loss was not finite."""
 
 
 def train_step(
@@ -62,6 +65,9 @@ def train_step(
         stop_requested: whether this rank knows of a stop request; asked at the end of the step, so that a request that
             comes during a step stops after it. All ranks learn of it with the loss, in one reduction.
         save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on likewise.
+
+    Raises:
+        NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not finite.
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
@@ -69,9 +75,15 @@ def train_step(
     optimizer.zero_grad()
     losses = _forward_backward(trainee, batches, forward_only=False)
     lr = optimizer.param_groups[0]["lr"]
-    with timer.phase("norm_clip"):
-        # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
-        updated, grad_norm, _ = optimizer.step()
+    try:
+        with timer.phase("norm_clip"):
+            # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
+            updated, grad_norm, _ = optimizer.step()
+    except NonFiniteGradients as error:
+        # Every rank is here, so they can still tell each other where it came from.
+        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so backward has made it"
+        problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
+        raise NonFiniteGradients(*problems, loss=_agree(trainee, losses).loss) from None
     trainee.schedule.step(increment=1)
     facts = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
     timer.end_step()
@@ -83,6 +95,7 @@ def train_step(
         save=facts.save,
         skipped=not updated,
         fallbacks=facts.fallbacks,
+        bad_ranks=() if math.isfinite(facts.loss) else _bad_ranks(trainee, losses),
     )
 
 
@@ -151,3 +164,21 @@ def _agree(
     torch.distributed.all_reduce(facts)
     total, count, stops, fallbacks, saves = facts.tolist()
     return _Facts(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))
+
+
+def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
+    """Ranks that saw a loss which is not finite. Collective."""
+    world = trainee.world
+    bad = torch.zeros(world.world_size, device=world.device)
+    if world.is_last_stage and not bool(torch.isfinite(torch.stack(losses)).all()):
+        bad[world.rank] = 1.0
+    torch.distributed.all_reduce(bad)
+    return tuple(bad.nonzero().flatten().tolist())
+
+
+def bad_losses(ranks: Sequence[int]) -> str:
+    """In words, which ranks' losses are not finite; empty when all are."""
+    if not ranks:
+        return ""
+    numbers = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {numbers}"

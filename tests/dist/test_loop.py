@@ -156,7 +156,7 @@ def test_every_matrix_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
 def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path, layout: str) -> None:
-    """Under canzona, which looks before it changes anything: the loss of that step is never asked for."""
+    """Under canzona, which looks before it changes anything; the step's line tells its loss all the same."""
 
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == 1:
@@ -169,8 +169,11 @@ def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path:
         assert ending.error is not None
         assert "NaN or infinite" in ending.error
         assert "no weight has changed" in ending.error
+        assert "the loss is not finite on rank" in ending.error
     assert len({ending.error for ending in endings}) == 1
-    assert [line["step"] for line in _lines(RunFiles(tmp_path / "run").metrics)] == [1, 2]
+    lines = _lines(RunFiles(tmp_path / "run").metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert (lines[-1]["loss"], lines[-1]["grad_norm"]) == (None, None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
