@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -90,12 +91,11 @@ def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) 
         _write_whole(part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
         failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
-        try:
+        with suppress(OSError):
             path.unlink(missing_ok=True)  # room for the part file that says so
+        with suppress(OSError):  # then rank 0 will miss this part, or cannot write either
             said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
             _write_whole(part_path(partial, rank), json.dumps(said).encode())
-        except OSError:
-            pass  # rank 0 will miss this part, or cannot write either
         if isinstance(error, OSError):
             raise failed from None
         raise

@@ -2,17 +2,20 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import sync_folder
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest
-from canzona_cli.checkpoint.names import hidden_name, removed_path, step_of
+from canzona_cli.checkpoint.names import hidden_name, removed_path, replaced_path, step_of
 from canzona_cli.checkpoint.verify import previous_sound, read_manifest
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 
 _KEY = "checkpoint.resume"
+_GLANCES = 5
+_GLANCE_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,16 @@ class CheckpointStore:
 
 def judge(name: str, path: Path) -> Found:
     """A checkpoint by its manifest and the sizes of its files."""
+    for _ in range(_GLANCES):
+        before = _identity(path)
+        found = _judged(name, path)
+        if found.sound or (_identity(path) == before and not replaced_path(path).exists()):
+            break
+        time.sleep(_GLANCE_S)  # it is being replaced at this very moment
+    return found
+
+
+def _judged(name: str, path: Path) -> Found:
     step = step_of(name) or 0
     if path.is_symlink():
         problem = Problem(key=name, reason="a link; give its target's path to use it")
@@ -149,6 +162,14 @@ def judge(name: str, path: Path) -> Found:
         return Found(name=name, step=step, path=path, manifest=read_manifest(path))
     except CheckpointInvalid as error:
         return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def resolve(run_checkpoints: Path, resume: str) -> Path | None:
