@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from canzona_cli.launch.outcome import Outcome
     from canzona_cli.launch.resume import Resumption
     from canzona_cli.launch.run_dir import RunDirectory
+    from canzona_cli.launch.stop import Requests
     from canzona_cli.planner.obtain import Obtained
 
 
@@ -52,7 +53,9 @@ def train(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
+    from canzona_cli.launch.files import RunFiles
     from canzona_cli.launch.slurm import adopt, current_step
+    from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
     from canzona_cli.planner.obtain import obtain_plan
 
     console = Console(highlight=False)
@@ -70,8 +73,16 @@ def train(
     if dry_run:
         _show(config, layout, plan, console, errors)
         return
-    outcome, run = _launch(config, layout, plan, console, errors)
-    _conclude(outcome, run, config, console, errors)
+    requests = Requests(raising=True)
+    with handled(requests.add):
+        try:
+            outcome, run = _launch(config, layout, plan, console, errors, requests)
+        except Preempted as asked:
+            files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
+            outcome = before_workers(files, asked)
+            errors.print(outcome.message, markup=False, soft_wrap=True)
+            raise typer.Exit(outcome.exit_code) from None
+        _conclude(outcome, run, config, console, errors)
 
 
 def _recorded_steps(**options: str | None) -> list[str]:
@@ -121,7 +132,12 @@ def _show(
 
 
 def _launch(
-    config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
+    config: "RunConfig",
+    layout: "Layout",
+    plan: "Obtained | None",
+    console: "Console",
+    errors: "Console",
+    requests: "Requests",
 ) -> "tuple[Outcome, RunDirectory]":
     from dataclasses import replace
 
@@ -162,11 +178,12 @@ def _launch(
             run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
             machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config))
             config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
-    except KeyboardInterrupt:
-        if not preparing:
-            raise
-        view.close("interrupted", "before training began")
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except KeyboardInterrupt as asked:
+        if preparing:
+            view.close("interrupted", "before training began")
+        if preparing and requests.reason == "interrupted":
+            raise typer.Exit(ExitCode.INTERRUPTED) from asked
+        raise
     except Exception:
         if preparing:  # give the terminal back before the error is shown
             view.close("failed", "before training began")
@@ -185,6 +202,7 @@ def _launch(
             )
             machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
         view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan, earlier=run.earlier)
+        requests.raising = False
         outcome = supervise(
             run.files,
             command,
@@ -193,6 +211,7 @@ def _launch(
             node_rank=node_rank,
             machines=machines,
             hang_timeout_s=config.run.hang_timeout_s,
+            requests=requests,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
             say=console.print if console.is_terminal else errors.print,
         )

@@ -23,6 +23,7 @@ from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_ato
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.place import unsafe_place
 from canzona_cli.launch.resume import Resumption, holds_run, read_lines, resumption, set_out
+from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.report.view import Earlier
 
@@ -78,31 +79,6 @@ class RunDirectory:
                 continue
         raise EnvironmentProblem(Problem(key="run.root", value=str(root), reason="a thousand runs start here at once"))
 
-    @classmethod
-    def join(cls, config: RunConfig, *, patience_s: float = 300.0) -> "RunDirectory":
-        """On node 1 and up of a run over several machines: the directory that node 0 has filled.
-
-        Raises:
-            EnvironmentProblem: node 0's files have not appeared after `patience_s` seconds.
-            ConfigError: the directory holds a finished run.
-        """
-        files = RunFiles(Path(config.run.dir or "").absolute())
-        deadline = time.monotonic() + patience_s
-        while not files.command.exists():  # written last
-            if time.monotonic() > deadline:
-                raise EnvironmentProblem(
-                    Problem(
-                        key="run.dir",
-                        value=str(files.root),
-                        reason=f"node 0 has not written this run's files here within {patience_s:.0f} s",
-                        fix="use a directory that every machine shares, and start node 0 too",
-                    )
-                )
-            time.sleep(0.5)
-        if files.result.exists():
-            raise _already_used(files.root, config)
-        return cls(files)
-
     def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose what to go on from, put away what earlier launches left, and tell the workers.
 
@@ -141,13 +117,11 @@ class RunDirectory:
             yield
         except BaseException as error:
             if not self.files.result.exists():
-                interrupted = isinstance(error, KeyboardInterrupt)
-                code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
-                outcome = Outcome(
-                    status="interrupted" if interrupted else "failed",
-                    exit_code=ExitCode.INTERRUPTED if interrupted else code,
-                    message="before the workers started" if interrupted else f"{type(error).__name__}: {error}",
-                )
+                if isinstance(error, KeyboardInterrupt):
+                    outcome = before_workers(self.files, error)
+                else:
+                    code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
+                    outcome = Outcome(status="failed", exit_code=code, message=f"{type(error).__name__}: {error}")
                 with suppress(OSError):  # a full disk: what went wrong matters more
                     write_json_atomic(self.files.result, outcome.as_json())
             raise

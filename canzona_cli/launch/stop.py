@@ -9,15 +9,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.names import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.errors import CheckpointInvalid, ExitCode
 from canzona_cli.launch.files import RunFiles, StopReason
+from canzona_cli.launch.outcome import Outcome
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INTERRUPTING = (signal.SIGINT, signal.SIGHUP)
@@ -37,12 +38,17 @@ class Requests:
     """When that came, seconds of the monotonic clock."""
     interrupts: int = 0
     """How often a person asked. Batch systems repeat themselves; a person who does is in a hurry."""
+    raising: bool = False
+    """Whether a request ends at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no
+    workers yet who could be asked."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "preempted" if number in _PREEMPTING else "interrupted"
             self.first = time.monotonic()
         self.interrupts += number in _INTERRUPTING
+        if self.raising:
+            raise Preempted if self.reason == "preempted" else KeyboardInterrupt
 
 
 class SaveWatch:
@@ -96,12 +102,22 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-@contextmanager
-def raised() -> Iterator[None]:
-    """Within, a signal that asks to stop raises `Preempted`, or KeyboardInterrupt where a person sent it."""
+def unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
+    """A preempted run that could not be saved: whoever starts it again finds an older checkpoint, or none."""
+    if checkpoint is None:
+        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to go on from")
+    message = f"{outcome.message}; the checkpoint to go on from is {checkpoint}, and whole"
+    return replace(outcome, status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
 
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise Preempted if number in _PREEMPTING else KeyboardInterrupt
 
-    with handled(stop):
-        yield
+def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
+    """How a run ended that was asked to stop before its workers started.
+
+    Args:
+        files: of the run directory; None where there is none yet.
+    """
+    message = "stopped before training began"
+    outcome = Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
+    if not isinstance(error, Preempted):
+        return outcome
+    return unsaved(outcome, None if files is None else sound_checkpoint(files))

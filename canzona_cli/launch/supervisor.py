@@ -27,7 +27,7 @@ from canzona_cli.launch.hang import HangReport, watched
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
-from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint
+from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint, unsaved
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.report.view import TrainView
 
@@ -48,6 +48,7 @@ def supervise(
     machines: Machines | None = None,
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
+    requests: Requests | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Run the command to its end, feeding the view, and say how it ended.
@@ -60,6 +61,7 @@ def supervise(
         machines: The other launchers of the run; None: there are none.
         grace_s: Seconds between the first wish to stop and killing the workers.
         hang_timeout_s: Seconds without progress on any rank after which the run has failed; None: never.
+        requests: What this process has been asked by signals so far; None: nothing.
         say: Receives what the user must know at once.
     """
     outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
@@ -75,6 +77,7 @@ def supervise(
             node_rank=node_rank,
             grace_s=grace_s,
             hang_timeout_s=hang_timeout_s,
+            requests=requests or Requests(),
             say=say,
         )
         outcome = machines.conclude(outcome)
@@ -96,9 +99,10 @@ def _run(
     node_rank: int,
     grace_s: float,
     hang_timeout_s: float | None,
+    requests: Requests,
     say: Callable[[str], None],
 ) -> Outcome:
-    requests, saves = Requests(), SaveWatch(files)
+    saves = SaveWatch(files)
     forced = announced = False
     hang: HangReport | None = None
 
@@ -157,18 +161,10 @@ def _run(
     if forced and not monitor.training:  # the curve of an earlier launch may lie there
         outcome = replace(outcome, message="stopped before training began")
     if outcome.status == "interrupted" and requests.reason == "preempted":
-        outcome = _unsaved(outcome, sound_checkpoint(files, thorough=node_rank == 0))
+        outcome = unsaved(outcome, sound_checkpoint(files, thorough=node_rank == 0))
     if node_rank == 0:
         try_append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})
     return outcome
-
-
-def _unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
-    """A preempted run that could not be saved: whoever starts it again finds an older checkpoint, or none."""
-    if checkpoint is None:
-        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to go on from")
-    message = f"{outcome.message}; the checkpoint to go on from is {checkpoint}, and whole"
-    return replace(outcome, status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
 
 
 def _kill_tree(agent: subprocess.Popen[bytes]) -> None:

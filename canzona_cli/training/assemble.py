@@ -1,5 +1,8 @@
 """What a worker has before its first step: model, optimizer, schedule, timer."""
 
+import random
+
+import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -22,6 +25,8 @@ from canzona_cli.training.step import Trainee
 def join(config: RunConfig, layout: Layout) -> World:
     """Seed this process and meet the other ranks."""
     torch.manual_seed(config.train.seed)
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed)  # the state that libraries draw from
     # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
     timeout_s = max(600.0, 1.2 * PATIENCE * (config.run.hang_timeout_s or 0.0))
     return parallel.initialize(layout, config.cluster.device, seed=config.train.seed, timeout_minutes=timeout_s / 60)

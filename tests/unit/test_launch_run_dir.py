@@ -121,13 +121,3 @@ def test_what_breaks_before_the_workers_start_is_in_the_result(tmp_path: Path) -
         result = read_json(run.files.result)
         assert result is not None
         assert (result["status"], result["exit_code"]) == (status, code)
-
-
-def test_further_machines_wait_for_the_directory_of_the_first(tmp_path: Path) -> None:
-    config = run_config(run_dir=tmp_path / "run")
-    with pytest.raises(EnvironmentProblem, match="node 0"):
-        RunDirectory.join(config, patience_s=0)
-    run = RunDirectory.create(config)
-    command = torchrun.build(config, LAYOUT, run.path)
-    run.write_inputs(config_yaml="", layout=LAYOUT, corpus=Corpus(tmp_path, 1), command=command)
-    assert RunDirectory.join(config, patience_s=0).path == run.path
