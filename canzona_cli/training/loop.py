@@ -18,6 +18,7 @@ from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetric
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, Trainee, bad_losses, train_step, validate
+from canzona_cli.training.stragglers import StragglerWatch
 
 
 class NonFiniteLoss(WorkerCrashed):
@@ -87,7 +88,9 @@ def train(
         return (requests is not None and requests.preempted) or (world.rank == 0 and files.stop_requested())
 
     spikes = SpikeGuard(settings)
+    stragglers = StragglerWatch(world, trainee.timer, journal)
     for step in range(progress.step + 1, settings.steps + 1):
+        record.heart.step(step)
         profiler.before(step)
         started = time.perf_counter()
         try:
@@ -113,6 +116,7 @@ def train(
         record.step, record.loss = step, result.loss
         finished = step == settings.steps
         profiler.after(step, final=finished or result.stop)
+        stragglers.after_step(step)
         # A skipped step changed nothing, whatever its loss was.
         if not math.isfinite(result.loss) and not result.skipped:
             journal.step(step_metrics(trainee, progress, result, elapsed))
@@ -131,7 +135,9 @@ def train(
             return _stop(trainee, files, journal, record, progress, saver, requests)
         saving = saver is not None and (result.save or (finished and trainee.config.checkpoint.at_end))
         if saver is not None and saving:
+            record.heart.stage("save")  # it may wait for the one before
             saver.save(progress)
+            record.heart.stage("train")
         if finished or (settings.eval_interval and step % settings.eval_interval == 0):
             _validate(trainee, datasets, journal, step=step)
         if saver is not None and saving and finished:
