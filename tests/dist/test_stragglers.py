@@ -1,0 +1,65 @@
+"""On real ranks: a slow one is told apart from those that wait for it, whoever waits in whatever collective."""
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.launch.files import RunFiles
+from canzona_cli.launch.heartbeat import Heart
+from canzona_cli.report.events import describe
+from canzona_cli.training import stragglers
+from canzona_cli.training.data import BatchStream, build_datasets
+from canzona_cli.training.pulse import Pulse
+from canzona_cli.training.records import Journal
+from canzona_cli.training.step import train_step
+from canzona_cli.training.stragglers import StragglerWatch
+from tests.dist.jobs import assemble
+from tests.dist.ranks import run_ranks
+
+WINDOW = 6
+SLEEP_S = 0.4
+"""In each of two forward passes of a step: several times what a rank needs on two crowded cores."""
+
+
+def train_with_a_slow_rank(cache: Path, run: Path, overrides: tuple[str, ...], slow: int) -> list[tuple[float, float]]:
+    """(own, waited) seconds of this rank's steps; rank 0 writes the run's events."""
+    rank = int(os.environ["RANK"])
+    pulse = Pulse(Heart(rank))
+    trainee, facts, prefix = assemble(cache, *overrides)
+    pulse.follow(trainee.timer)
+    if rank == slow:
+        trainee.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+    stragglers.WINDOW = WINDOW  # type: ignore[misc]
+    journal = Journal(RunFiles(run), writes=rank == 0)
+    watch = StragglerWatch(trainee.world, trainee.timer, journal)
+    datasets = build_datasets(trainee.config, prefix, facts, cache=cache / "indices")
+    batches = BatchStream(datasets.train, trainee.world)
+    for step in range(1, trainee.config.train.steps + 1):
+        train_step(trainee, batches)
+        watch.after_step(step)
+    torch.distributed.barrier()
+    return [(timing.own_s, timing.waited_s) for timing in trainee.timer.timings()[1:]]
+
+
+@pytest.mark.parametrize(("tp", "slow"), [(2, 3), (1, 2)])
+def test_a_slow_rank_is_named_once(corpus_cache: Path, tmp_path: Path, tp: int, slow: int) -> None:
+    overrides = ("gpus=4", f"parallel.tp={tp}", f"train.steps={2 * WINDOW + 2}", "train.batch_tokens=512")
+    ranks = run_ranks(4, partial(train_with_a_slow_rank, corpus_cache, tmp_path, overrides, slow))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "straggler"]
+    assert event["rank"] == slow
+    # Four micro-batches of a step on two data-parallel ranks, or on four: the sleep is in what the rank itself needs.
+    passes = 512 // 64 // 2 // (4 // tp)
+    assert event["own_s"] > SLEEP_S * passes > event["peers_s"]
+    note = describe(event)
+    assert note is not None
+    assert note.warning
+    assert note.text.startswith(f"rank {slow} is slow: ")
+    if tp == 2:  # its tensor-parallel partner waits for it inside of forward and backward
+        partner = sum(waited for _, waited in ranks[slow ^ 1])
+        assert partner > SLEEP_S * passes * len(ranks[0]) * 0.9
