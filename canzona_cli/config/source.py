@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from canzona_cli.config.hints import closest
 from canzona_cli.config.keys import sections
 from canzona_cli.config.overrides import resolver_problem, target_problem, unknown_key
 from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, full_name, group_options, shown
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 # What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
 # one it is named after.
@@ -133,19 +133,32 @@ def staged(
     recipe's option.
 
     Hydra looks into its primary folder first, then into the search path; nothing is written beside the user's file.
+
+    Raises:
+        EnvironmentProblem: there is no room for temporary files.
     """
-    with TemporaryDirectory(prefix="canzona-") as folder:
-        stage = Path(folder)
-        shutil.copyfile(builtin_recipes_dir() / "config.yaml", stage / "config.yaml")
-        option = source.name
-        if source.is_file:
-            (stage / "recipe").mkdir()
-            (stage / "recipe" / f"{FILE_OPTION}.yaml").write_text(_as_recipe(source, groups), encoding="utf-8")
-            option = FILE_OPTION
-        if cluster_file is not None:
-            (stage / "cluster").mkdir()
-            (stage / "cluster" / f"{FILE_OPTION}.yaml").write_text(_as_cluster(cluster_file), encoding="utf-8")
+    with ExitStack() as leaving:
+        try:
+            stage = Path(leaving.enter_context(TemporaryDirectory(prefix="canzona-")))
+            option = _fill(stage, source, groups, cluster_file)
+        except OSError as error:
+            reason = f"no temporary file can be written: {error.strerror}"
+            fix = "free some space, or TMPDIR=DIR with a folder on another disk"
+            raise EnvironmentProblem(Problem(key="TMPDIR", reason=reason, fix=fix)) from None
         yield stage, option
+
+
+def _fill(stage: Path, source: RecipeSource, groups: Mapping[str, str], cluster_file: Path | None) -> str:
+    """Write what Hydra is to find; the recipe's option."""
+    shutil.copyfile(builtin_recipes_dir() / "config.yaml", stage / "config.yaml")
+    if cluster_file is not None:
+        (stage / "cluster").mkdir()
+        (stage / "cluster" / f"{FILE_OPTION}.yaml").write_text(_as_cluster(cluster_file), encoding="utf-8")
+    if not source.is_file:
+        return source.name
+    (stage / "recipe").mkdir()
+    (stage / "recipe" / f"{FILE_OPTION}.yaml").write_text(_as_recipe(source, groups), encoding="utf-8")
+    return FILE_OPTION
 
 
 def _as_recipe(source: RecipeSource, groups: Mapping[str, str]) -> str:

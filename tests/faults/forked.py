@@ -1,0 +1,71 @@
+"""A whole run with the real worker on forked gloo ranks: all of `canzona train` but torchrun and the terminal.
+
+torchrun's part in a failure is tested with a stand-in worker; here it is what happens inside the real one, without the
+seconds that every process of its own takes to import Megatron.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.launch import torchrun
+from canzona_cli.launch.outcome import Outcome, judge
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.planner.obtain import executes_plan
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.training import data
+from canzona_cli.training.data import Batch
+from canzona_cli.training.records import RankRecord
+from canzona_cli.training.worker import train_rank
+from tests.dist.jobs import SMALL
+from tests.dist.ranks import run_ranks
+
+Spoil = Callable[[int, int, Batch], Batch]
+"""Given a rank, a step and its batch: the batch that the rank gets instead."""
+
+
+def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step, batch: batch) -> Outcome:
+    """Train to the end, or whatever end it comes to. Each step is one micro-batch, and nothing is validated."""
+    one_batch = ("train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_interval=0")
+    wanted = [*SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
+    config, layout = fit.resolve(compose_run(wanted).config)
+    corpus = ensure_corpus(config)
+    run = RunDirectory.create(config)
+    run.write_inputs(
+        config_yaml=dump_resolved(config),
+        layout=layout,
+        corpus=corpus,
+        command=torchrun.build(config, layout, run.path),
+        plan=make_plan(config, layout).to_json() if executes_plan(config) else None,
+    )
+
+    files = run.files
+
+    def rank() -> int:
+        number = int(os.environ["RANK"])
+        record = RankRecord(files, number)
+        record.running()
+        _spoil_batches(number, spoil)
+        try:
+            return int(record.ended(train_rank(files, record, number)))
+        except Exception as error:
+            return int(record.failed(error))
+
+    codes = run_ranks(layout.world_size, rank)
+    outcome = judge(run.files, range(len(codes)), node_rank=0, agent_code=int(any(codes)), stopping=False, forced=False)
+    del run  # it holds the directory until here
+    return outcome
+
+
+def _spoil_batches(rank: int, spoil: Spoil) -> None:
+    """In this process, from now on."""
+    read = data.BatchStream.__next__
+    steps: Iterator[int] = iter(range(1, 1 << 30))
+
+    def spoiled(stream: data.BatchStream) -> Batch:
+        return spoil(rank, next(steps), read(stream))
+
+    data.BatchStream.__next__ = spoiled  # type: ignore[method-assign, assignment]

@@ -1,0 +1,180 @@
+"""Bad numbers and full disks in real runs of four ranks: what is lost, who is named, and how the run ends."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.training.data import Batch
+from tests.faults.forked import forked_run
+from tests.faults.support import REPOSITORY
+from tests.faults.table import RecordFault
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("optimizer", [("optimizer=muon",), ("optimizer=adamw",)], ids=["canzona", "megatron"])
+def test_a_loss_that_is_no_number_on_one_rank(
+    optimizer: tuple[str, ...], tmp_path: Path, record_fault: RecordFault
+) -> None:
+    def spoil(rank: int, step: int, batch: Batch) -> Batch:
+        if (rank, step) == (2, 3):
+            batch["loss_mask"] = batch["loss_mask"] * float("nan")
+        return batch
+
+    outcome = forked_run(tmp_path / "run", "train.steps=6", *optimizer, spoil=spoil)
+    assert (outcome.status, outcome.exit_code) == ("failed", 70)
+    (problem,) = outcome.problems
+    assert "the loss is not finite on rank 2" in problem.reason, "and on no other"
+    assert problem.fix
+    files = RunFiles(tmp_path / "run")
+    assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3]
+    assert lines(files.metrics)[-1]["loss"] is None
+    for rank in range(4):
+        record = read_json(files.rank(rank))
+        assert record is not None
+        assert (record["status"], record["exit_code"]) == ("failed", 70)
+    record_fault(
+        fault=f"NaN on one rank of four ({optimizer[0]})",
+        happened="all ranks stop at that step; the rank is named",
+        exit_code=outcome.exit_code,
+        lost="steps since the last checkpoint",
+    )
+
+
+def strange_labels(rank: int, step: int, batch: Batch) -> Batch:
+    """From step 30 on, an id that no text has."""
+    if step >= 30:
+        batch["labels"].fill_(383)
+    return batch
+
+
+def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path, record_fault: RecordFault) -> None:
+    outcome = forked_run(
+        tmp_path / "run",
+        *("train.steps=40", "train.loss_spike=stop", "train.loss_spike_sigmas=2", "optimizer=adamw"),
+        *("checkpoint.every_steps=20", "checkpoint.every_minutes=null"),
+        spoil=strange_labels,
+    )
+    assert (outcome.status, outcome.exit_code) == ("failed", 70)
+    (problem,) = outcome.problems
+    assert "at step 30" in problem.reason
+    assert "the last checkpoint is step-00000020" in problem.reason
+    assert "checkpoint.resume=step-00000020" in problem.fix
+    files = RunFiles(tmp_path / "run")
+    assert len(lines(files.metrics)) == 30
+    assert [path.name for path in files.checkpoints.iterdir()] == ["step-00000020"], "the spike was not saved"
+    (event,) = (line for line in lines(files.events) if line["event"] == "loss_spike")
+    assert (event["step"], event["level"]) == (30, "warning")
+    record_fault(
+        fault="loss spike, train.loss_spike=stop",
+        happened="all ranks stop at that step; step, loss and the last checkpoint are named",
+        exit_code=outcome.exit_code,
+        lost="steps since the last checkpoint",
+    )
+
+
+def test_a_loss_spike_is_a_warning_by_default(tmp_path: Path, record_fault: RecordFault) -> None:
+    outcome = forked_run(
+        tmp_path / "run",
+        *("train.steps=33", "train.loss_spike_sigmas=2", "optimizer=adamw", "checkpoint.at_end=false"),
+        spoil=strange_labels,
+    )
+    assert (outcome.status, outcome.exit_code) == ("done", 0)
+    files = RunFiles(tmp_path / "run")
+    assert len(lines(files.metrics)) == 33
+    spikes = [line["step"] for line in lines(files.events) if line["event"] == "loss_spike"]
+    assert spikes == [30], "four high losses are one spike"
+    record_fault(fault="loss spike", happened="warned once", exit_code=None, lost="nothing")
+
+
+def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, record_fault: RecordFault) -> None:
+    """Rank 0's files cannot grow from step 5 on: metrics, events, TensorBoard, its record, its timeline."""
+
+    def fill(rank: int, step: int, batch: Batch) -> Batch:
+        if (rank, step) == (0, 5):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        return batch
+
+    outcome = forked_run(
+        tmp_path / "run",
+        *("train.steps=12", "optimizer=adamw", "run.tensorboard=true", "checkpoint.at_end=false"),
+        spoil=fill,
+    )
+    assert (outcome.status, outcome.exit_code) == ("done", 0)
+    files = RunFiles(tmp_path / "run")
+    assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3, 4], "whole lines"
+    assert [(read_json(files.rank(rank)) or {})["status"] for rank in range(4)] == ["running", "done", "done", "done"]
+    assert outcome.message == "could not write the end of rank 0's record"
+    record_fault(
+        fault="disk full under metrics, events, records and TensorBoard",
+        happened="training goes on to its end",
+        exit_code=None,
+        lost="lines while the disk is full, counted",
+    )
+
+
+def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path, record_fault: RecordFault) -> None:
+    run = tmp_path / "run"
+
+    def obstruct(rank: int, step: int, batch: Batch) -> Batch:
+        if (rank, step) == (0, 3):
+            RunFiles(run).metrics.rename(run / "before")
+            RunFiles(run).metrics.mkdir()
+        if (rank, step) == (0, 6):
+            RunFiles(run).metrics.rmdir()
+            (run / "before").rename(RunFiles(run).metrics)
+        return batch
+
+    outcome = forked_run(run, "train.steps=8", "optimizer=adamw", "checkpoint.at_end=false", spoil=obstruct)
+    assert (outcome.status, outcome.message) == ("done", "could not write 3 lines of metrics.jsonl")
+    assert [line["step"] for line in lines(RunFiles(run).metrics)] == [1, 2, 6, 7, 8]
+    told = [str(line["detail"]) for line in lines(RunFiles(run).events) if line["event"] == "writer"]
+    assert ["cannot be written" in said for said in told] == [True, False]
+    assert "3 of its lines are lost" in told[1]
+    record_fault(
+        fault="metrics.jsonl not writable for three steps",
+        happened="warned once, and once when it was over",
+        exit_code=None,
+        lost="3 lines, counted",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit_kib", "place", "told"),
+    [
+        ("full disk", 0, "run.dir={}/run", "TMPDIR"),  # not even for temporary files
+        ("disk full after a kilobyte", 1, "run.dir={}/run", "run.dir"),
+        ("read-only place", None, "run.root=/proc/canzona", "run.root"),  # where root makes no folders either
+    ],
+)
+def test_a_disk_that_takes_nothing_from_the_start(
+    fault: str, limit_kib: int | None, place: str, told: str, tmp_path: Path, record_fault: RecordFault
+) -> None:
+    overrides = ["recipe=qwen3-tiny", "gpus=2", "train.steps=1", place.format(tmp_path)]
+    ensure_corpus(compose_run(overrides).config)  # the corpus is there already: it is the run that has no room
+    limit = "" if limit_kib is None else f"ulimit -f {limit_kib};"
+    ended = subprocess.run(
+        ["bash", "-c", f'{limit} exec "$0" -m canzona_cli.app train "$@"', sys.executable, *overrides],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 3, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert told in ended.stderr
+    assert not list(tmp_path.rglob("rank-*")), "no worker was started"
+    record_fault(
+        fault=f"{fault} at the start", happened="refused before any worker starts", exit_code=3, lost="nothing"
+    )
