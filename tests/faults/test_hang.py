@@ -1,0 +1,109 @@
+"""Ranks that slow down, stop or get stuck: named with step and phase, and no run waits for them for ever."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from canzona_cli.launch.files import RunFiles, read_json
+from tests.faults.support import REPOSITORY, LaunchedRun, alive
+from tests.faults.table import RecordFault
+from tests.faults.test_train import wait_for
+
+RANKS = 4
+SMALL = (
+    *("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
+    *("train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
+)
+
+
+def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
+    tmp_path: Path, record_fault: RecordFault
+) -> None:
+    run = LaunchedRun(tmp_path / "run", "stuck", ranks=RANKS, hang_timeout_s=6)
+    try:
+        run.wait_for_steps(2)
+        family = run.family()
+        code, output = run.finish(60)
+    finally:
+        run.process.kill()
+        run.process.communicate()
+    assert code == 71, output
+    assert not alive(family)
+    result = run.result()
+    assert (result["status"], result["rank"], result["step"]) == ("failed", 1, 2)
+    message = str(result["message"])
+    assert message.startswith("rank 1 is stuck in train/data of step 3 for "), message
+    assert message.endswith("; ranks 0 2 3 waiting in train/other of step 3"), message
+    log = run.files.worker_log(0, 1)
+    assert log is not None
+    assert "stuck_in_a_file_server" in log.read_text(), "the stack says in which function"
+    (event,) = (e for e in events(run.files) if e["event"] == "hang")
+    assert (event["rank"], event["step"], event["where"]) == (1, 3, "train/data")
+    record_fault(
+        fault="a rank stuck in a read",
+        happened="rank, step and phase named after run.hang_timeout_s, stacks of all ranks in their logs",
+        exit_code=code,
+        lost="the steps since the last checkpoint",
+    )
+
+
+def test_a_stopped_rank_ends_the_run_and_is_named(
+    tmp_path: Path, corpus_cache: Path, record_fault: RecordFault
+) -> None:
+    files = RunFiles(tmp_path / "run")
+    settings = ("run.hang_timeout_s=15", f"data.cache_dir={corpus_cache}", f"run.dir={files.root}")
+    training = subprocess.Popen(
+        [sys.executable, "-m", "canzona_cli.app", "train", *SMALL, *settings],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(training, lambda: steps(files) >= 3)
+        family = psutil.Process(training.pid).children(recursive=True)
+        assert len(family) == RANKS + 1
+        os.kill(int(str((read_json(files.rank(3)) or {})["pid"])), signal.SIGSTOP)
+        output, _ = training.communicate(timeout=90)
+        assert training.returncode == 71, output
+        assert not alive(family)
+    finally:
+        training.kill()
+        training.wait()
+    result = read_json(files.result)
+    assert result is not None
+    assert result["rank"] == 3
+    message = str(result["message"])
+    assert message.startswith("rank 3 is stopped (SIGSTOP; SIGCONT lets it go on), for "), message
+    step = re.search(r", in train/\w+ of step (\d+); ", message)
+    assert step is not None, message
+    assert int(step[1]) - steps(files) in (0, 1), "the last one in the metrics, or the one after it"
+    assert re.search(r"ranks? [012 ]+ waiting in train/", message), message
+    assert "The run hangs" in output
+    assert "Traceback" not in output
+    log = files.worker_log(0, 0)
+    assert log is not None
+    assert "in wait" in log.read_text(), "the stack of a rank that waits"
+    record_fault(
+        fault="SIGSTOP of a rank",
+        happened="rank, step and phase named after run.hang_timeout_s, with what the others wait in",
+        exit_code=71,
+        lost="the steps since the last checkpoint",
+    )
+
+
+def steps(files: RunFiles) -> int:
+    return files.metrics.read_text().count("\n") if files.metrics.exists() else 0
+
+
+def events(files: RunFiles) -> list[dict[str, object]]:
+    """Whole lines of events.jsonl so far."""
+    text = files.events.read_text() if files.events.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
