@@ -163,8 +163,10 @@ def _interfaces(config: RunConfig) -> dict[str, str]:
     if on_one_machine(config):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         return {"GLOO_SOCKET_IFNAME": loopback} | ({"NCCL_SOCKET_IFNAME": loopback} if on_gpu else {})
-    facing = _interface_facing((config.cluster.rdzv_endpoint or "").rpartition(":")[0])
-    chosen = {} if facing is None else {"GLOO_SOCKET_IFNAME": facing}
+    chosen = {}
+    if config.cluster.rdzv_endpoint is not None:
+        facing = _interface_facing(config.cluster.rdzv_endpoint.rpartition(":")[0])
+        chosen = {} if facing is None else {"GLOO_SOCKET_IFNAME": facing}
     return chosen | ({"NCCL_SOCKET_IFNAME": "^" + ",".join(_NOT_BETWEEN_MACHINES)} if on_gpu else {})
 
 

@@ -87,7 +87,10 @@ class DryRun:
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, one number per machine: cluster.node_rank."
+            if not self.command.environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
+                yield "GLOO_SOCKET_IFNAME is this machine's way to machine 0; `canzona train` elsewhere finds its own."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
+                yield "GLOO_SOCKET_IFNAME, the interface that leads to machine 0, is found on each machine."
                 yield (
                     f"{ENDPOINT_PLACEHOLDER} is an address of machine 0 that all others can reach: "
                     "cluster.rdzv_endpoint."

@@ -51,6 +51,11 @@ def test_a_recipe_of_the_wheel_resolves_into_a_command(site: Path, tmp_path: Pat
     assert not any(tmp_path.iterdir()), "a dry run writes nothing"
 
 
+def test_the_sbatch_script_comes_with_the_wheel(site: Path, tmp_path: Path) -> None:
+    printed = _canzona(site, tmp_path, "slurm", "recipe=qwen3-8b", "gpus=16")
+    assert "#SBATCH --nodes=2\n" in printed
+
+
 def test_the_wheel_names_its_commands_and_its_rendezvous(site: Path) -> None:
     (metadata,) = site.glob("canzona-*.dist-info")
     entry_points = (metadata / "entry_points.txt").read_text(encoding="utf-8")

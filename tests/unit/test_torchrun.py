@@ -44,7 +44,27 @@ def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
     command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=16), tmp_path)
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
     assert [option(command, name) for name in names] == ["2", "8", "1", "head:29500", "job7"]
-    assert "GLOO_SOCKET_IFNAME" not in command.environment, "machines must not look for each other on loopback"
+    assert option(command, "--rdzv-backend") == "static"
+    interface = command.environment.get("GLOO_SOCKET_IFNAME", "")
+    assert not interface.startswith("lo"), "machines must not look for each other on loopback"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_several_launchers_that_meet_on_loopback_stay_there(tmp_path: Path, host: str) -> None:
+    config = run_config(gpus=4, nodes=2)
+    cluster = replace(config.cluster, node_rank=1, rdzv_endpoint=f"{host}:29500", device="cuda")
+    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=4), tmp_path)
+    assert option(command, "--rdzv-backend") == torchrun.LOOPBACK_BACKEND
+    assert option(command, "--rdzv-conf") == "rank=1"
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [command.environment[name][:2] for name in names] == ["lo", "lo"]
+
+
+def test_between_machines_nccl_keeps_off_interfaces_that_lead_nowhere(tmp_path: Path) -> None:
+    config = run_config(gpus=4, nodes=2)
+    cluster = replace(config.cluster, node_rank=0, rdzv_endpoint="no-such-host.invalid:29500", device="cuda")
+    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=4), tmp_path)
+    assert command.environment["NCCL_SOCKET_IFNAME"].startswith("^lo,docker,")
 
 
 def test_unset_addresses_of_several_machines_are_marked_placeholders(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""One job of two launchers, each with a torchrun of its own, on loopback: they train together, and end together with
+the same code and the same culprit."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from canzona_cli.launch.files import RunFiles, read_json
+from tests.faults.support import REPOSITORY, alive
+from tests.faults.table import RecordFault
+
+SMALL = (
+    *("recipe=qwen3-tiny", "cluster.nodes=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
+    *("train.eval_interval=0", "checkpoint.at_end=false", "checkpoint.every_minutes=null"),
+)
+
+
+class TwoNodes:
+    """`canzona train` twice, as on two machines that share a directory."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        self.files = RunFiles(run_dir)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        common = (*SMALL, *overrides, f"run.dir={run_dir}", f"cluster.rdzv_endpoint=127.0.0.1:{_free_port()}")
+        self.launchers = [
+            subprocess.Popen(
+                [sys.executable, "-m", "canzona_cli.app", "train", *common, f"cluster.node_rank={node}"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in range(2)
+        ]
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or all(launcher.poll() is not None for launcher in self.launchers):
+                self.end()
+                raise AssertionError("\n---\n".join(launcher.communicate()[0] for launcher in self.launchers))
+            time.sleep(0.05)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: self.files.metrics.exists() and self.files.metrics.read_text().count("\n") >= count)
+
+    def family(self, node: int) -> list[psutil.Process]:
+        """A launcher's torchrun and workers."""
+        family: list[psutil.Process] = psutil.Process(self.launchers[node].pid).children(recursive=True)
+        return family
+
+    def finish(self, seconds: float = 120.0) -> list[tuple[int, str]]:
+        """Exit code and output of each launcher."""
+        outputs = [launcher.communicate(timeout=seconds)[0] for launcher in self.launchers]
+        return [(launcher.returncode, output) for launcher, output in zip(self.launchers, outputs, strict=True)]
+
+    def end(self) -> None:
+        for launcher in self.launchers:
+            if launcher.poll() is None:
+                launcher.kill()
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
+    started: list[TwoNodes] = []
+
+    def start(*overrides: str) -> TwoNodes:
+        started.append(TwoNodes(tmp_path / "run", *overrides))
+        return started[0]
+
+    yield start
+    for run in started:
+        run.end()
+        for launcher in run.launchers:
+            launcher.wait()
+
+
+def _free_port() -> int:
+    """Below the ports of outgoing connections."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+
+
+def test_two_launchers_train_one_job_of_two_by_two_ranks_and_nothing_listens_beyond_loopback(
+    two_nodes: Callable[..., TwoNodes],
+) -> None:
+    steps = 6
+    run = two_nodes("gpus=4", "parallel.tp=2", f"train.steps={steps}", "train.global_batch_size=4")
+    run.wait_for_steps(1)
+    families = [run.family(node) for node in range(2)]
+    assert [len(family) for family in families] == [3, 3], "a torchrun and two workers each"
+    listening = [
+        connection.laddr.ip
+        for process in [*families[0], *families[1]]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening, "the torchrun of machine 0 listens somewhere"
+    assert set(listening) == {"127.0.0.1"}
+
+    ends = run.finish()
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not alive([*families[0], *families[1]])
+    ranks = [read_json(run.files.rank(rank)) or {} for rank in range(4)]
+    assert [rank.get("status") for rank in ranks] == ["done"] * 4
+    assert run.files.metrics.read_text().count("\n") == steps, "two launchers, one job: every step is there once"
+    assert "breakdown" in ends[0][1]
+    assert ends[1][1] == "", "machine 0 shows the run"
+
+
+# A launcher that says nothing is waited for; half a minute is no fault's to spend in every run of the tests.
+@pytest.mark.parametrize("victim", ["torchrun", pytest.param("launcher", marks=pytest.mark.sweep)])
+def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing_is_left(
+    two_nodes: Callable[..., TwoNodes], victim: str, record_fault: RecordFault
+) -> None:
+    run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
+    run.wait_for_steps(2)
+    families = [run.family(node) for node in range(2)]
+    if victim == "torchrun":
+        next(p for p in families[1] if "torch.distributed.run" in p.cmdline()).kill()
+    else:
+        run.launchers[1].send_signal(signal.SIGKILL)
+    (code, said), (other_code, other_said) = run.finish()
+    assert code == 70, said
+    culprit = "machine 1: torchrun was killed by signal 9" if victim == "torchrun" else "machine 1 ("
+    result = read_json(run.files.result)
+    assert result is not None
+    assert str(result["message"]).startswith(culprit), result
+    if victim == "torchrun":
+        assert other_code == 70
+        assert culprit in other_said
+    else:
+        assert "has gone: its launcher ended without a word" in str(result["message"])
+    assert not alive([*families[0], *families[1]])
+    record_fault(
+        fault=f"SIGKILL of the {victim} of the second of two machines",
+        happened=f"both end; culprit: {str(result['message']).split(' (the kernel')[0]}",
+        exit_code=code,
+        lost="steps since the last checkpoint",
+    )

@@ -1,0 +1,190 @@
+"""What a run takes from a Slurm step, and the batch script it becomes."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import ClusterConfig, RunConfig
+from canzona_cli.errors import ConfigError, EnvironmentProblem
+from canzona_cli.launch import slurm
+from canzona_cli.launch.slurm import SlurmStep, adopt, current_step, first_host
+from canzona_cli.launch.slurm_job import JobOptions, check, render, template_text, write_arguments
+from tests.faults.support import run_config
+
+STEP = SlurmStep(job_id=41, step_id=0, nodes=2, tasks=2, node_rank=1, node_list="localhost,n2", name="41")
+VARIABLES = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "localhost,n2",
+    "SLURM_NODEID": "1",
+}
+
+
+def two_nodes(**cluster: object) -> RunConfig:
+    config = run_config(gpus=4, nodes=2)
+    changed: ClusterConfig = replace(config.cluster, **cluster)  # type: ignore[arg-type]
+    return replace(config, cluster=changed)
+
+
+def directives(script: str) -> list[str]:
+    """The `#SBATCH` lines that sbatch would read: those before the first line that is neither comment nor empty."""
+    found = []
+    for line in script.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            found.append(line.removeprefix("#SBATCH").strip())
+    return found
+
+
+def test_a_step_is_recognised_and_a_batch_script_is_none() -> None:
+    assert current_step(VARIABLES) == STEP
+    for lacking in VARIABLES:
+        assert current_step({name: value for name, value in VARIABLES.items() if name != lacking}) is None
+    assert current_step(VARIABLES | {"SLURM_STEP_ID": str(0xFFFFFFFB)}) is None, "the batch script's own step"
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({}, "41"),
+        ({"SLURM_STEP_ID": "2"}, "41-2"),
+        ({"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7"}, "40_7"),
+        ({"SLURM_ARRAY_JOB_ID": "../x", "SLURM_ARRAY_TASK_ID": "7"}, "41"),
+    ],
+)
+def test_a_run_is_called_after_job_and_task_so_that_a_requeued_one_finds_its_directory(
+    more: dict[str, str], name: str
+) -> None:
+    step = current_step(VARIABLES | more)
+    assert step is not None
+    adopted = adopt(two_nodes(), step)
+    assert adopted.config.run.dir == f"runs/tiny-{name}"
+
+
+def test_what_the_user_has_not_set_comes_from_slurm_and_is_said() -> None:
+    adopted = adopt(two_nodes(), STEP)
+    cluster = adopted.config.cluster
+    assert (cluster.node_rank, cluster.rdzv_id) == (1, "slurm-41")
+    host, _, port = (cluster.rdzv_endpoint or "").rpartition(":")
+    assert host == "localhost"
+    assert 20_000 <= int(port) < 30_000
+    assert len(adopted.notes) == 1
+    assert "from Slurm job 41: the run directory, machine 1 of 2, the meeting point localhost:" in adopted.notes[0]
+
+
+def test_flags_win() -> None:
+    config = two_nodes(node_rank=0, rdzv_endpoint="h:1", rdzv_id="mine")
+    config = replace(config, run=replace(config.run, dir="d"))
+    assert adopt(config, STEP).config == config
+    assert adopt(config, STEP).notes == ()
+    assert adopt(two_nodes(), None).config == two_nodes(), "outside of Slurm nothing changes"
+
+
+def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
+    with pytest.raises(ConfigError) as error:
+        adopt(two_nodes(), replace(STEP, nodes=1, tasks=1))
+    assert "needs 2 machines" in error.value.problems[0].reason
+    assert "--nodes=2" in error.value.problems[0].fix
+    with pytest.raises(ConfigError) as error:
+        adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
+    assert "starts canzona train 4 times on one machine" in error.value.problems[0].reason
+    assert adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
+
+
+def test_machine_0_takes_another_port_when_its_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_free", lambda port: port % 2 == 0)
+    endpoint = adopt(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
+    assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
+    monkeypatch.setattr(slurm, "_free", lambda port: False)
+    with pytest.raises(EnvironmentProblem, match="taken"):
+        adopt(two_nodes(), replace(STEP, node_rank=0))
+
+
+def test_a_head_node_nobody_knows_is_refused() -> None:
+    with pytest.raises(EnvironmentProblem) as error:
+        adopt(two_nodes(), replace(STEP, node_list="no-such-host.invalid,n2"))
+    assert "no-such-host.invalid" in error.value.problems[0].reason
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [("n1", "n1"), ("n[01-03,7],m2", "n01"), ("a,b[1-2]", "a"), ("r[0-1]n[4-7]", "r0n4"), ("x[3,5]-ib,y", "x3-ib")],
+)
+def test_the_first_host_of_slurms_notation(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+def test_the_template_is_a_script_that_bash_reads() -> None:
+    subprocess.run(["bash", "-n"], input=template_text(), text=True, check=True)
+    assert "signal=USR2@180" in "".join(directives(template_text()))
+
+
+def test_a_script_says_what_was_asked_for_and_keeps_the_rest_of_the_template() -> None:
+    options = JobOptions(time="1-00:00:00", partition="big,small", account="a.b", qos="q", array="0-3%2", requeues=5)
+    script = render(two_nodes(device="cuda"), replace(options, signal_before=90), ["recipe=qwen3-tiny"])
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    asked = directives(script)
+    for directive in (
+        *("--job-name=tiny", "--nodes=2", "--gpus-per-node=2", "--time=1-00:00:00", "--partition=big,small"),
+        *("--account=a.b", "--qos=q", "--array=0-3%2", "--signal=USR2@90", "--output=%x-%A_%a.out"),
+        *("--ntasks-per-node=1", "--exclusive", "--open-mode=append", "--requeue"),
+    ):
+        assert asked.count(directive) == 1, directive
+    assert "\nrequeues=5\n" in script
+    shared = directives(render(two_nodes(), JobOptions(cpus_per_task=4, requeues=0), []))
+    assert {"--cpus-per-task=4", "--no-requeue"} <= set(shared)
+    assert not {"--exclusive", "--mem=0", "--requeue"} & set(shared)
+
+
+BAD = ("x y", "x\ny", "x\n#SBATCH --uid=0", "#x", "", "-x", "x;y", "$(x)", "x'", "é", "x\r", "x\n")
+
+
+@pytest.mark.parametrize("field", ["job_name", "time", "partition", "account", "qos", "array"])
+def test_no_value_can_be_more_than_itself(field: str) -> None:
+    for bad in BAD:
+        with pytest.raises(ConfigError):
+            check(JobOptions(**{field: bad}))  # type: ignore[arg-type]
+
+
+def test_every_bad_value_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        check(JobOptions(time="soon", partition="a b", array="x", cpus_per_task=0, requeues=-1, signal_before=0))
+    keys = {problem.key for problem in error.value.problems}
+    assert keys == {"--time", "--partition", "--array", "--cpus-per-task", "--requeues", "--signal-before"}
+
+
+def test_a_recipe_cannot_name_a_job_into_a_directive() -> None:
+    with pytest.raises(ConfigError):
+        render(replace(two_nodes(), name="x\n#SBATCH --uid=0"), JobOptions(), [])
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4))
+def test_overrides_reach_bash_as_they_are_and_never_the_directives(overrides: list[str]) -> None:
+    plain = directives(render(two_nodes(), JobOptions(), []))
+    arguments = [*overrides, "a=\n#SBATCH --uid=0\n"]
+    script = render(two_nodes(), JobOptions(), arguments)
+    assert directives(script) == plain
+    assert not any("uid=0" in line for line in script.splitlines() if line.lstrip().startswith("#"))
+    begin, end = script.index("overrides=("), script.index("\n)\n") + 3
+    code = f"{script[begin:end]}printf '%s\\0' \"${{overrides[@]}}\""
+    said = subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout
+    assert said == b"".join(argument.encode() + b"\0" for argument in arguments)
+
+
+def test_kept_arguments_are_private_and_read_back_as_they_were(tmp_path: Path) -> None:
+    arguments = ["recipe=x", "a=b c\nd", "name=é'\"$(id)"]
+    path = write_arguments(tmp_path / "jobs here", "tiny", arguments)
+    assert path.stat().st_mode & 0o777 == 0o600
+    script = render(two_nodes(), JobOptions(), path)
+    assert "$(id)" not in script
+    line = next(line for line in script.splitlines() if line.startswith("mapfile"))
+    code = f"{line}\nprintf '%s\\0' \"${{overrides[@]}}\""
+    said = subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout
+    assert said.decode().split("\0")[:-1] == arguments
