@@ -22,6 +22,7 @@ from canzona_cli.launch.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIAB
 
 _LONGEST_LOOK_S: Final = 5.0
 """What lies between two looks counts for at most so long: a machine that was suspended does not hang."""
+_AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
 _MOST_OTHERS: Final = 8
@@ -43,6 +44,8 @@ class HangReport:
     where: str
     reason: str
     """What it does, for how long, and what the others wait in; without the rank."""
+    elsewhere: bool
+    """All ranks of this machine wait: for the network, or for a rank of another machine."""
 
     def event(self) -> dict[str, object]:
         """The line of events.jsonl."""
@@ -107,9 +110,12 @@ class HangWatch:
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
         self._newest = newest
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
-        if self._silent_s <= self._timeout_s * (PATIENCE if patient else 1):
+        limit_s = self._timeout_s * (PATIENCE if patient else 1)
+        if self._silent_s <= limit_s:
             return None
-        return blame(signs, now=now, began=self._began, state=self._state)
+        found = blame(signs, now=now, began=self._began, state=self._state)
+        # The machine that has the culprit speaks first.
+        return None if found.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else found
 
     def write_stacks(self) -> None:
         """Have every rank write its Python stacks to its log, and give it the time."""
@@ -149,7 +155,11 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
         told = f"waits for other ranks in {_place(culprit)} {lasted}, as all do here: the network, or a rank elsewhere"
     others = _others([sign for sign in signs if sign is not culprit])
     return HangReport(
-        rank=culprit.rank, step=culprit.step, where=culprit.where, reason=told + (f"; {others}" if others else "")
+        rank=culprit.rank,
+        step=culprit.step,
+        where=culprit.where,
+        reason=told + (f"; {others}" if others else ""),
+        elsewhere=not (frozen or absent or busy),
     )
 
 

@@ -176,7 +176,7 @@ def _lost(results: Sequence[RankResult]) -> str:
 
 def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
     """The end of a run whose ranks have been killed because they no longer went on."""
-    return _failure(
+    failure = _failure(
         files,
         f"rank {found.rank} {found.reason}",
         log=files.worker_log(node_rank, ranks.index(found.rank)) or files.agent_log(node_rank),
@@ -184,6 +184,7 @@ def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank:
         rank=found.rank,
         problems=(found.problem,),
     )
+    return replace(failure, secondary=found.elsewhere)
 
 
 def _of_rank(

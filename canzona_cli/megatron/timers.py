@@ -122,6 +122,8 @@ class PhaseTimer:
         self._kept: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
         """Called with the phase that begins or goes on, outside of steps too."""
+        self.on_wait: Callable[[bool], None] | None = None
+        """Called when the host begins to wait for the device, and when it goes on."""
 
     @property
     def newest(self) -> StepTiming | None:
@@ -194,6 +196,17 @@ class PhaseTimer:
         """The host has just waited for other ranks."""
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what the host reads from the device: until other ranks have come as far, it waits there."""
+        if self.on_wait is not None:
+            self.on_wait(True)
+        try:
+            yield
+        finally:
+            if self.on_wait is not None:
+                self.on_wait(False)
 
     def now(self) -> object:
         """A timestamp of this device."""

@@ -1,7 +1,8 @@
 """Where training tells its heart what it does: at every change of phase, and around every wait for other ranks.
 
 With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`, whether our
-code, Megatron or torch itself calls it. NCCL's waits happen on the device: there the phase says where a rank is.
+code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait where it reads the
+loss, at the end of a step.
 """
 
 import functools
@@ -28,6 +29,7 @@ class Pulse:
         """Pass on the timer's phases, and tell it how long its phases waited."""
         self._timer = timer
         timer.on_change = self._heart.phase
+        timer.on_wait = self._heart.waits
 
     def _watched(self, original: Wait) -> Wait:
         heart, clock = self._heart, time.perf_counter

@@ -161,8 +161,9 @@ def _agree(
     if isinstance(optimizer, CanzonaOptimizer) and trainee.model.training:
         facts[3] = optimizer.matrices.fallbacks()
     facts[4] = float(save_due)
-    torch.distributed.all_reduce(facts)
-    total, count, stops, fallbacks, saves = facts.tolist()
+    with trainee.timer.waiting():
+        torch.distributed.all_reduce(facts)
+        total, count, stops, fallbacks, saves = facts.tolist()
     return _Facts(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))
 
 

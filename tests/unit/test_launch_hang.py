@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from canzona_cli.launch import hang
 from canzona_cli.launch.hang import HangWatch, blame, watched
 from canzona_cli.launch.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign
 from canzona_cli.planner.phases import IN_STEP
@@ -38,6 +39,7 @@ def sign(
 
 def blamed(*signs: Sign, state: str = "sleeping") -> tuple[int, str]:
     found = blame(signs, now=NOW, began=NOW - 300, state=lambda _: state)
+    assert found.elsewhere == ("as all do here" in found.reason)
     return found.rank, found.reason
 
 
@@ -180,3 +182,15 @@ def test_the_journal_has_no_stage_and_a_timer_no_phase_that_a_heart_cannot_tell(
 def test_signs_of_life_need_nothing_heavy() -> None:
     code = "import sys, canzona_cli.launch.hang; print({'torch', 'numpy', 'megatron'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_machine_whose_ranks_all_wait_lets_the_one_with_the_culprit_speak_first(
+    hearts: tuple[Heartbeats, list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "_NO_BEAT_S", 1e9)  # the test's clock is faster than the hearts
+    beats, both = hearts
+    for heart in both:
+        heart.waits(True)
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=10, clock=clock)
+    assert seconds_until_hang(watch, clock) > 10 * PATIENCE + 5
