@@ -60,7 +60,8 @@ def begin(store_root: Path, step: int) -> Path:
             sync_folder(store_root.parent)
         for name in os.listdir(store_root):
             if (hidden := hidden_name(name)) is not None and hidden[1] == "partial":
-                shutil.rmtree(store_root / name)
+                # A rank may still be writing what rank 0 has given up; then the next save clears it.
+                shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
         raise save_failed(partial, error) from None
@@ -170,7 +171,7 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Bytes of all files in an unfinished checkpoint: whether a save makes progress."""
+    """Bytes of all files in a checkpoint, unfinished or not: whether a save makes progress, how much there is to read."""
     total = 0
     try:
         with os.scandir(partial) as entries:

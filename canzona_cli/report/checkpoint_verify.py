@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from canzona_cli.checkpoint.choose import Chosen
+from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.checkpoint.verify import foreign_files, verify
 from canzona_cli.errors import CheckpointInvalid, Problem
@@ -87,7 +88,7 @@ class AllVerified:
 
 def verify_all(chosen: Chosen) -> AllVerified:
     """Hash all files of every chosen checkpoint; a bar on standard error where that is a terminal."""
-    total = sum(found.manifest.bytes for found in chosen.found if found.manifest is not None)
+    total = sum(bytes_written(found.path) for found in chosen.found)
     each = []
     with _bar(total) as on_bytes:
         for found in chosen.found:
