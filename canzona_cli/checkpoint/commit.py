@@ -171,7 +171,7 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Bytes of all files in a checkpoint, unfinished or not: whether a save makes progress, how much there is to read."""
+    """Bytes of all files in a checkpoint, unfinished or not: whether a save makes progress, how much is to be read."""
     total = 0
     try:
         with os.scandir(partial) as entries:
