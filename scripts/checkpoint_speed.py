@@ -1,0 +1,139 @@
+"""What checkpoints cost: a save's rate beside the disk's, steps beside a save, a resumed start beside a cold one.
+
+    python scripts/checkpoint_speed.py [KEY=VALUE ...] [--out FILE.json]
+
+Everything is measured side by side in one sitting: steps while a save is written are compared with the same run's other
+steps, each save with a plain sequential write and fsync of as many bytes into the same folder right after the run, and
+cold starts take turns with resumed ones. Raw numbers go to FILE.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+STEPS, EVERY, TURNS = 24, 6, 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, help="write raw numbers here")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written: the disk to measure")
+    given = parser.parse_args()
+    overrides = given.overrides or ["recipe=qwen3-mini", "gpus=2", "parallel.tp=2"]
+    given.folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-speed-", dir=given.folder))
+    try:
+        raw = {
+            "overrides": overrides,
+            "asynchronous": _steps(folder / "background", overrides, asynchronous=True),
+            "synchronous": _steps(folder / "waiting", overrides, asynchronous=False),
+            "starts": _starts(folder, overrides),
+        }
+    finally:
+        shutil.rmtree(folder)
+    _show(raw)
+    if given.out:
+        given.out.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _train(run: Path, *overrides: str) -> float:
+    """Run it; when it was started."""
+    started = time.time()
+    command = [sys.executable, "-m", "canzona_cli.app", "train", *overrides, "train.eval_interval=0", f"run.dir={run}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    return started
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, object]:
+    """Seconds of each step from the third on, by whether a save was on its way; and every save's rate."""
+    saving = (f"checkpoint.every_steps={EVERY}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    _train(run, *overrides, f"train.steps={STEPS + 2}", "checkpoint.at_end=false", *saving)
+    ends = [line["time"] for line in _lines(run / "metrics.jsonl")]
+    saves = [event for event in _lines(run / "events.jsonl") if event["event"] == "checkpoint"]
+    # From the moment training stood still for the copy.
+    spans = [(s["time"] - s["seconds"] - s["stall_s"], s["time"]) for s in saves]
+    beside: list[float] = []
+    alone: list[float] = []
+    for begin, end in list(pairwise(ends))[1:]:
+        overlaps = any(start < end and begin < stop for start, stop in spans)
+        (beside if overlaps else alone).append(end - begin)
+    size = int(saves[0]["bytes"])
+    return {
+        "bytes": size,
+        "beside_s": beside,
+        "alone_s": alone,
+        "stall_s": [save["stall_s"] for save in saves],
+        "save_gb_per_s": [save["bytes"] / save["seconds"] / 1e9 for save in saves],
+        "disk_gb_per_s": [_disk(run, size) for _ in saves],
+    }
+
+
+def _disk(folder: Path, size: int) -> float:
+    block = os.urandom(1 << 24)
+    path = folder / "plain"
+    started = time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, len(block)):
+            file.write(block[: size - start])
+        os.fsync(file.fileno())
+    rate = size / (time.monotonic() - started) / 1e9
+    path.unlink()
+    return rate
+
+
+def _starts(folder: Path, overrides: list[str]) -> dict[str, list[float]]:
+    """Seconds from the command to its first step's end, by turns cold and resumed."""
+    cold: list[float] = []
+    resumed: list[float] = []
+    for turn in range(TURNS):
+        run = folder / f"start-{turn}"
+        started = _train(run, *overrides, "train.steps=2", "schedule.decay_steps=4")
+        cold.append(_lines(run / "metrics.jsonl")[0]["time"] - started)
+        started = _train(run, *overrides, "train.steps=4", "schedule.decay_steps=4")
+        resumed.append(_lines(run / "metrics.jsonl")[2]["time"] - started)
+    return {"cold_s": cold, "resumed_s": resumed}
+
+
+def _show(raw: dict[str, object]) -> None:
+    for name in ("asynchronous", "synchronous"):
+        found = raw[name]
+        assert isinstance(found, dict)
+        beside, alone = statistics.mean(found["beside_s"]), statistics.mean(found["alone_s"])
+        # What a save costs in all, over the steps from one save to the next.
+        saves, steps = len(found["save_gb_per_s"]), len(found["beside_s"])
+        extra = (beside - alone) * steps / saves
+        save, disk = statistics.median(found["save_gb_per_s"]), statistics.median(found["disk_gb_per_s"])
+        print(
+            f"{name}: {found['bytes'] / 2**20:,.0f} MiB; save {save:.2f} GB/s, disk {disk:.2f} GB/s: {save / disk:.0%}"
+        )
+        print(
+            f"  steps {alone:.3f} s (quartiles {_quartiles(found['alone_s'])}), beside a save {beside:.3f} s "
+            f"({_quartiles(found['beside_s'])}): {beside / alone - 1:+.1%}; a save costs {extra:.3f} s in all, "
+            f"training stands still for {statistics.median(found['stall_s']):.3f} s of it"
+        )
+    starts = raw["starts"]
+    assert isinstance(starts, dict)
+    cold, resumed = statistics.median(starts["cold_s"]), statistics.median(starts["resumed_s"])
+    print(f"first step after {cold:.2f} s cold, {resumed:.2f} s resumed: {resumed / cold:.2f}x")
+
+
+def _quartiles(values: list[float]) -> str:
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{low:.3f} to {high:.3f}"
+
+
+if __name__ == "__main__":
+    main()
