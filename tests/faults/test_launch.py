@@ -70,15 +70,6 @@ def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_
     assert "in train" in output, "the end of the traceback is missing"
 
 
-def test_a_rank_killed_by_the_kernel_is_named_with_its_signal_and_the_usual_cause(launch: Launch) -> None:
-    run = launch("killed")
-    code, output = run.finish()
-    assert code == 70, output
-    result = run.result()
-    assert (result["status"], result["rank"]) == ("failed", 1)
-    assert result["message"] == "rank 1 was killed by signal 9 (the kernel kills processes when memory runs out)"
-
-
 def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(launch: Launch) -> None:
     run = launch("endless")
     run.wait_for_steps(2)
@@ -129,26 +120,4 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace_period(launch: Laun
     code, output = run.finish(20)
     assert code == 130, output
     assert "no end after 1 s" in output
-    assert not alive(family)
-
-
-def test_nothing_outlives_a_launcher_that_is_killed(launch: Launch) -> None:
-    run = launch("endless")
-    run.wait_for_steps(1)
-    family = run.family()
-    assert len(family) == 3
-    run.process.kill()
-    run.finish()
-    assert not alive(family)
-
-
-def test_a_killed_torchrun_takes_its_workers_along_and_is_named(launch: Launch) -> None:
-    run = launch("endless")
-    run.wait_for_steps(1)
-    family = run.family()
-    agent = next(p for p in family if "torch.distributed.run" in p.cmdline())
-    agent.kill()
-    code, output = run.finish(20)
-    assert code == 70, output
-    assert str(run.result()["message"]).startswith("torchrun was killed by signal 9")
     assert not alive(family)
