@@ -48,20 +48,32 @@ def train(
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
     ] = None,
 ) -> None:
-    """Train a model. Ctrl-C once stops after the step at hand, twice at once."""
+    """Train a model, or go on with the run in run.dir. Ctrl-C once saves after the step at hand, twice ends at once."""
+    from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
+
+    requests = Requests(raising=True)
+    with handled(requests.add):
+        try:
+            _train([*(overrides or []), *_recorded_steps(trace=trace, profile=profile)], dry_run, recipes_dir, requests)
+        except Preempted as asked:
+            outcome = before_workers(None, asked)
+            typer.echo(outcome.message, err=True)
+            raise typer.Exit(outcome.exit_code) from None
+
+
+def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, requests: "Requests") -> None:
     from rich.console import Console
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.launch.files import RunFiles
     from canzona_cli.launch.slurm import adopt, current_step
-    from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
+    from canzona_cli.launch.stop import Preempted, before_workers
     from canzona_cli.planner.obtain import obtain_plan
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
-    recorded = _recorded_steps(trace=trace, profile=profile)
-    composed = compose_run([*(overrides or []), *recorded], recipes_dirs=recipes_dir or [])
+    composed = compose_run(overrides, recipes_dirs=recipes_dir or [])
     for warning in composed.warnings:
         errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     config, layout = resolve(composed.config)
@@ -73,16 +85,14 @@ def train(
     if dry_run:
         _show(config, layout, plan, console, errors)
         return
-    requests = Requests(raising=True)
-    with handled(requests.add):
-        try:
-            outcome, run = _launch(config, layout, plan, console, errors, requests)
-        except Preempted as asked:
-            files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
-            outcome = before_workers(files, asked)
-            errors.print(outcome.message, markup=False, soft_wrap=True)
-            raise typer.Exit(outcome.exit_code) from None
-        _conclude(outcome, run, config, console, errors)
+    try:
+        outcome, run = _launch(config, layout, plan, console, errors, requests)
+    except Preempted as asked:
+        files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
+        outcome = before_workers(files, asked)
+        errors.print(outcome.message, markup=False, soft_wrap=True)
+        raise typer.Exit(outcome.exit_code) from None
+    _conclude(outcome, run, config, console, errors)
 
 
 def _recorded_steps(**options: str | None) -> list[str]:

@@ -110,7 +110,8 @@ def _impossible(differing: dict[str, tuple[object, object]], step: int) -> Itera
             reason = f"is another optimizer than the one whose state was saved at step {step:,}: {_shown(previous)}"
         else:
             continue
-        fix = f"{key}={_shown(previous)}, or start another run: run.dir=DIR"
+        name = "optimizer" if key == "optimizer.name" else key
+        fix = f"{name}={_shown(previous)}, or start another run: run.dir=DIR"
         yield Problem(key=key, value=value, reason=reason, fix=fix)
 
 

@@ -29,7 +29,8 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     die_with_parent()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    requests = StopRequests()  # before the first thread
+    requests = StopRequests()
+    requests.listen()
     files = RunFiles(run_dir)
     rank = int(os.environ["RANK"])
     record = RankRecord(files, rank)

@@ -52,8 +52,8 @@ class RankRecord:
         self.heart = Heart(rank)
         self.step = 0
         self.loss: float | None = None
-        self.requests: StopRequests | None = None
-        """What this process was asked by signals; None where it does not listen to them."""
+        self.requests = StopRequests()
+        """What this process was asked by signals; nothing where it does not listen to them."""
         self.checkpoint: str | None = None
         """Name of the checkpoint the run ended with; one that a stop caused has been read back."""
         self.lost: Mapping[str, int] = {}

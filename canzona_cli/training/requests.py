@@ -14,11 +14,14 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequests:
-    """What this process was asked by signals. Make it in the main thread, before any other thread is started."""
+    """What this process was asked by signals, once it listens to them."""
 
     def __init__(self) -> None:
         self.preempted = False
         """Whether the run shall be saved and ended."""
+
+    def listen(self) -> None:
+        """Call it in the main thread, before any other thread is started."""
         if sys.platform != "linux":  # who sent a signal cannot be known
             for number in _ASKING:
                 signal.signal(number, lambda *_: self._ask())
