@@ -134,6 +134,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 nothing travels between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
+    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
+        yield "train.loss_spike_sigmas is ignored: train.loss_spike is ignore"
     if "train.eval_batches" in explicit and config.train.eval_interval == 0:
         yield "train.eval_batches is ignored: train.eval_interval is 0"
 
@@ -366,12 +368,19 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             reason="Transformer Engine needs a GPU",
             fix="use cluster.transformer_engine=false",
         )
-    if cluster.rdzv_endpoint is not None and re.fullmatch(r"\S+:\d{1,5}", cluster.rdzv_endpoint) is None:
+    if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
         yield Problem(
             key="cluster.rdzv_endpoint",
             value=cluster.rdzv_endpoint,
             reason="is not of the form host:port",
             fix="for example cluster.rdzv_endpoint=node0:29500",
+        )
+    if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
+        yield Problem(
+            key="cluster.rdzv_id",
+            value=cluster.rdzv_id,
+            reason="names a folder of torchrun's logs: letters, digits, dots, dashes and underscores only",
+            fix="for example cluster.rdzv_id=my-run",
         )
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes >= 1:
         yield Problem(

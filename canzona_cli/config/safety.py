@@ -9,8 +9,10 @@ from canzona_cli.config.redaction import secret_problems
 from canzona_cli.config.schema import CustomConfig, RunConfig
 from canzona_cli.errors import Problem
 
-_ARGUMENTS = ("cluster.rdzv_id", "cluster.rdzv_endpoint")
-"""Settings that become arguments of torchrun, where a leading dash would make an option of them."""
+_ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
+"""Settings that, or whose last part, become arguments of torchrun: a leading dash would make an option of them."""
+_OWN_RULES = ("name", "cluster.rdzv_id")
+"""Settings that `canzona_cli.config.checks` is stricter with."""
 _PROSE = ("description",)
 """Settings that may have several lines."""
 _PLACES = ("run.dir", "run.root")
@@ -20,7 +22,9 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
     """Secrets, and characters that no name or path may have."""
     tree = asdict(config)
     yield from secret_problems(tree)
-    for key, text in _texts({key: value for key, value in tree.items() if key != "name"}):  # it has stricter rules
+    for key, text in _texts(tree):
+        if key in _OWN_RULES:
+            continue
         strange = sorted({char for char in text if not char.isprintable() and not (char in "\n\t" and key in _PROSE)})
         if strange:
             named = ", ".join(char.encode("unicode_escape").decode("ascii") for char in strange[:4])
@@ -31,7 +35,7 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
                 "or a command really says",
                 fix="leave them out",
             )
-        elif key in _ARGUMENTS and text.startswith("-"):
+        elif key in _ARGUMENTS and Path(text).name.startswith("-"):
             yield Problem(
                 key=key, value=text, reason="begins with a dash, as options of a command do", fix="begin with a letter"
             )

@@ -281,15 +281,21 @@ class TestNothingIsRunOrLeaked:
         assert getattr(typed, key) == value, "whoever types it means it"
 
     @pytest.mark.parametrize("char", ["\n", "\x1b", "\x7f", "\u202e", "\u2028", "\0"])
-    @pytest.mark.parametrize("key", ["run.dir", "run.root", "data.path", "cluster.rdzv_id", "checkpoint.resume"])
+    @pytest.mark.parametrize("key", ["run.dir", "run.root", "data.path", "engine.plan", "checkpoint.resume"])
     def test_a_character_that_hides_something(self, key: str, char: str, tmp_path: Path) -> None:
         section, _, name = key.partition(".")
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {name: f"a{char}b"}}))
         assert "not printable" in problems(f"recipe={path}")[key].reason
 
-    @pytest.mark.parametrize("override", ["cluster.rdzv_id=--master-port", "cluster.rdzv_endpoint=--x:1"])
-    def test_what_would_be_an_option_of_torchrun(self, override: str) -> None:
+    @pytest.mark.parametrize(
+        "override",
+        [
+            *("cluster.rdzv_id=--master-port", "cluster.rdzv_id=../../x", "run.dir=a/-x"),
+            *("cluster.rdzv_endpoint=--x:1", "cluster.rdzv_endpoint=me:pw@host:1"),
+        ],
+    )
+    def test_what_torchrun_would_take_for_something_else(self, override: str) -> None:
         assert override.partition("=")[0] in problems("recipe=tiny", override)
 
     def test_both_in_a_recipe_file_at_any_depth(self, tmp_path: Path) -> None:
