@@ -102,6 +102,58 @@ class LaunchedRun:
         return record
 
 
+TRAINED_RANKS = 4
+_TRAINED = (
+    *("recipe=qwen3-tiny", f"gpus={TRAINED_RANKS}", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2"),
+    *("train.seq_length=32", "train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
+)
+
+
+class TrainingRun:
+    """`canzona train` on four ranks, in a process of its own: everything is real."""
+
+    def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
+        self.files = RunFiles(folder / "run")
+        places = (f"data.cache_dir={cache}", f"run.dir={self.files.root}")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "canzona_cli.app", "train", *_TRAINED, *overrides, *places],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Poll until the condition holds; fail with the run's output when it ends or time runs out first."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(self.process.communicate()[0])
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """torchrun and its workers, at this moment."""
+        family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return family
+
+    def pid(self, rank: int) -> int:
+        record = read_json(self.files.rank(rank))
+        assert record is not None
+        return int(str(record["pid"]))
+
+    @property
+    def steps(self) -> int:
+        """Done so far."""
+        return self.files.metrics.read_text().count("\n") if self.files.metrics.exists() else 0
+
+    def finish(self, seconds: float = 120.0) -> tuple[int, str]:
+        """The exit code and all it printed."""
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run after ten seconds; a zombie waiting for its parent does not."""
     deadline = time.monotonic() + 10

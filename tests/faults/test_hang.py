@@ -4,22 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
-
 from canzona_cli.launch.files import RunFiles, read_json
-from tests.faults.support import REPOSITORY, LaunchedRun, alive
+from tests.faults.support import TRAINED_RANKS as RANKS
+from tests.faults.support import LaunchedRun, TrainingRun, alive
 from tests.faults.table import RecordFault
-from tests.faults.test_train import wait_for
-
-RANKS = 4
-SMALL = (
-    *("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
-    *("train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
-)
 
 
 def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
@@ -56,27 +46,19 @@ def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
 def test_a_stopped_rank_ends_the_run_and_is_named(
     tmp_path: Path, corpus_cache: Path, record_fault: RecordFault
 ) -> None:
-    files = RunFiles(tmp_path / "run")
-    settings = ("run.hang_timeout_s=15", f"data.cache_dir={corpus_cache}", f"run.dir={files.root}")
-    training = subprocess.Popen(
-        [sys.executable, "-m", "canzona_cli.app", "train", *SMALL, *settings],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    training = TrainingRun(tmp_path, corpus_cache, "run.hang_timeout_s=15")
+    files = training.files
     try:
-        wait_for(training, lambda: steps(files) >= 3)
-        family = psutil.Process(training.pid).children(recursive=True)
+        training.wait_for(lambda: training.steps >= 3)
+        family = training.processes()
         assert len(family) == RANKS + 1
-        os.kill(int(str((read_json(files.rank(3)) or {})["pid"])), signal.SIGSTOP)
-        output, _ = training.communicate(timeout=90)
-        assert training.returncode == 71, output
-        assert not alive(family)
+        os.kill(training.pid(3), signal.SIGSTOP)
+        code, output = training.finish()
     finally:
-        training.kill()
-        training.wait()
+        training.process.kill()
+        training.process.wait()
+    assert code == 71, output
+    assert not alive(family)
     result = read_json(files.result)
     assert result is not None
     assert result["rank"] == 3
@@ -84,7 +66,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(
     assert message.startswith("rank 3 is stopped (SIGSTOP; SIGCONT lets it go on), for "), message
     step = re.search(r", in train/\w+ of step (\d+); ", message)
     assert step is not None, message
-    assert int(step[1]) - steps(files) in (0, 1), "the last one in the metrics, or the one after it"
+    assert int(step[1]) - training.steps in (0, 1), "the last one in the metrics, or the one after it"
     assert re.search(r"ranks? [012 ]+ waiting in train/", message), message
     assert "The run hangs" in output
     assert "Traceback" not in output
@@ -97,10 +79,6 @@ def test_a_stopped_rank_ends_the_run_and_is_named(
         exit_code=71,
         lost="the steps since the last checkpoint",
     )
-
-
-def steps(files: RunFiles) -> int:
-    return files.metrics.read_text().count("\n") if files.metrics.exists() else 0
 
 
 def events(files: RunFiles) -> list[dict[str, object]]:

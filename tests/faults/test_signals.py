@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,59 +10,20 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.launch.files import RunFiles, read_json
-from tests.faults.support import REPOSITORY, alive
+from canzona_cli.launch.files import read_json
+from tests.faults.support import TRAINED_RANKS as RANKS
+from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
-from tests.faults.test_train import wait_for
 
-RANKS = 4
-SMALL = (
-    *("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
-    *("train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
-)
-
-
-class Training:
-    """`canzona train` on four ranks, in a process of its own."""
-
-    def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
-        self.files = RunFiles(folder / "run")
-        places = (f"data.cache_dir={cache}", f"run.dir={self.files.root}")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "canzona_cli.app", "train", *SMALL, *overrides, *places],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        wait_for(self.process, condition)
-
-    def family(self) -> list[psutil.Process]:
-        """torchrun and its workers."""
-        family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        return family
-
-    @property
-    def steps(self) -> int:
-        return self.files.metrics.read_text().count("\n") if self.files.metrics.exists() else 0
-
-    def finish(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=120)
-        return self.process.returncode, output
-
-
-Start = Callable[..., Training]
+Start = Callable[..., TrainingRun]
 
 
 @pytest.fixture
 def start(tmp_path: Path, corpus_cache: Path) -> Iterator[Start]:
-    started: list[Training] = []
+    started: list[TrainingRun] = []
 
-    def begin(*overrides: str) -> Training:
-        started.append(Training(tmp_path, corpus_cache, *overrides))
+    def begin(*overrides: str) -> TrainingRun:
+        started.append(TrainingRun(tmp_path, corpus_cache, *overrides))
         return started[-1]
 
     yield begin
@@ -73,7 +32,7 @@ def start(tmp_path: Path, corpus_cache: Path) -> Iterator[Start]:
         training.process.wait()
 
 
-def assert_saved(training: Training, code: int, output: str, family: list[psutil.Process]) -> None:
+def assert_saved(training: TrainingRun, code: int, output: str, family: list[psutil.Process]) -> None:
     """Ended as preempted, with one sound checkpoint of the last step that was done, and nothing half."""
     assert code == 75, output
     assert "Traceback" not in output
@@ -93,7 +52,7 @@ def assert_saved(training: Training, code: int, output: str, family: list[psutil
 def test_usr2_to_every_process_of_the_job_saves_it(start: Start, record_fault: RecordFault) -> None:
     training = start()
     training.wait_for(lambda: training.steps >= 3)
-    family = training.family()
+    family = training.processes()
     assert len(family) == RANKS + 1
     for process in [*family, psutil.Process(training.process.pid)]:  # as `scancel --signal=USR2` does
         process.send_signal(signal.SIGUSR2)
@@ -111,7 +70,7 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start,
     training = start("checkpoint.every_steps=1")
     training.wait_for(lambda: training.steps >= 3)
     training.wait_for(lambda: any(training.files.checkpoints.glob(".step-*")))
-    family = training.family()
+    family = training.processes()
     training.process.send_signal(signal.SIGTERM)
     assert_saved(training, *training.finish(), family)
     record_fault(
@@ -126,10 +85,8 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start,
 def test_sigterm_to_one_rank_saves_the_whole_job(start: Start, record_fault: RecordFault) -> None:
     training = start()
     training.wait_for(lambda: training.steps >= 3)
-    family = training.family()
-    record = read_json(training.files.rank(2))
-    assert record is not None
-    os.kill(int(str(record["pid"])), signal.SIGTERM)
+    family = training.processes()
+    os.kill(training.pid(2), signal.SIGTERM)
     assert_saved(training, *training.finish(), family)
     record_fault(
         fault="SIGTERM to one of 4 ranks",
@@ -146,7 +103,7 @@ def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
 ) -> None:
     training = start()
     training.wait_for(lambda: all(training.files.rank(rank).exists() for rank in range(RANKS)))
-    family = training.family()
+    family = training.processes()
     training.process.send_signal(number)
     code, output = training.finish()
     assert code == 130, output
