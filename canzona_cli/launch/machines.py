@@ -25,6 +25,8 @@ MEETING_PATIENCE_S = 300.0
 END_PATIENCE_S = 30.0
 """Seconds the other machines get to say how they ended once one's workers have gone: a rank that has lost its neighbour
 notices at once, torchrun gives it 15 seconds to go."""
+VERDICT_PATIENCE_S = 900.0
+"""Seconds in which machine 0 has to end as well where nothing has failed: it may be reading a checkpoint again."""
 FAILURE_GRACE_S = 20.0
 """Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait for ever."""
 _LOOK_S = 2.0
@@ -119,7 +121,11 @@ class Machines:
             return outcome
         with suppress(OSError):  # a full disk: the others take this machine for gone
             write_json_atomic(self._folder / f"ended-{self._node_rank}.json", _to_json(outcome))
-        return self._judge(outcome, patience_s) if self._node_rank == 0 else self._hear(outcome, 2 * patience_s)
+        if self._node_rank == 0:
+            return self._judge(outcome, patience_s)
+        return self._hear(
+            outcome, 2 * patience_s if outcome.status == "failed" else max(patience_s, VERDICT_PATIENCE_S)
+        )
 
     def _judge(self, own: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
@@ -178,9 +184,10 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
     if first is not None:
         return first
-    # A machine that was told to stop knows more than one whose ranks had just come to their end.
-    order = ("interrupted", "preempted", "done")
-    return min(ended.values(), key=lambda outcome: order.index(outcome.status))
+    # A machine that was told to stop knows more than one whose ranks had just come to their end; machine 0 has the
+    # rank that completes checkpoints.
+    in_order = [outcome for _, outcome in sorted(ended.items())]
+    return next((outcome for outcome in in_order if outcome.status != "done"), in_order[0])
 
 
 def _at(number: int, outcome: Outcome) -> Outcome:

@@ -5,18 +5,17 @@ starts jobs as their users. Nothing of an installed Slurm is read or changed: ev
 and all ports are free ones on loopback.
 """
 
+import ctypes
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from canzona_cli.launch import orphan
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
@@ -153,7 +152,8 @@ def running(root: Path) -> Iterator[Slurm]:
             with (root / "log" / f"{number}-{command[0]}.out").open("wb") as log:
                 daemons.append(
                     subprocess.Popen(
-                        [sys.executable, orphan.__file__, str(os.getpid()), *command],  # dies with the tests
+                        command,
+                        preexec_fn=_die_with_the_tests,
                         env=slurm.environment | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -175,6 +175,12 @@ def running(root: Path) -> Iterator[Slurm]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _die_with_the_tests() -> None:
+    """In a daemon about to start: end it, jobs and all, when the tests are killed."""
+    pdeathsig = 1
+    ctypes.CDLL(None).prctl(pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
 def _idle(slurm: Slurm) -> bool:

@@ -113,6 +113,7 @@ def test_who_is_to_blame() -> None:
     assert verdict_of({0: DONE, 1: LOST}, []) == LOST
     assert verdict_of({0: DONE, 1: STOPPED}, []) == STOPPED
     assert verdict_of({0: PREEMPTED, 1: DONE}, []) == PREEMPTED
+    assert verdict_of({0: PREEMPTED, 1: STOPPED}, []) == PREEMPTED
     unnamed = Outcome(status="failed", exit_code=70, message="torchrun was killed by signal 9")
     assert verdict_of({0: LOST, 1: unnamed}, []).message == "machine 1: torchrun was killed by signal 9"
 
