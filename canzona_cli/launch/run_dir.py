@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from canzona_cli.config.redaction import redacted
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
@@ -121,7 +122,9 @@ class RunDirectory:
                     outcome = before_workers(self.files, error)
                 else:
                     code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
-                    outcome = Outcome(status="failed", exit_code=code, message=f"{type(error).__name__}: {error}")
+                    outcome = Outcome(
+                        status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
+                    )
                 with suppress(OSError):  # a full disk: what went wrong matters more
                     write_json_atomic(self.files.result, outcome.as_json())
             raise
