@@ -127,13 +127,20 @@ def _run(
             while agent.poll() is None:
                 monitor.poll()
                 hang = None if watch is None else watch.look()
+                if hang is not None and hang.elsewhere and machines.may_know_better():
+                    hang = None
                 if watch is not None and hang is not None:
                     try_append_json_line(files.events, hang.event())
                     watch.write_stacks()
                     break
                 if requests.reason is not None and not announced:
                     announced = True
-                    files.request_stop(requests.reason)
+                    try:
+                        files.request_stop(requests.reason)
+                    except OSError as error:  # a disk that takes nothing would take no checkpoint either
+                        forced = True
+                        tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
+                        break
                     monitor.poll()  # what was written since the last look may be the first step
                     if not monitor.training:
                         forced = True

@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from canzona_cli.config.compose import compose_run
@@ -14,7 +16,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.training.data import Batch
 from tests.faults.forked import forked_run
-from tests.faults.support import REPOSITORY
+from tests.faults.support import REPOSITORY, LaunchedRun
 from tests.faults.table import RecordFault
 
 
@@ -177,4 +179,28 @@ def test_a_disk_that_takes_nothing_from_the_start(
     assert not list(tmp_path.rglob("rank-*")), "no worker was started"
     record_fault(
         fault=f"{fault} at the start", happened="refused before any worker starts", exit_code=3, lost="nothing"
+    )
+
+
+def test_a_disk_that_becomes_full_under_the_launcher(tmp_path: Path, record_fault: RecordFault) -> None:
+    """Ctrl-C still stops the ranks after a whole step, and the exit code tells what result.json cannot."""
+    run = LaunchedRun(tmp_path / "run", "endless")
+    try:
+        run.wait_for_steps(2)
+        psutil.Process(run.process.pid).rlimit(psutil.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish()
+    finally:
+        run.process.kill()
+        run.process.communicate()
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert "result.json cannot be written" in output
+    assert not run.files.result.exists()
+    assert [(read_json(run.files.rank(rank)) or {})["status"] for rank in range(2)] == ["interrupted"] * 2
+    record_fault(
+        fault="disk full under the launcher, then Ctrl-C",
+        happened="stops after a whole step; terminal and exit code tell the end",
+        exit_code=code,
+        lost="result.json, the last events",
     )
