@@ -29,6 +29,8 @@ VERDICT_PATIENCE_S = 900.0
 """Seconds in which machine 0 has to end as well where nothing has failed: it may be reading a checkpoint again."""
 FAILURE_GRACE_S = 20.0
 """Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait for ever."""
+HANG_GRACE_S = 15.0
+"""Seconds a machine whose ranks only wait leaves it to the others to name a rank that hangs: all count the same time."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 
@@ -43,6 +45,7 @@ class Machines:
         self._folder = files.root / "nodes"
         self._next_look = 0.0
         self._failed_since: float | None = None
+        self._waiting_since: float | None = None
 
     def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
         """On machine 0, its run directory filled: wait for the others, and tell them where the ranks meet.
@@ -111,16 +114,25 @@ class Machines:
         if self._nodes == 1 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
-        if self._failed_since is None and any(outcome.status == "failed" for _, outcome in self._ended()):
+        if self._failed_since is None and any(outcome.status == "failed" for *_, outcome in self._ended()):
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
+
+    def may_know_better(self) -> bool:
+        """Whether to wait for another machine to name the rank that hangs, where those here merely wait for others."""
+        if self._nodes == 1:
+            return False
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return now - self._waiting_since < HANG_GRACE_S
 
     def conclude(self, outcome: Outcome, *, patience_s: float = END_PATIENCE_S) -> Outcome:
         """How the whole run ended, the same on every machine. This machine's workers have gone."""
         if self._nodes == 1:
             return outcome
         with suppress(OSError):  # a full disk: the others take this machine for gone
-            write_json_atomic(self._folder / f"ended-{self._node_rank}.json", _to_json(outcome))
+            write_json_atomic(self._folder / f"ended-{self._node_rank}.json", _to_json(outcome) | {"time": time.time()})
         if self._node_rank == 0:
             return self._judge(outcome, patience_s)
         return self._hear(
@@ -128,9 +140,10 @@ class Machines:
         )
 
     def _judge(self, own: Outcome, patience_s: float) -> Outcome:
-        deadline = time.monotonic() + patience_s
-        while len(ended := {0: own} | dict(self._ended())) < self._nodes and time.monotonic() < deadline:
+        deadline, now = time.monotonic() + patience_s, time.time()
+        while len(others := list(self._ended())) < self._nodes - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        ended = {number: outcome for _, number, outcome in sorted([(now, 0, own), *others], key=lambda end: end[:2])}
         verdict = verdict_of(ended, [self._gone(number) for number in range(self._nodes) if number not in ended])
         with suppress(OSError):
             write_json_atomic(self._folder / "verdict.json", _to_json(verdict))
@@ -155,12 +168,13 @@ class Machines:
             log=self._files.agent_log(number),
         )
 
-    def _ended(self) -> Iterator[tuple[int, Outcome]]:
+    def _ended(self) -> Iterator[tuple[float, int, Outcome]]:
+        """When the workers of another machine had gone (seconds since 1970), its number, and how they ended."""
         for number in range(self._nodes):
             if number != self._node_rank:
                 record = read_json(self._folder / f"ended-{number}.json")
                 if record is not None:
-                    yield number, _of_json(record)
+                    yield _number(record.get("time")) or 0.0, number, _of_json(record)
 
     def _arrival(self, number: int) -> Path:
         return self._folder / f"arrived-{number}.json"
@@ -178,7 +192,7 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """
     failed = [
         _at(number, outcome) if len(ended) > 1 else outcome
-        for number, outcome in sorted(ended.items())
+        for number, outcome in ended.items()
         if outcome.status == "failed"
     ]
     first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)

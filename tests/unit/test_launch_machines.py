@@ -109,6 +109,8 @@ def test_one_machine_needs_nobody(tmp_path: Path) -> None:
 
 def test_who_is_to_blame() -> None:
     assert verdict_of({0: LOST, 1: CRASHED}, [GONE]) == CRASHED
+    aborted = Outcome(status="failed", exit_code=70, message="rank 0 was killed by signal 6 (SIGABRT)", rank=0)
+    assert verdict_of({1: CRASHED, 0: aborted}, []) == CRASHED, "the first counts"
     assert verdict_of({0: LOST}, [GONE]) == GONE
     assert verdict_of({0: DONE, 1: LOST}, []) == LOST
     assert verdict_of({0: DONE, 1: STOPPED}, []) == STOPPED
@@ -134,3 +136,15 @@ def test_another_machines_failure_is_noticed_after_its_workers_had_time_to_lose_
         seen.append(head.others_failed())
     assert not seen[0]
     assert seen[-1]
+
+
+def test_ranks_that_merely_wait_leave_it_to_another_machine_to_name_who_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("canzona_cli.launch.machines.time.monotonic", lambda: now[0])
+    head = machines(tmp_path, 2)[0]
+    assert head.may_know_better()
+    now[0] += 60
+    assert not head.may_know_better(), "nobody did"
+    assert not machines(tmp_path, 1)[0].may_know_better()
