@@ -113,6 +113,9 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
     if on_gpu and layout.tp * layout.cp > 1:
         # Megatron overlaps tensor- and context-parallel communication by the order of launches on one queue.
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if _installed():
+        # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
+        wanted["PYTHONSAFEPATH"] = "1"
     wanted |= _interfaces(config)
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 

@@ -118,6 +118,8 @@ def _from_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.append(folder)  # what the file imports may lie beside it; last, so that it hides nothing else
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -19,7 +19,8 @@ OWN = ("recipe=qwen3-tiny", "optimizer=custom", "optimizer.source=torch.optim:SG
 
 # Fails in the middle of the run with the secret in its message, and leaves behind what it was started with.
 OPTIMIZER = """
-import os, psutil, torch
+import os
+from beside import psutil, torch
 
 class Leaky(torch.optim.SGD):
     def __init__(self, params, lr, weight_decay, notes):
@@ -96,15 +97,19 @@ def test_a_batch_script_holds_nothing_of_the_environment(tmp_path: Path) -> None
 
 
 def test_a_run_leaves_no_secret_and_no_file_that_others_may_write(tmp_path: Path) -> None:
-    """A real run without a umask, whose optimizer fails with a secret of its environment in the message."""
+    """A real run without a umask, whose optimizer fails with a secret of its environment in the message; in a folder
+    with modules of names that workers import."""
     (tmp_path / "leaky.py").write_text(OPTIMIZER)
+    (tmp_path / "beside.py").write_text("import psutil, torch")
+    for name in ("numpy", "torch", "random", "psutil", "yaml"):
+        (tmp_path / f"{name}.py").write_text(f"import os; os.mkdir({str(tmp_path / 'sprung')!r})")
     overrides = [
         *("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "train.seq_length=32", "train.global_batch_size=1"),
         *("train.steps=9", "train.eval_interval=0", "optimizer=custom", "optimizer.source=leaky.py:Leaky"),
         *(f"optimizer.options.notes='{tmp_path}/notes'", f"run.dir={tmp_path}/run"),
     ]
     ended = subprocess.run(
-        ["bash", "-c", 'umask 0; exec "$0" -m canzona_cli.app train "$@"', sys.executable, *overrides],
+        ["bash", "-c", 'umask 0; exec "$0" -P -m canzona_cli.app train "$@"', sys.executable, *overrides],
         cwd=tmp_path,
         env=os.environ | importable() | ENVIRONMENT,
         capture_output=True,
@@ -127,3 +132,4 @@ def test_a_run_leaves_no_secret_and_no_file_that_others_may_write(tmp_path: Path
     assert SECRET not in started_with
     writable = [path for path in (files.root, *files.root.rglob("*")) if path.lstat().st_mode & stat.S_IWOTH]
     assert writable == []
+    assert not (tmp_path / "sprung").exists()
