@@ -39,6 +39,7 @@ _POSITIVE = (
     "cluster.backward_factor",
     "optimizer.shampoo_eps",
     "train.loss_spike_sigmas",
+    "run.hang_timeout_s",
 )
 _NOT_NEGATIVE = (
     "optimizer.min_lr",

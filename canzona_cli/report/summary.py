@@ -15,11 +15,13 @@ from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.report.breakdown import Breakdown, load_breakdown
 from canzona_cli.report.breakdown_table import render
 from canzona_cli.report.chart import line_chart
+from canzona_cli.report.events import describe
 from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import clean, duration, guarded, number, plural, real, wrapped
 
 VERSION = 1
+_MOST_WARNINGS = 5
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red"}
 
 
@@ -62,6 +64,8 @@ class RunSummary:
     """In the order in which they happened."""
     breakdown: Breakdown | None
     config: RunConfig | None
+    warnings: tuple[str, ...] = field(default=())
+    """What was said aloud while it ran: slow ranks, spikes of the loss, saves that failed."""
     notes: tuple[str, ...] = field(default=())
     """What is missing or damaged, and why that is so."""
 
@@ -85,6 +89,7 @@ class RunSummary:
             "validation": {"first": validation[0], "last": validation[-1]} if validation else None,
             "errors": [asdict(error) for error in self.errors],
             "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
+            "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
 
@@ -116,7 +121,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         load_planned(run_dir)
     except ConfigError as error:
         notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
-    times = [t for record in metrics + validation + list(_lines(files.events, [])) if (t := real(record.get("time")))]
+    events = list(_lines(files.events, []))
+    times = [t for record in metrics + validation + events if (t := real(record.get("time")))]
     steps = [int(s) for m in [*metrics, result] if (s := real(m.get("step"))) is not None]
     code = result.get("exit_code")
     return RunSummary(
@@ -135,6 +141,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
+        warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
         notes=tuple(notes),
     )
 
@@ -238,9 +245,12 @@ class _SummaryView:
         if summary.breakdown is not None:
             yield Text()
             yield render(summary.breakdown, device=None if summary.config is None else summary.config.cluster.device)
-        if summary.notes:
+        said = [*summary.warnings[-_MOST_WARNINGS:], *summary.notes]
+        if len(summary.warnings) > _MOST_WARNINGS:
+            said.insert(0, f"{plural(len(summary.warnings) - _MOST_WARNINGS, 'earlier warning')} in events.jsonl")
+        if said:
             yield Text()
-        for note in summary.notes:
+        for note in said:
             yield from wrapped(Text(clean(note), style="yellow"), console, options, first="  ! ", rest="    ")
 
     def _error(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -101,6 +101,19 @@ def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Pat
     assert (report["skipped"], report["fallbacks"]) == (3, 2)
 
 
+def test_what_was_said_aloud_is_said_again_the_newest_of_many(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=40)
+    append_json_line(files.events, {"event": "checkpoint", "step": 30, "seconds": 1.0, "stall_s": 0.1, "bytes": 1})
+    for rank in range(7):
+        words = f"rank {rank} is slow"
+        append_json_line(files.events, {"event": "straggler", "rank": rank, "detail": words, "level": "warning"})
+    shown = canzona("report", str(files.root)).stdout
+    assert "2 earlier warnings in events.jsonl" in shown
+    assert [f"rank {rank} is slow" in shown for rank in range(7)] == [False] * 2 + [True] * 5
+    warnings = json.loads(canzona("report", str(files.root), "--json").stdout)["warnings"]
+    assert warnings == [f"rank {rank} is slow" for rank in range(7)], "a checkpoint is no warning"
+
+
 def test_an_error_written_for_the_user_promises_no_traceback(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="failed", steps=7)
     error = {"type": "PlanRefused", "message": "plan: it is for tp = 2, these ranks have tp = 1", "traceback": ""}
@@ -121,6 +134,7 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     assert set(report) == {
         *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
         *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
+        "warnings",
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
     assert report["loss"]["last"]["step"] == 40, "the last finite loss"
