@@ -30,7 +30,7 @@ VERDICT_PATIENCE_S = 900.0
 FAILURE_GRACE_S = 20.0
 """Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait for ever."""
 HANG_GRACE_S = 15.0
-"""Seconds a machine whose ranks only wait leaves it to the others to name a rank that hangs: all count the same time."""
+"""Seconds a machine whose ranks only wait leaves it to the others to name the rank that hangs."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 
@@ -184,10 +184,10 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """How a run ended whose machines ended like this.
 
     A rank or a torchrun that failed by itself is why the others lost it; a machine that has gone explains what nobody
-    else does.
+    else does. Of several failures the first counts: a rank may die of losing another in ways that do not look like it.
 
     Args:
-        ended: by machine.
+        ended: by machine, in the order in which they ended.
         gone: a failure for each machine that has not said how it ended.
     """
     failed = [

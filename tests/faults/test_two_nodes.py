@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.verify import verify
 from canzona_cli.launch.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 from tests.faults.table import RecordFault
@@ -153,5 +155,55 @@ def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing
         fault=f"SIGKILL of the {victim} of the second of two machines",
         happened=f"both end; culprit: {str(result['message']).split(' (the kernel')[0]}",
         exit_code=code,
+        lost="steps since the last checkpoint",
+    )
+
+
+@pytest.mark.sweep
+def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(
+    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
+) -> None:
+    run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
+    run.wait_for_steps(2)
+    families = [run.family(node) for node in range(2)]
+    run.launchers[1].send_signal(signal.SIGUSR2)
+    ends = run.finish()
+    assert [code for code, _ in ends] == [75, 75], ends
+    newest = CheckpointStore(run.files.checkpoints).latest()
+    assert newest is not None
+    assert verify(newest.path)[1] == []
+    assert newest.step == run.files.metrics.read_text().count("\n"), "no step is lost"
+    assert not alive([*families[0], *families[1]])
+    record_fault(
+        fault="SIGUSR2 to the launcher of the second of two machines",
+        happened="both save and end together; the checkpoint is whole",
+        exit_code=75,
+        lost="nothing",
+    )
+
+
+@pytest.mark.sweep
+def test_a_rank_that_is_stopped_is_named_by_both_launchers(
+    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
+) -> None:
+    hang = "run.hang_timeout_s=6"
+    run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2", hang)
+    run.wait_for_steps(4)
+    families = [run.family(node) for node in range(2)]
+    pid = (read_json(run.files.rank(1)) or {})["pid"]
+    assert isinstance(pid, int)
+    os.kill(pid, signal.SIGSTOP)
+    (code, said), (other_code, other_said) = run.finish()
+    assert (code, other_code) == (71, 71), said + other_said
+    result = read_json(run.files.result)
+    assert result is not None
+    assert result["rank"] == 1
+    assert "rank 1 is stopped (SIGSTOP" in str(result["message"])
+    assert "rank 1 is stopped" in other_said
+    assert not alive([*families[0], *families[1]])
+    record_fault(
+        fault="SIGSTOP of a rank of the second of two machines",
+        happened="named by both launchers: rank 1 is stopped",
+        exit_code=71,
         lost="steps since the last checkpoint",
     )
