@@ -122,7 +122,9 @@ def _show(
     config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
 ) -> None:
     from canzona_cli.config.compose import dump_resolved
+    from canzona_cli.errors import CanzonaError
     from canzona_cli.launch import preflight, torchrun
+    from canzona_cli.launch.resume import resumption
     from canzona_cli.planner.memory import estimate
     from canzona_cli.report.dry_run import RUN_DIR_TIME, DryRun
 
@@ -136,6 +138,14 @@ def _show(
         command=torchrun.build(config, layout, run_dir),
     )
     console.print(shown, soft_wrap=True)
+    try:
+        found = resumption(config, layout)
+    except CanzonaError as error:
+        errors.print(f"note: it would be refused: {error}", style="yellow", markup=False, soft_wrap=True)
+    else:
+        if found is not None:
+            note = f"note: it would go on from step {found.step:,} ({found.origin})"
+            errors.print(note, style="dim", markup=False, soft_wrap=True)
     for problem in preflight.machine_problems(config, layout):
         note = f"note: this machine could not run it: {problem.reason}"
         errors.print(note, style="yellow", markup=False, soft_wrap=True)

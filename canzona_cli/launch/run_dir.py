@@ -1,8 +1,6 @@
 """The run directory: claimed by exactly one launch, and filled with all it takes to repeat the run."""
 
 import dataclasses
-import errno
-import fcntl
 import os
 import platform
 import socket
@@ -21,6 +19,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.launch.lock import hold
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.place import unsafe_place
 from canzona_cli.launch.resume import Resumption, holds_run, read_lines, resumption, set_out
@@ -38,8 +37,6 @@ _RECORDED_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
 )
 """The only environment variables that are written down: others may be secrets."""
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What a file system says that has no locks."""
 
 
 class RunDirectory:
@@ -219,7 +216,7 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on:
         used = holds_run(files)
         if used and not goes_on:
             raise _already_used(path, config)
-        lock = _lock(files, config)
+        lock = hold(files, config)
         if not used:
             files.ranks.mkdir(mode=0o755, exist_ok=True)
             files.logs.mkdir(mode=0o755, exist_ok=True)
@@ -230,39 +227,6 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on:
         raise _not_writable(path, config, f"{error.filename or path} is in the way") from None
     except OSError as error:
         raise _not_writable(path, config, error.strerror or str(error)) from None
-
-
-def _lock(files: RunFiles, config: RunConfig) -> IO[str]:
-    """Hold the directory until this process ends, however it ends: of two launches, one gets it.
-
-    Raises:
-        ConfigError: names the process that has it.
-    """
-    # No link is followed: the file is written to.
-    handle = os.open(files.claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    lock = os.fdopen(handle, "r+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        host, _, pid = lock.read(200).strip().partition(" ")
-        lock.close()
-        raise ConfigError(
-            Problem(
-                key="run.dir",
-                value=str(config.run.dir or files.root),
-                reason=f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it",
-                fix="wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run",
-            )
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            lock.close()
-            raise
-        # A file system without locks (Lustre is often mounted so): nothing is known of a second launch.
-    lock.truncate(0)
-    lock.write(f"{socket.gethostname()} {os.getpid()}\n")
-    lock.flush()
-    return lock
 
 
 def _already_used(path: Path, config: RunConfig) -> ConfigError:
