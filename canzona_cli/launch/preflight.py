@@ -1,14 +1,17 @@
 """What this machine lacks for a run, found before anything is written or started. Imports no torch."""
 
+import errno
 import importlib.util
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 
 from canzona_cli.cluster.detect import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.launch.torchrun import node_count, ranks_per_node
+from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node
 from canzona_cli.planner.memory import GIB, estimate
 
 
@@ -28,6 +31,7 @@ def check_nodes(config: RunConfig) -> None:
 
     Raises:
         ConfigError: every missing or impossible setting at once.
+        EnvironmentProblem: this is machine 0, and the port at which the others would find it is taken.
     """
     nodes, cluster = node_count(config), config.cluster
     if nodes == 1:
@@ -47,7 +51,7 @@ def check_nodes(config: RunConfig) -> None:
             Problem(
                 key="cluster.node_rank",
                 reason=f"the run spans {nodes} machines, and this one does not know which it is",
-                fix="cluster.node_rank=0 here, "
+                fix="srun --ntasks-per-node=1 in a Slurm job tells it; by hand: cluster.node_rank=0 here, "
                 + ("1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"),
             )
         )
@@ -70,6 +74,39 @@ def check_nodes(config: RunConfig) -> None:
         )
     if problems:
         raise ConfigError(*problems)
+    if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
+        problems.extend(_port_problems(config, cluster.rdzv_endpoint))
+    if problems:
+        raise EnvironmentProblem(*problems)
+
+
+def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
+    """Told here, in words: torchrun would say it with a traceback, and the other machines would wait."""
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        return  # what is no address at all, torchrun refuses
+    local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((local, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                yield Problem(
+                    key="cluster.rdzv_endpoint",
+                    value=endpoint,
+                    reason="another program of this machine has this port" + _holder(int(port)),
+                    fix=f"another one, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
+                )
+
+
+def _holder(port: int) -> str:
+    """Whose port it is, where we may know."""
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port and connection.pid:
+                return f": {psutil.Process(connection.pid).name()}, process {connection.pid}"
+    return ""
 
 
 def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
@@ -102,7 +139,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     found = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
     ways = [
         "the same command with --dry-run shows layout, memory and torchrun command without them",
-        "a Slurm job that has them can run it: give this command to sbatch or srun",
+        "`canzona slurm --submit` with the same arguments gives it to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
     ]
     if here:

@@ -100,11 +100,20 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         arguments: What `canzona train` is called with, or the file that holds it (`write_arguments`).
 
     Raises:
-        ConfigError: the recipe's name cannot be a job's.
+        ConfigError: the recipe's name cannot be a job's; the tasks of an array would share a run directory.
     """
     name = options.job_name or config.name
     if options.job_name is None:
         check(JobOptions(job_name=name))
+    if options.array is not None and config.run.dir is not None:
+        raise ConfigError(
+            Problem(
+                key="run.dir",
+                value=config.run.dir,
+                reason="all tasks of the array would use this one directory",
+                fix=f"leave it out: each task then has {config.run.root}/{config.name}-JOB_TASK",
+            )
+        )
     directives: dict[str, str | None] = {
         "job-name": name,
         "nodes": str(node_count(config)),
@@ -195,6 +204,24 @@ def _problems(options: JobOptions) -> Iterator[Problem]:
         if number is not None and not least <= number <= most:
             flag = f"--{field.replace('_', '-')}"
             yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
+    limit = None if options.time is None else _seconds(options.time)
+    if limit is not None and limit <= options.signal_before:
+        yield Problem(
+            key="--time",
+            value=options.time,
+            reason=f"is over before the job has begun to train: it is told to save {options.signal_before} s before",
+            fix="a longer --time, or a shorter --signal-before",
+        )
+
+
+def _seconds(time: str) -> int | None:
+    """A time limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS); None where it is none."""
+    if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
+        return None
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _with_directives(text: str, wanted: dict[str, str | None], removed: set[str]) -> str:

@@ -160,6 +160,23 @@ def test_every_bad_value_is_told_at_once() -> None:
     assert keys == {"--time", "--partition", "--array", "--cpus-per-task", "--requeues", "--signal-before"}
 
 
+@pytest.mark.parametrize(
+    ("time", "fits"), [("3", False), ("4", True), ("3:00", False), ("0:03:01", True), ("1-0", True)]
+)
+def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
+    if fits:
+        check(JobOptions(time=time))
+    else:
+        with pytest.raises(ConfigError, match="over before"):
+            check(JobOptions(time=time))
+
+
+def test_tasks_of_an_array_do_not_share_a_directory() -> None:
+    config = replace(two_nodes(), run=replace(two_nodes().run, dir="mine"))
+    with pytest.raises(ConfigError, match="all tasks of the array"):
+        render(config, JobOptions(array="0-3"), [])
+
+
 def test_a_recipe_cannot_name_a_job_into_a_directive() -> None:
     with pytest.raises(ConfigError):
         render(replace(two_nodes(), name="x\n#SBATCH --uid=0"), JobOptions(), [])
