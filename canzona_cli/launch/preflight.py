@@ -83,7 +83,7 @@ def check_nodes(config: RunConfig) -> None:
 def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
     """Told here, in words: torchrun would say it with a traceback, and the other machines would wait."""
     host, _, port = endpoint.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) > 65535:
         return  # what is no address at all, torchrun refuses
     local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
     with socket.socket() as probe:
@@ -104,7 +104,8 @@ def _holder(port: int) -> str:
     """Whose port it is, where we may know."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port and connection.pid:
+            listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
+            if listening and connection.pid:
                 return f": {psutil.Process(connection.pid).name()}, process {connection.pid}"
     return ""
 

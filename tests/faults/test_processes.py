@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,4 +116,30 @@ def test_a_worker_that_never_starts_is_named(
         happened="rank named, with what the others wait in",
         exit_code=code,
         lost="nothing: no step was done",
+    )
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, record_fault: RecordFault) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        overrides = ("recipe=qwen3-tiny", "gpus=4", "cluster.nodes=2", "cluster.node_rank=0", f"run.dir={tmp_path}/run")
+        done = subprocess.run(
+            [sys.executable, "-m", "canzona_cli.app", "train", *overrides, f"cluster.rdzv_endpoint={endpoint}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 3, done.stderr
+    told = " ".join(done.stderr.split())
+    assert "cluster.rdzv_endpoint" in told
+    assert "another program of this machine has this port" in told
+    assert f"process {os.getpid()}" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+    record_fault(
+        fault="the port of the meeting point is taken",
+        happened="refused before anything starts, its holder named; on one machine the kernel chooses a free port",
+        exit_code=3,
+        lost="nothing",
     )
