@@ -184,7 +184,7 @@ class Saver:
 
     def _settle(self) -> SaveFailed | None:
         """Wait until this rank's part of the running save is over; on rank 0, until all of it is."""
-        save, self._running = self._running, None
+        save = self._running
         if save is None:
             return None
         if save.thread is not None:
