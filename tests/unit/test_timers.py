@@ -246,3 +246,36 @@ def test_a_transfer_that_has_not_landed_is_not_drawn() -> None:
     timer.end_step()
     (timeline,) = timer.timelines()
     assert timeline.transfers == ()
+
+
+def test_a_ranks_own_time_is_its_even_work_without_the_waits_in_it() -> None:
+    timer = HandTimer()
+    timer.waited(1.0)  # outside of steps nothing is measured
+    for scale in (1.0, 2.0):
+        timer.begin_step()
+        timer.spend(scale * 1.0, "data")
+        with timer.phase("forward"):
+            timer.spend(scale * 2.0)
+            timer.waited(scale * 0.5)
+        timer.spend(scale * 4.0, "backward")
+        with timer.phase("grad_reduce"):
+            timer.spend(scale * 8.0)
+            timer.waited(scale * 8.0)  # everybody waits here, for the one that is slow elsewhere
+        timer.spend(scale * 16.0, "matrix_update")  # a plan may share these out unevenly
+        timer.end_step()
+        if scale == 1.0:
+            assert timer.newest is None, "its device may still be at it"
+    assert timer.newest is not None
+    assert (timer.newest.own_s, timer.newest.waited_s) == (6.5, 0.5)
+    assert [timing.own_s for timing in timer.timings()] == [6.5, 13.0]
+
+
+def test_who_listens_hears_every_change_of_phase_and_every_wait() -> None:
+    timer = HandTimer()
+    heard: list[object] = []
+    timer.on_change = timer.on_wait = heard.append
+    with timer.phase("forward"), timer.phase("exchange"):
+        pass
+    with pytest.raises(RuntimeError), timer.waiting():
+        raise RuntimeError
+    assert heard == ["forward", "exchange", "forward", "other", True, False]
