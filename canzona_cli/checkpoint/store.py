@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import sync_folder
@@ -200,22 +200,26 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
         raise ConfigError(_nothing(resume, reason, _there(store)))
     path = path.resolve()
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
-        read_manifest(path)
-        return path
+        return _usable(judge(path.name, path), by_path=True)
     other = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    found = _usable(other.latest())
+    found = _usable(other.latest(), by_path=True)
     if found is None:
         fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
         raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix))
     return found
 
 
-def _usable(found: Found | None) -> Path | None:
+def _usable(found: Found | None, *, by_path: bool = False) -> Path | None:
+    """Its folder; `by_path`: the one before it is offered by its path, because a name is one of the run's own."""
     if found is None:
         return None
-    if not found.sound:
+    if found.sound:
+        return found.path
+    previous = previous_sound(found.path)
+    if not by_path or previous is None:
         raise CheckpointInvalid(*found.problems)
-    return found.path
+    fix = f"go on from the one before it: {_KEY}={previous}"
+    raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in found.problems))
 
 
 def _there(store: CheckpointStore) -> str:

@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_not_there_is_a_configuration_error_that_says_what_
     assert said in problem.fix
 
 
-@pytest.mark.parametrize("resume", ["auto", "step-00000020", "run"])
+@pytest.mark.parametrize("resume", ["auto", "step-00000020", "run", "run/checkpoints/step-00000020"])
 def test_a_damaged_checkpoint_is_never_passed_over_in_silence(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
 ) -> None:
@@ -162,8 +162,9 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(
     with pytest.raises(CanzonaError) as caught:
         resolve(store.root, resume)
     assert isinstance(caught.value, CheckpointInvalid)
-    assert "checkpoint.resume=step-00000010" in caught.value.problems[0].fix
-    assert resolve(store.root, "step-00000010") == store.root / "step-00000010"
+    _, _, offered = caught.value.problems[0].fix.partition("checkpoint.resume=")
+    another = store.root if "run" not in resume else tmp_path / "new"
+    assert resolve(another, offered) == store.root / "step-00000010", "what is offered can be typed"
     damage(store, 10)
     with pytest.raises(CheckpointInvalid) as caught_again:
         resolve(store.root, resume)
