@@ -57,6 +57,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         (["recipes", "list"], (*HEAVY, "hydra", "omegaconf")),
         (["recipes", "show", "tiny"], HEAVY),
         (["validate", "recipe=tiny"], HEAVY),
+        (["slurm", "recipe=tiny"], HEAVY),
     ],
 )
 def test_imports_only_what_it_needs(arguments: list[str], unneeded: tuple[str, ...]) -> None:
