@@ -362,8 +362,8 @@ class RunSettings:
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     hang_timeout_s: float | None = 600.0
-    """Seconds without progress on any rank after which the run is ended and the rank that is stuck is named; null:
-    never."""
+    """Seconds without progress on any rank after which the run is ended and the rank that is stuck is named; three
+    times as long for start-up, loading, saving and the first step. null: never."""
     trace_steps: tuple[int, int] | None = None
     """First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two steps are
     kept for `canzona report --trace`."""

@@ -39,13 +39,18 @@ _STATES: Final = {
 class HangReport:
     """Who holds the run up."""
 
-    rank: int
+    rank: int | None
+    """None: all ranks have ended, and torchrun has not."""
     step: int
     where: str
     reason: str
-    """What it does, for how long, and what the others wait in; without the rank."""
-    elsewhere: bool
+    """What it does, for how long, and what the others wait in; without its name."""
+    elsewhere: bool = False
     """All ranks of this machine wait: for the network, or for a rank of another machine."""
+
+    @property
+    def name(self) -> str:
+        return "torchrun" if self.rank is None else f"rank {self.rank}"
 
     def event(self) -> dict[str, object]:
         """The line of events.jsonl."""
@@ -62,7 +67,7 @@ class HangReport:
     def problem(self) -> Problem:
         """For the error that the command ends with."""
         fix = "the logs hold the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
-        return Problem(key=f"rank {self.rank}", reason=self.reason, fix=fix)
+        return Problem(key=self.name, reason=self.reason, fix=fix)
 
 
 @contextmanager
@@ -102,13 +107,16 @@ class HangWatch:
     def look(self) -> HangReport | None:
         """Whether the ranks hang now; call it every fraction of a second."""
         now = self._clock()
-        signs = [sign for sign in self._beats.signs() if not sign.ended]
-        if not signs:
-            return None
-        newest = max(sign.progress for sign in signs)
+        everyone = self._beats.signs()
+        newest = max(sign.progress for sign in everyone)
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
         self._newest = newest
+        signs = [sign for sign in everyone if not sign.ended]
+        if not signs:
+            told = f"does not end, though all ranks have, {self._silent_s:.0f} s ago"
+            late = self._silent_s > self._timeout_s
+            return HangReport(rank=None, step=everyone[0].step, where="finish", reason=told) if late else None
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
@@ -119,7 +127,9 @@ class HangWatch:
 
     def write_stacks(self) -> None:
         """Have every rank write its Python stacks to its log, and give it the time."""
-        pids = [sign.pid for sign in self._beats.signs() if sign.pid and not sign.ended]
+        # Those whose beat goes on: the others could not, and their numbers may be somebody else's by now.
+        alive = time.monotonic() - _NO_BEAT_S
+        pids = [sign.pid for sign in self._beats.signs() if sign.beat > alive and not sign.ended]
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, STACKS_SIGNAL)
@@ -145,7 +155,7 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     culprit = min(frozen or absent or busy or signs, key=silent_since)
     lasted = f"for {now - silent_since(culprit):.0f} s"
     if culprit in frozen:
-        known = _STATES.get(state(culprit.pid), "does not run: stopped, swapped out or stuck in native code")
+        known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
         told = f"{known}, {lasted}, in {_place(culprit)}"
     elif culprit in absent:
         told = f"has not started, {lasted}: no sign of life from its process"

@@ -178,8 +178,9 @@ def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank:
     """The end of a run whose ranks have been killed because they no longer went on."""
     failure = _failure(
         files,
-        f"rank {found.rank} {found.reason}",
-        log=files.worker_log(node_rank, ranks.index(found.rank)) or files.agent_log(node_rank),
+        f"{found.name} {found.reason}",
+        log=(None if found.rank is None else files.worker_log(node_rank, ranks.index(found.rank)))
+        or files.agent_log(node_rank),
         exit_code=ExitCode.HANG,
         rank=found.rank,
         problems=(found.problem,),

@@ -1,5 +1,6 @@
 """What a worker has before its first step: model, optimizer, schedule, timer."""
 
+import os
 import random
 
 import numpy as np
@@ -12,7 +13,7 @@ from canzona_cli.engine.build import build_canzona
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.redundant import build_redundant
 from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.launch.heartbeat import PATIENCE
+from canzona_cli.launch.heartbeat import PATIENCE, VARIABLE
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
@@ -27,8 +28,10 @@ def join(config: RunConfig, layout: Layout) -> World:
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)  # the state that libraries draw from
-    # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
-    timeout_s = max(600.0, 1.2 * PATIENCE * (config.run.hang_timeout_s or 0.0))
+    timeout_s = 600.0
+    if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
+        # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
+        timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     return parallel.initialize(layout, config.cluster.device, seed=config.train.seed, timeout_minutes=timeout_s / 60)
 
 

@@ -39,6 +39,7 @@ def sign(
 
 def blamed(*signs: Sign, state: str = "sleeping") -> tuple[int, str]:
     found = blame(signs, now=NOW, began=NOW - 300, state=lambda _: state)
+    assert found.rank is not None
     assert found.elsewhere == ("as all do here" in found.reason)
     return found.rank, found.reason
 
@@ -142,10 +143,16 @@ def test_one_rank_that_goes_on_keeps_the_run_alive_and_one_that_has_ended_does_n
         assert watch.look() is None
         clock.now += 1
     first.end()
-    second.end()
-    for _ in range(100):
+    for _ in range(PATIENCE * 10):
         assert watch.look() is None
+        second.progress()
         clock.now += 1
+    second.end()
+    assert seconds_until_hang(watch, clock) in (10, 11)
+    stopped = watch.look()
+    assert stopped is not None
+    assert (stopped.name, stopped.rank) == ("torchrun", None)
+    assert stopped.reason.startswith("does not end, though all ranks have, ")
 
 
 def test_a_machine_that_slept_does_not_hang(hearts: tuple[Heartbeats, list[Heart]]) -> None:
