@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from canzona_cli.checkpoint.commit import begin, finish, write_part
+from canzona_cli.checkpoint.commit import begin, bytes_written, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.checkpoint.names import partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
@@ -28,6 +28,7 @@ from canzona_cli.training.step import Trainee
 
 _PATIENCE_S: Final = 600.0
 """Seconds that rank 0 waits for the others' parts while none of them grows."""
+_LOOK_S: Final = 5.0
 
 
 @dataclass(kw_only=True)
@@ -46,6 +47,7 @@ class Saver:
     Args:
         texts: files of the run to keep beside the tensors, by name.
         last: the newest checkpoint's name so far, for messages; None when there is none.
+        alive: called now and then while training waits for a save that goes on.
         clock: seconds; rank 0's decides.
     """
 
@@ -57,10 +59,11 @@ class Saver:
         *,
         texts: Mapping[str, str],
         last: str | None = None,
+        alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainee, self._files, self._journal = trainee, files, journal
-        self._texts, self._clock, self._last = texts, clock, last
+        self._texts, self._clock, self._alive, self._last = texts, clock, alive, last
         self._snapshots = Snapshots(trainee)
         self._running: _Save | None = None
         self._saved_at = clock()
@@ -80,7 +83,7 @@ class Saver:
         """
         self._start(progress, reread=False)
         if not self._trainee.config.checkpoint.asynchronous:
-            self._settle()
+            self.settle()
 
     def save_now(self, progress: Progress) -> str:
         """Save because the run ends here: written, read back and compared before this returns. Collective.
@@ -103,7 +106,7 @@ class Saver:
         Raises:
             SaveFailed: as `save_now`.
         """
-        failure = self._settle()
+        failure = self.settle()
         told: list[str | None] = [None if failure is None else f"{failure.problems[0].reason}; {self._kept()}"]
         torch.distributed.broadcast_object_list(told, src=0)
         if told[0] is not None:
@@ -119,7 +122,7 @@ class Saver:
 
     def _start(self, progress: Progress, *, reread: bool) -> None:
         begun = self._clock()
-        self._settle()
+        self.settle()
         self._saved_at = self._clock()
         save = self._running = _Save(step=progress.step)
         if not self._begin(save):
@@ -182,13 +185,21 @@ class Saver:
             detail = f"old checkpoints could not be removed: {error.strerror or error}"
             self._journal.event("retention", detail=detail, level="warning")
 
-    def _settle(self) -> SaveFailed | None:
-        """Wait until this rank's part of the running save is over; on rank 0, until all of it is."""
-        save = self._running
-        if save is None:
-            return None
-        if save.thread is not None:
-            save.thread.join()
+    def settle(self) -> SaveFailed | None:
+        """Wait until this rank's part of the running save is over; on rank 0, until all of it is.
+
+        Returns:
+            What stopped it, on rank 0.
+        """
+        save, self._running = self._running, None
+        if save is None or save.thread is None:
+            return None if save is None else save.failure
+        written = 0
+        while save.thread.is_alive():
+            save.thread.join(_LOOK_S)
+            before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
+            if written != before:  # a slow disk is no hang
+                self._alive()
         return save.failure
 
     def _header(self, progress: Progress) -> Header:

@@ -15,6 +15,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
+    from canzona_cli.errors import WorkerCrashed
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.obtain import executes_plan
     from canzona_cli.planner.plan_file import read_plan
@@ -55,8 +56,12 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
     last = None if earlier is None else Path(str(earlier["checkpoint"])).name
-    saver = Saver(trainee, files, journal, texts=texts, last=last)
-    ending = train(trainee, datasets, files, journal, record, start=start, saver=saver, requests=record.requests)
+    saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
+    try:
+        ending = train(trainee, datasets, files, journal, record, start=start, saver=saver, requests=record.requests)
+    except WorkerCrashed:  # of all ranks together: what an earlier step left on its way to the disk is worth keeping
+        saver.settle()
+        raise
     journal.stage("finish")
     write_timeline(files, rank, trainee.timer.timelines())
     breakdown = gather_breakdown(config, world, trainee.timer.timings())
