@@ -11,7 +11,7 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.launch.files import RunFiles, read_json
 from tests.slurm.cluster import Slurm
-from tests.slurm.test_jobs import SMALL, environment, submit
+from tests.slurm.test_jobs import REPOSITORY, SMALL, environment, submit
 
 pytestmark = pytest.mark.slurm
 __all__ = ["environment"]  # the fixture
@@ -74,16 +74,40 @@ def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
     assert final_tensors(files) == final_tensors(other)
 
 
-def test_a_job_is_requeued_as_often_as_it_may_and_no_more(
-    slurm: Slurm, here: Path, environment: dict[str, str]
+@pytest.mark.parametrize(
+    ("code", "requeues", "restarts", "said"),
+    [
+        (75, 2, 2, "has been requeued 2 times, as often as it may: it ends here, its checkpoints stay"),
+        (75, 0, 0, "has been requeued 0 times"),
+        (70, 2, 0, "training"),
+        (130, 2, 0, "training"),
+    ],
+)
+def test_only_a_preempted_job_is_requeued_and_only_as_often_as_it_may(
+    slurm: Slurm, here: Path, code: int, requeues: int, restarts: int, said: str
 ) -> None:
-    job_id = submit(slurm, here, environment, "--requeues=0", *SMALL, "train.steps=100000")
-    files = RunFiles(here / "runs" / f"qwen3-tiny-{job_id}")
-    wait_for_steps(slurm, job_id, files, 2)
-    slurm.ask("scancel", "--signal=USR2", job_id)
-    ended = slurm.wait_for(job_id, "FAILED")
-    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0")
-    assert "as often as it may: it ends here, its checkpoints stay" in Path(ended["StdOut"]).read_text()
-    newest = CheckpointStore(files.checkpoints).latest()
-    assert newest is not None
-    assert verify(newest.path)[1] == []
+    """The bare script around a program that ends like `canzona train` would."""
+    stand_in = here / "canzona"
+    stand_in.write_text(f'#!/bin/sh\n[ "$1" = slurm ] && echo 1 && exit\necho training; exit {code}\n')
+    stand_in.chmod(0o755)
+    environment = {"CANZONA": str(stand_in), "CANZONA_REQUEUES": str(requeues)}
+    script = str(REPOSITORY / "scripts" / "train.sbatch")
+    done = slurm.command("sbatch", "--parsable", script, cwd=here, environment=environment)
+    ended = slurm.wait_for(done.stdout.strip(), "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", str(restarts))
+    log = Path(ended["StdOut"]).read_text()
+    assert log.splitlines().count("training") == restarts + 1, "each start adds to one log"
+    assert said in log
+
+
+def test_a_job_that_never_gets_the_machines_it_asks_for_ends(slurm: Slurm, here: Path) -> None:
+    stand_in = here / "canzona"
+    stand_in.write_text('#!/bin/sh\n[ "$1" = slurm ] && echo 2 && exit\nexit 1\n')
+    stand_in.chmod(0o755)
+    script = str(REPOSITORY / "scripts" / "train.sbatch")
+    environment = {"CANZONA": str(stand_in), "CANZONA_RESUBMITTED": "7"}
+    done = slurm.command("sbatch", "--parsable", script, cwd=here, environment=environment)
+    ended = slurm.wait_for(done.stdout.strip(), "FAILED")
+    assert ended["ExitCode"] == "2:0"
+    assert "the run needs 2 machines" in Path(ended["StdOut"]).read_text()
+    assert slurm.ask("squeue", "--noheader") == "", "it has not submitted itself again"
