@@ -189,9 +189,9 @@ class Saver:
         """Wait until this rank's part of the running save is over; on rank 0, until all of it is.
 
         Returns:
-            What stopped it, on rank 0.
+            What stopped it, on rank 0; the same however often it is asked, until the next save begins.
         """
-        save, self._running = self._running, None
+        save = self._running
         if save is None or save.thread is None:
             return None if save is None else save.failure
         written = 0
