@@ -14,6 +14,7 @@ from canzona_cli.launch.files import read_json
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
 from tests.faults.support import LaunchedRun, alive, run_config
+from tests.unit.checkpoints import save
 
 
 class Launch(Protocol):
@@ -120,4 +121,24 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace_period(launch: Laun
     code, output = run.finish(20)
     assert code == 130, output
     assert "no end after 1 s" in output
+    assert not alive(family)
+
+
+def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(launch: Launch) -> None:
+    """Workers that never end and a checkpoint that grows for three grace periods, beside one that is whole."""
+    run = launch("deaf", grace_s=1)
+    run.wait_for_steps(1)
+    family = run.family()
+    save(run.files.checkpoints, 3)
+    partial = run.files.checkpoints / ".step-00000004.partial"
+    partial.mkdir()
+    run.process.send_signal(signal.SIGTERM)
+    for size in range(1, 16):
+        (partial / "rank-00000.safetensors").write_bytes(bytes(size))
+        time.sleep(0.2)
+    assert run.process.poll() is None, "it was killed while it was being saved"
+    code, output = run.finish(20)
+    assert code == 75, output
+    assert "no end after 1 s" in output
+    assert "the checkpoint to go on from is step-00000003, and whole" in output
     assert not alive(family)
