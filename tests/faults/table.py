@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Protocol
 
 from canzona_cli.errors import ExitCode
@@ -25,13 +27,19 @@ class RecordFault(Protocol):
 
 
 TITLES = ("fault", "what happened", "exit code", "what was lost")
+WIDEST = 46
 
 
 def table_lines(rows: Sequence[FaultRow]) -> list[str]:
-    """The rows under their titles, one line each, columns aligned."""
-    cells = [TITLES, *((row.fault, row.happened, _code(row.exit_code), row.lost) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(TITLES))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    """The rows under their titles, columns aligned, long cells on several lines."""
+    table = [TITLES, *((row.fault, row.happened, _code(row.exit_code), row.lost) for row in rows)]
+    cells = [[wrap(cell, WIDEST) or [""] for cell in row] for row in table]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(TITLES))]
+    lines = [
+        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+        for row in cells
+        for parts in zip_longest(*row, fillvalue="")
+    ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
