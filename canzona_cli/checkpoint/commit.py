@@ -94,9 +94,12 @@ def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) 
         failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # room for the part file that says so
-        with suppress(OSError):  # then rank 0 will miss this part, or cannot write either
-            said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
+        said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
+        try:
             _write_whole(part_path(partial, rank), json.dumps(said).encode())
+        except OSError:
+            with suppress(OSError):  # a full disk often has room for an empty file
+                _wordless_path(partial, rank).touch()
         if isinstance(error, OSError):
             raise failed from None
         raise
@@ -187,6 +190,11 @@ def part_path(partial: Path, rank: int) -> Path:
     return partial / f"part-{rank:05d}.json"
 
 
+def _wordless_path(partial: Path, rank: int) -> Path:
+    """An empty file: where a rank says that it failed when the disk takes no words."""
+    return partial / f"part-{rank:05d}.failed"
+
+
 def save_failed(path: Path, error: BaseException) -> SaveFailed:
     """The error as the user reads it; `path` is what could not be written."""
     if isinstance(error, OSError):
@@ -213,7 +221,9 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
     while True:
         there = set(os.listdir(partial))
         for rank in range(world_size):
-            path = part_path(partial, rank)
+            path, wordless = part_path(partial, rank), _wordless_path(partial, rank)
+            if wordless.name in there:
+                raise _rank_failed(partial, rank, "could not write its share, nor why", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in there:
                 continue
             parts[rank] = json.loads(path.read_bytes())

@@ -8,14 +8,13 @@ files (`canzona_cli.checkpoint.commit`), never through collectives, which belong
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
 import torch
 
-from canzona_cli.checkpoint.commit import begin, bytes_written, finish, write_part
+from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.checkpoint.names import partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
@@ -155,8 +154,13 @@ class Saver:
         world = self._trainee.world
         partial = partial_path(self._files.checkpoints, save.step)
         try:
-            with suppress(SaveFailed):  # rank 0 finds it in this rank's part
+            try:
                 write_part(partial, world.rank, shard, reread=reread)
+            except SaveFailed:
+                if world.rank != 0:  # rank 0 finds it in this rank's part
+                    return
+                abandon(partial)
+                raise
             if world.rank != 0:
                 return
             path = finish(partial, world.world_size, header, self._texts, _PATIENCE_S, reread=reread)

@@ -125,6 +125,41 @@ def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, re
     )
 
 
+@pytest.mark.parametrize("full", [0, 3])
+def test_a_disk_too_full_for_checkpoints_does_not_hold_training_up(
+    full: int, tmp_path: Path, record_fault: RecordFault
+) -> None:
+    """Not a byte of that rank's share can be written, nor the words why; the others' can, and no save waits for it."""
+
+    def fill(rank: int, step: int, batch: Batch) -> Batch:
+        if (rank, step) == (full, 7):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        return batch
+
+    outcome = forked_run(
+        tmp_path / "run",
+        *("train.steps=16", "optimizer=muon", "checkpoint.every_steps=5", "checkpoint.every_minutes=null"),
+        *("checkpoint.at_end=false", "checkpoint.asynchronous=false"),
+        spoil=fill,
+    )
+    assert (outcome.status, outcome.exit_code) == ("done", 0)
+    files = RunFiles(tmp_path / "run")
+    # What is hidden is the rest of the last try: other ranks may still write when rank 0 gives it up.
+    assert [path.name for path in files.checkpoints.glob("step-*")] == ["step-00000005"]
+    if full == 3:
+        failed = [line for line in lines(files.events) if line["event"] == "save_failed"]
+        assert [line["step"] for line in failed] == [10, 15]
+        assert all("rank 3" in str(line["detail"]) for line in failed)
+        assert all("the last checkpoint is step-00000005" in str(line["detail"]) for line in failed)
+        assert len(lines(files.metrics)) == 16
+    record_fault(
+        fault=f"disk full under the checkpoints of rank {full}",
+        happened="warned at each save, training goes on",
+        exit_code=None,
+        lost="nothing; a later fault costs the steps since the last checkpoint",
+    )
+
+
 def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path, record_fault: RecordFault) -> None:
     run = tmp_path / "run"
 
