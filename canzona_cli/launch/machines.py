@@ -55,8 +55,9 @@ class Machines:
         """
         if self._nodes == 1:
             return
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier launch in this directory
-        self._folder.mkdir()
+        # Of an earlier launch in this directory. One who arrives at this moment may keep the folder from going.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(exist_ok=True)
         others = range(1, self._nodes)
         start, told = time.monotonic(), False
         while absent := [number for number in others if not self._arrival(number).exists()]:
