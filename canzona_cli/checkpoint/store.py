@@ -3,13 +3,14 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import sync_folder
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest
-from canzona_cli.checkpoint.names import hidden_name, removed_path, replaced_path, step_of
+from canzona_cli.checkpoint.names import hidden_name, removed_path, step_of
 from canzona_cli.checkpoint.verify import previous_sound, read_manifest
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 
@@ -43,19 +44,15 @@ class CheckpointStore:
 
     def found(self) -> tuple[Found, ...]:
         """Every checkpoint, in the order of steps."""
-        return tuple(judge(name, path) for name, path in self._paths().items())
+        return self._steadily(lambda: tuple(self._backwards())[::-1])
 
     def latest(self) -> Found | None:
         """The one of the highest step, usable or not; None in an empty store."""
-        paths = self._paths()
-        if not paths:
-            return None
-        name = next(reversed(paths))
-        return judge(name, paths[name])
+        return self._steadily(lambda: next(self._backwards(), None))
 
     def newest(self) -> Found | None:
         """The usable one of the highest step; None when there is none."""
-        return next((found for found in self._backwards() if found.sound), None)
+        return self._steadily(lambda: next((found for found in self._backwards() if found.sound), None))
 
     def previous(self, name: str) -> Found | None:
         """The newest usable one before `name`; None when there is none."""
@@ -141,19 +138,26 @@ class CheckpointStore:
         for name, path in reversed(self._paths().items()):
             yield judge(name, path)
 
+    def _steadily[T](self, look: Callable[[], T]) -> T:
+        """What `look` sees while nothing is renamed: a save may be putting one in another's place at this moment."""
+        for _ in range(_GLANCES):
+            before = self._identities()
+            seen = look()
+            if self._identities() == before:
+                break
+            time.sleep(_GLANCE_S)
+        return seen
+
+    def _identities(self) -> set[tuple[Path, int]]:
+        identities = set()
+        for path in self._paths().values():
+            with suppress(OSError):
+                identities.add((path, path.lstat().st_ino))
+        return identities
+
 
 def judge(name: str, path: Path) -> Found:
     """A checkpoint by its manifest and the sizes of its files."""
-    for _ in range(_GLANCES):
-        before = _identity(path)
-        found = _judged(name, path)
-        if found.sound or (_identity(path) == before and not replaced_path(path).exists()):
-            break
-        time.sleep(_GLANCE_S)  # it is being replaced at this very moment
-    return found
-
-
-def _judged(name: str, path: Path) -> Found:
     step = step_of(name) or 0
     if path.is_symlink():
         problem = Problem(key=name, reason="a link; give its target's path to use it")
@@ -162,14 +166,6 @@ def _judged(name: str, path: Path) -> Found:
         return Found(name=name, step=step, path=path, manifest=read_manifest(path))
     except CheckpointInvalid as error:
         return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def resolve(run_checkpoints: Path, resume: str) -> Path | None:
