@@ -12,12 +12,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.planner.phases import IN_STEP
 
 VARIABLE: Final = "CANZONA_HEARTBEATS"
@@ -122,15 +123,29 @@ _PHASE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enum
 class Heartbeats:
     """The launcher's side: the memory of the ranks of this machine."""
 
-    def __init__(self, ranks: range) -> None:
-        """Raises OSError where no folder of this machine can be written."""
-        self.folder = _folder()
+    def __init__(self, ranks: range, *, places: Sequence[str | None] = ("/dev/shm", None)) -> None:
+        """
+        Args:
+            places: folders to try in turn; None is the one for temporary files.
+
+        Raises:
+            EnvironmentProblem: none of them can be written.
+        """
         self._ranks = ranks
-        try:
-            self._memory = {rank: _create(_file(self.folder, rank)) for rank in ranks}
-        except OSError:
-            self.close()
-            raise
+        for place in places:
+            if place is None or os.path.isdir(place):
+                with suppress(OSError):  # full, or not ours to write
+                    self.folder = Path(tempfile.mkdtemp(prefix="canzona-", dir=place))
+                    try:
+                        self._memory = {rank: _create(_file(self.folder, rank)) for rank in ranks}
+                    except OSError:
+                        self.close()
+                        raise
+                    return
+        tried = " and ".join(place or "the temporary folder" for place in places)
+        reason = f"{tried} cannot be written, where the launcher sees whether the ranks go on"
+        fix = "make room there, or set TMPDIR to a folder of this machine; run.hang_timeout_s=null does without"
+        raise EnvironmentProblem(Problem(key="run.hang_timeout_s", reason=reason, fix=fix))
 
     def signs(self) -> list[Sign]:
         """What each rank last said, in rank order."""
@@ -157,14 +172,6 @@ def _sign(rank: int, memory: mmap.mmap) -> Sign:
         beat=found[_BEAT],
         ended=bool(found[_ENDED]),
     )
-
-
-def _folder() -> Path:
-    for place in ("/dev/shm", None):
-        with suppress(OSError):
-            if place is None or os.path.isdir(place):
-                return Path(tempfile.mkdtemp(prefix="canzona-", dir=place))
-    raise OSError("neither /dev/shm nor the temporary folder can be written")
 
 
 def _file(folder: Path, rank: int) -> Path:

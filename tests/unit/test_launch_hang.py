@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.launch import hang
 from canzona_cli.launch.hang import HangWatch, blame, watched
 from canzona_cli.launch.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign
@@ -172,6 +173,14 @@ def test_the_folder_goes_with_the_watch_and_without_a_limit_there_is_none() -> N
     assert not folder.exists()
     with watched(range(4), timeout_s=None) as none:
         assert none is None
+
+
+def test_where_one_place_is_full_the_next_is_taken_and_where_all_are_it_is_told(tmp_path: Path) -> None:
+    beats = Heartbeats(range(1), places=("/proc", str(tmp_path)))
+    assert beats.folder.parent == tmp_path
+    beats.close()
+    with pytest.raises(EnvironmentProblem, match="=null does without"):
+        Heartbeats(range(1), places=("/proc",))
 
 
 def test_the_journal_has_no_stage_and_a_timer_no_phase_that_a_heart_cannot_tell(
