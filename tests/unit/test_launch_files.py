@@ -8,6 +8,7 @@ import pytest
 
 from canzona_cli.launch.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
 from canzona_cli.launch.monitor import JsonLines, Monitor
+from canzona_cli.report.events import Note
 from canzona_cli.report.view import RunStatus, TrainView
 
 
@@ -34,6 +35,9 @@ class Recorder(TrainView):
     def validation(self, record: object) -> None:
         assert isinstance(record, dict)
         self.seen.append(("validation", record["step"]))
+
+    def note(self, note: Note) -> None:
+        self.seen.append(("note", note.text))
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         self.seen.append(("close", status))
@@ -120,3 +124,20 @@ def test_a_view_that_cannot_write_any_more_does_not_end_the_run(tmp_path: Path, 
     append_json_line(files.metrics, {"time": 1.0, "step": 7})
     monitor.poll()
     assert monitor.last_step["step"] == 7
+
+
+def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch_wrote_is_not(tmp_path: Path) -> None:
+    files, view = RunFiles(tmp_path), Recorder()
+    append_json_line(files.events, {"time": 1.0, "event": "stage", "stage": "train"})
+    append_json_line(files.metrics, {"time": 1.5, "step": 1, "loss": 5.4})
+    monitor = Monitor(files, view)
+    assert not monitor.training
+    facts = {"step": 30, "seconds": 2.5, "stall_s": 0.004, "bytes": 13 << 20, "path": "checkpoints/step-00000030"}
+    append_json_line(files.events, {"time": 2.0, "event": "checkpoint", **facts})
+    append_json_line(files.events, {"time": 3.0, "event": "straggler", "detail": "rank 2 is slow", "level": "warning"})
+    append_json_line(files.events, {"time": 4.0, "event": "end", "detail": "done"})
+    monitor.poll()
+    assert view.seen == [
+        ("note", "saved step 30: 13.0 MiB in 2.50 s, training waited 4.00 ms"),
+        ("note", "rank 2 is slow"),
+    ]

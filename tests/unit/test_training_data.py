@@ -44,7 +44,9 @@ def test_the_ranks_of_a_step_read_exactly_the_samples_of_its_global_batch(
 @given(batch=st.integers(0, 4), skip=st.integers(0, 4), dp=st.sampled_from([1, 2, 4]))
 def test_starting_later_continues_the_same_sequence(batch: int, skip: int, dp: int) -> None:
     def micro_batches(first: int) -> list[list[int]]:
-        return _indices(first_sample=8 * first, total=80, global_batch_size=8, micro_batch_size=2, dp=dp, dp_rank=dp - 1)
+        return _indices(
+            first_sample=8 * first, total=80, global_batch_size=8, micro_batch_size=2, dp=dp, dp_rank=dp - 1
+        )
 
     per_step = 8 // (2 * dp)
     assert micro_batches(batch)[skip * per_step :] == micro_batches(batch + skip)
