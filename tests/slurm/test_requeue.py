@@ -64,7 +64,7 @@ def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
     ended = slurm.wait_for(job_id, "COMPLETED", seconds=180)
     assert ended["Restarts"] == "1"
     log = Path(ended["StdOut"]).read_text()
-    assert "goes back to the queue, for the 1. of at most 20 times" in log, "the log of the first start is kept"
+    assert "goes back to the queue: time 1 of at most 20" in log, "the log of the first start is kept"
     assert (read_json(files.result) or {})["status"] == "done"
 
     undisturbed = submit(slurm, here, environment, *arguments)
