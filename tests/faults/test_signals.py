@@ -15,6 +15,8 @@ from tests.faults.support import TRAINED_RANKS as RANKS
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 
+pytestmark = pytest.mark.sweep  # real workers: seconds of imports each
+
 Start = Callable[..., TrainingRun]
 
 
@@ -65,7 +67,6 @@ def test_usr2_to_every_process_of_the_job_saves_it(start: Start, record_fault: R
     )
 
 
-@pytest.mark.sweep
 def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start, record_fault: RecordFault) -> None:
     training = start("checkpoint.every_steps=1")
     training.wait_for(lambda: training.steps >= 3)
@@ -81,7 +82,6 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start,
     )
 
 
-@pytest.mark.sweep
 def test_sigterm_to_one_rank_saves_the_whole_job(start: Start, record_fault: RecordFault) -> None:
     training = start()
     training.wait_for(lambda: training.steps >= 3)
@@ -96,7 +96,6 @@ def test_sigterm_to_one_rank_saves_the_whole_job(start: Start, record_fault: Rec
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
     number: signal.Signals, start: Start, record_fault: RecordFault
