@@ -17,7 +17,7 @@ from canzona_cli.checkpoint.manifest import Manifest, Scalar
 from canzona_cli.checkpoint.random_states import set_random_states
 from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
 from canzona_cli.checkpoint.units import Block, stored_blocks
-from canzona_cli.checkpoint.verify import read_manifest, verify_file
+from canzona_cli.checkpoint.verify import read_manifest, table_problems, verify_file
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
@@ -44,9 +44,12 @@ def verify_together(world: World, folder: Path) -> Manifest:
     except CheckpointInvalid as error:
         problems += error.problems
     if manifest is not None:
-        for name in sorted(manifest.files)[world.rank :: world.world_size]:
+        own = sorted(manifest.files)[world.rank :: world.world_size]
+        for name in own:
             problem = verify_file(folder, name, manifest.files[name])
             problems += [] if problem is None else [problem]
+        if not problems:
+            problems += table_problems(folder, manifest, own)
     everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
     torch.distributed.all_gather_object(everyone, problems)
     found = {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}
