@@ -20,7 +20,6 @@ _ANOTHER_MODEL = (
     "model.qk_norm",
 )
 """What decides which weights there are and what they mean."""
-_ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.source")
 _CURVE = (
     "model.rope_base",
     "model.norm_eps",
@@ -79,12 +78,11 @@ def changes(old: RunConfig, new: RunConfig, *, old_layout: Layout, new_layout: L
         if before.get(key) != now.get(key)
     }
     problems = tuple(_impossible(differing, step))
-    foreign = "optimizer.name" in differing
+    foreign = any(_another_optimizer(key, *values) for key, values in differing.items())
     warnings = tuple(
         f"{key} is {_shown(value)} now; up to step {step:,} it was {_shown(previous)}"
         for key, (previous, value) in differing.items()
         if any(key == one or (one.endswith(".") and key.startswith(one)) for one in _CURVE)
-        and key not in _ANOTHER_OPTIMIZER
         and not (foreign and key.startswith("optimizer."))
     )
     moved = [key for key in _SPREAD if key in differing]
@@ -106,13 +104,19 @@ def _impossible(differing: dict[str, tuple[object, object]], step: int) -> Itera
     for key, (previous, value) in differing.items():
         if key in _ANOTHER_MODEL:
             reason = f"is another model than the one that was saved at step {step:,}, which has {_shown(previous)}"
-        elif key in _ANOTHER_OPTIMIZER:
+        elif _another_optimizer(key, previous, value):
             reason = f"is another optimizer than the one whose state was saved at step {step:,}: {_shown(previous)}"
         else:
             continue
         name = "optimizer" if key == "optimizer.name" else key
         fix = f"{name}={_shown(previous)}, or start another run: run.dir=DIR"
         yield Problem(key=key, value=value, reason=reason, fix=fix)
+
+
+def _another_optimizer(key: str, previous: object, value: object) -> bool:
+    """Another algorithm, or another class of the user's; the same class in another file may be its next version."""
+    classes = {str(source).rpartition(":")[2] for source in (previous, value)}
+    return key == "optimizer.name" or (key == "optimizer.source" and len(classes) > 1)
 
 
 def _shape(layout: Layout) -> str:

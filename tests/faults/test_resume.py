@@ -1,15 +1,14 @@
-"""`canzona train` typed again after its processes have gone goes on as if nothing had happened, or says why not."""
+"""`canzona train` typed again after its processes have gone goes on as if nothing had happened."""
 
 import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from canzona_cli.checkpoint.verify import read_manifest
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.launch.files import RunFiles
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 
@@ -56,13 +55,20 @@ def validations(files: RunFiles) -> list[tuple[object, ...]]:
 
 
 def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Start, record_fault: RecordFault) -> None:
-    """Bit by bit, and a damaged checkpoint on the way is refused, not passed over."""
+    """Bit by bit: every step, every validation, and the weights and states at the end. While it runs, nobody else gets
+    its directory."""
     straight = start("straight")
     code, output = straight.finish()
     assert code == 0, output
 
     killed = start("killed")
     checkpoints = killed.files.checkpoints
+    killed.wait_for(killed.files.command.exists)
+    second = start("killed")
+    code, output = second.finish()
+    assert code == 2, output
+    assert f"process {killed.process.pid} on" in output
+    assert "is training in it" in output
     killed.wait_for(lambda: (checkpoints / "step-00000010").exists() and killed.steps > 10)
     family = killed.processes()
     killed.process.send_signal(signal.SIGKILL)
@@ -71,19 +77,6 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Sta
     newest = max(checkpoints.glob("step-*"))
     saved = read_manifest(newest).progress.step
     lost = killed.steps - saved
-
-    shard = newest / "rank-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 4
-    shard.write_bytes(content)
-    refused = start("killed")
-    code, output = refused.finish()
-    assert code == 5, output
-    assert f"{newest.name}/{shard.name}" in output
-    assert f"checkpoint.resume=step-{saved - EVERY:08d}" in output
-    assert "Traceback" not in output
-    content[len(content) // 2] ^= 4
-    shard.write_bytes(content)
 
     again = start("killed")
     code, output = again.finish()
@@ -97,43 +90,15 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Sta
     assert shards[0] == shards[1]
     assert shards[0]
     assert [end.progress for end in ends] == [ends[0].progress] * 2
-    assert (read_json(again.files.attempts / "2" / "result.json") or {})["exit_code"] == 5
-    record_fault(
-        fault="SIGKILL of everything, started again",
-        happened=f"went on from step {saved}; curve and weights equal an unbroken run's, bit by bit",
-        exit_code=0,
-        lost=f"{lost} steps, made again",
-    )
-    record_fault(
-        fault="a bit flipped in the newest checkpoint",
-        happened="refused before it was opened, file named, the one before offered",
-        exit_code=5,
-        lost="nothing",
-    )
-
-
-def test_two_launches_in_one_directory(start: Start, record_fault: RecordFault) -> None:
-    """The second is refused while the first trains on."""
-    first = start("run", "train.steps=100000")
-    first.wait_for(lambda: first.steps >= 3)
-    second = start("run", "train.steps=100000")
-    code, output = second.finish()
-    assert code == 2, output
-    assert f"process {first.process.pid} on" in output
-    assert "is training in it" in output
-    before = first.steps
-    first.wait_for(lambda: first.steps > before)
-    family = [psutil.Process(first.process.pid), *first.processes()]
-    first.process.send_signal(signal.SIGINT)
-    code, output = first.finish()
-    assert code == 130, output
-    assert not alive(family)
-    result = read_json(first.files.result)
-    assert result is not None
-    assert f"saved as step-{first.steps:08d}" in str(result["message"])
     record_fault(
         fault="two launches in one directory",
         happened="the second refused by name of the first, which trained on",
         exit_code=2,
         lost="nothing",
+    )
+    record_fault(
+        fault="SIGKILL of everything, started again",
+        happened=f"went on from step {saved}; curve and weights equal an unbroken run's, bit by bit",
+        exit_code=0,
+        lost=f"{lost} steps, made again",
     )

@@ -18,7 +18,7 @@ class Recorder(TrainView):
     def __init__(self) -> None:
         self.seen: list[tuple[str, object]] = []
 
-    def header(self, *, run_dir: Path, corpus: object = None, plan: object = None) -> None:
+    def header(self, *, run_dir: Path, corpus: object = None, plan: object = None, earlier: object = None) -> None:
         self.seen.append(("header", run_dir))
 
     def progress(self, what: str, fraction: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, Layout, RunConfig
+from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError
 from canzona_cli.launch.files import RunFiles, append_json_line, read_json, write_json_atomic
 from canzona_cli.launch.resume import read_lines, resumption
@@ -208,6 +208,22 @@ def test_another_model_or_optimizer_is_refused_with_every_difference(config: Run
         "model.hidden_size", "model.num_layers", "train.global_batch_size"
     ]  # fmt: skip
     assert "inside a batch" in refused.value.problems[-1].reason
+
+
+def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(config: RunConfig) -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine")
+    saved = replace(config, optimizer=own)
+    train(saved, steps=3, saved=(3,))
+    for optimizer, key in (
+        (config.optimizer, "optimizer.name"),
+        (replace(own, source="mine.py:Its"), "optimizer.source"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resumption(replace(config, optimizer=optimizer), LAYOUT)
+        assert key in [problem.key for problem in refused.value.problems]
+    moved = resumption(replace(config, optimizer=replace(own, source="lib/mine.py:Mine")), LAYOUT)
+    assert moved is not None
+    assert moved.warnings == ("optimizer.source is lib/mine.py:Mine now; up to step 3 it was mine.py:Mine",)
 
 
 def test_what_bends_the_curve_is_said_and_what_does_not_is_one_line(config: RunConfig) -> None:

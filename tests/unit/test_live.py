@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from canzona_cli.report.chart import line_chart
+from canzona_cli.report.events import Note
 from canzona_cli.report.live import LiveView, PlainView, make_view
 from canzona_cli.report.state import History, TrainState
 from canzona_cli.report.text import bar, clean, count, duration, milliseconds, sparkline, step_time
-from canzona_cli.report.view import TrainView
+from canzona_cli.report.view import Earlier, TrainView
 from tests.unit.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 
 RUN_DIR = Path("runs/qwen3-tiny-20260731-101500")
@@ -215,6 +216,34 @@ def test_plain_lines_tell_what_the_guards_did_once_and_at_the_end() -> None:
     assert [row[4] for row in rows] == ["1.000", "-", "-", "-"]
 
 
+@pytest.mark.parametrize("width", [40, 120])
+def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -> None:
+    """Step, validations and loss history go on; time left is judged by the steps of this launch alone."""
+    clock, lines = Clock(), [*metrics(31)]
+    earlier = Earlier(step=30, origin="step-00000030", metrics=lines[:30], validations=[{"step": 0, "loss": 9.7213}])
+    out, pipe = console(width, terminal=True), console(200)
+    live, plain = LiveView(CONFIG, LAYOUT, out, clock=clock), PlainView(CONFIG, LAYOUT, pipe, clock=clock)
+    views: list[TrainView] = [live, plain]
+    for view in views:
+        view.header(run_dir=RUN_DIR, corpus=CORPUS, earlier=earlier)
+        view.step(lines[30])
+        view.note(Note(text="saved step 31: 13.0 MiB in 21.0 ms, training waited 4.00 ms"))
+        view.note(Note(text="rank 2 is a straggler", warning=True))
+        view.validation({"step": 31, "loss": 4.8121})
+        view.close()
+    assert (live.state.step, len(live.state.history.points)) == (31, 31)
+    assert live.state.validations == [(0, 9.7213), (31, 4.8121)]
+    assert live.state.eta == pytest.approx((STEPS - 31) * 0.4)
+    shown, told = text_of(out), text_of(pipe)
+    for words in ("from step 30", "straggler"):
+        assert words in shown
+        assert words in told
+    assert "resumes    from step 30 (step-00000030)" in told
+    assert "warning: rank 2 is a straggler" in told
+    assert "(from 9.7213, -50.5%)" in told
+    assert not re.search(r"^.* 1/300 ", told, re.MULTILINE), "steps of the launch before are not told again"
+
+
 def test_eta_is_the_pace_by_wall_clock_and_counts_down() -> None:
     clock = Clock()
     state = TrainState(config=CONFIG, layout=LAYOUT, clock=clock)
@@ -307,6 +336,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
+from canzona_cli.report.events import Note
 from canzona_cli.report.live import make_view
 from tests.unit.runs import CONFIG, CORPUS, LAYOUT, metrics
 view = make_view(CONFIG, LAYOUT, Console())
