@@ -19,6 +19,7 @@ from canzona_cli.errors import (
     ExitCode,
     Hang,
     Problem,
+    SaveFailed,
     WorkerCrashed,
 )
 from canzona_cli.launch.files import RunFiles, read_json
@@ -82,6 +83,8 @@ class Outcome:
     """That rank's own output."""
     problems: tuple[Problem, ...] = ()
     """What that rank wrote for the user; empty where it died of something else."""
+    error_type: str = ""
+    """The class of that error, where it is one written for the user."""
     secondary: bool = False
     """A failure that only says that another rank has gone, one of another machine."""
 
@@ -89,6 +92,8 @@ class Outcome:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
+        if self.error_type == SaveFailed.__name__:
+            kind = SaveFailed
         if self.problems:
             return kind(*self.problems)
         place = "launcher" if self.rank is None else f"rank {self.rank}"
@@ -159,7 +164,8 @@ def judge(
         return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
     if first.exit_code in _USER_MISTAKES:
         code, problems = first.exit_code, first.problems
-        return _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=code, problems=problems)
+        told = _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=code, problems=problems)
+        return replace(told, error_type=first.error_type)
     # What was written for the user has no traceback, and says more than the name of its class.
     kind = f"{first.error_type}: " if first.traceback else ""
     message = f"rank {first.rank}: {kind}{first.error_message}"

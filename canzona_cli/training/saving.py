@@ -114,7 +114,7 @@ class Saver:
                     key="checkpoint",
                     value=step_name(progress.step),
                     reason=f"the run ended at step {progress.step:,} without being saved: {told[0]}",
-                    fix="make room and start the run again: it goes on from its last checkpoint",
+                    fix="see to the place where checkpoints lie, and start the run again",
                 )
             )
         return step_name(progress.step)

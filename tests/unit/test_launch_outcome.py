@@ -8,7 +8,15 @@ import pytest
 from rich.console import Console
 
 from canzona_cli.commands.train import _say_why
-from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, WorkerCrashed
+from canzona_cli.errors import (
+    CanzonaError,
+    CheckpointInvalid,
+    ConfigError,
+    ExitCode,
+    Problem,
+    SaveFailed,
+    WorkerCrashed,
+)
 from canzona_cli.launch.files import RunFiles, write_json_atomic
 from canzona_cli.launch.outcome import Outcome, judge
 from canzona_cli.training.records import RankRecord
@@ -186,6 +194,35 @@ def test_every_problem_of_a_worker_is_told_by_itself(files: RunFiles) -> None:
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert lines[0] == "Bad configuration: 2 problems"
     assert {"plan = 1a2b", "→ start anew", "gpus = 3", "there are two"} <= set(lines)
+
+
+def test_ranks_that_were_saved_when_they_were_stopped_say_as_what(files: RunFiles) -> None:
+    for number in range(2):
+        record = RankRecord(files, number)
+        record.checkpoint = "step-00000027"
+        record.ended("preempted")
+    outcome = verdict(files, agent=0)
+    assert (outcome.status, outcome.exit_code) == ("preempted", ExitCode.PREEMPTED), "also where only ranks were told"
+    assert "saved as step-00000027" in outcome.message
+    for number in range(2):
+        record = RankRecord(files, number)
+        record.checkpoint = "step-00000027"
+        record.ended("interrupted")
+    outcome = verdict(files, agent=0, stopping=True)
+    assert (outcome.status, outcome.exit_code) == ("interrupted", ExitCode.INTERRUPTED)
+    assert "saved as step-00000027" in outcome.message
+
+
+def test_a_run_that_ended_unsaved_says_that_and_a_damaged_checkpoint_keeps_its_code(files: RunFiles) -> None:
+    unsaved = SaveFailed(Problem(key="checkpoint", value="step-00000008", reason="No space left on device"))
+    damaged = CheckpointInvalid(Problem(key="step-00000008/rank-00000.safetensors", reason="damaged"))
+    for error, code in ((unsaved, 3), (damaged, 5)):
+        for number in range(2):
+            RankRecord(files, number).failed(error)
+        found = verdict(files, stopping=True)
+        assert (found.status, found.exit_code) == ("failed", code)
+        assert type(found.error()) is type(error)
+        assert found.error().problems == error.problems
 
 
 def test_records_of_earlier_versions_and_foreign_ones_have_no_problems(files: RunFiles) -> None:
