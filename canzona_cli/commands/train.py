@@ -166,7 +166,7 @@ def _launch(
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.files import RunFiles, read_json
     from canzona_cli.launch.machines import Machines
-    from canzona_cli.launch.resume import resumption
+    from canzona_cli.launch.resume import reordered, resumption
     from canzona_cli.launch.run_dir import RunDirectory, check_free
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
@@ -192,7 +192,10 @@ def _launch(
         corpus = ensure_corpus(config, progress)
         if node_rank == 0:
             run = RunDirectory.create(config, goes_on=True)
-            _say_resumption(run, run.go_on(config, layout), errors)
+            found = run.go_on(config, layout)
+            _say_resumption(run, found, errors)
+            if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
+                errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
             machines = Machines(run.files, nodes=torchrun.node_count(config))
         else:
             run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))

@@ -4,6 +4,7 @@ The content of big files is not read here: the workers hash them together, once,
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class Resumption:
     """When it was made, seconds since 1970."""
     own: bool
     """Whether it is one of this run directory; else a new run begins from another one's."""
+    steps_before: int
+    """`train.steps` of the run that was saved."""
     warnings: tuple[str, ...] = ()
     """What bends the curve from here on."""
     spread: str = ""
@@ -85,6 +88,22 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
             )
         )
     return _checked(config, layout, checkpoint, own=own)
+
+
+def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int) -> str | None:
+    """A warning where another number of steps reads the data in another order; None where it does not.
+
+    Megatron shuffles all passes over the data at once: with more of them, every sample has another place.
+
+    Args:
+        tokens: to train on, of one pass over the data.
+    """
+    a_step = layout.global_batch_size * config.train.seq_length
+    before, now = (math.ceil(steps * a_step / max(1, tokens)) for steps in (found.steps_before, config.train.steps))
+    if before == now:
+        return None
+    steps = f"train.steps={config.train.steps} reads the data {now} times, {found.steps_before} steps {before} times"
+    return f"{steps}: their order is another one from here on, and some samples come again"
 
 
 def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> dict[str, object]:
@@ -162,8 +181,9 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     if found:
         raise CheckpointInvalid(*found)
     progress = manifest.progress
+    saved = load_resolved(checkpoint / "config.yaml")
     between = changes(
-        load_resolved(checkpoint / "config.yaml"),
+        saved,
         config,
         old_layout=Layout(**json.loads((checkpoint / "layout.json").read_text(encoding="utf-8"))),
         new_layout=layout,
@@ -191,6 +211,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         progress=progress,
         created=manifest.created,
         own=own,
+        steps_before=saved.train.steps,
         warnings=between.warnings,
         spread=between.spread,
     )

@@ -14,7 +14,7 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError
 from canzona_cli.launch.files import RunFiles, append_json_line, read_json, write_json_atomic
-from canzona_cli.launch.resume import read_lines, resumption
+from canzona_cli.launch.resume import read_lines, reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from tests.faults.support import LAYOUT, run_config
 from tests.unit.checkpoints import buffer
@@ -299,3 +299,17 @@ def test_a_checkpoint_beyond_the_end_of_the_run(config: RunConfig) -> None:
         resumption(short, LAYOUT)
     exact = resumption(replace(config, train=replace(config.train, steps=5)), LAYOUT)
     assert exact is not None, "killed after its last save: what is left is to say that it is done"
+
+
+@pytest.mark.parametrize(("steps", "tokens", "said"), [(60, 10**6, False), (60, 3000, True), (40, 3000, False)])
+def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
+    config: RunConfig, steps: int, tokens: int, said: bool
+) -> None:
+    """40 steps of 64 tokens fit into 3,000; 60 do not."""
+    train(config, steps=5, saved=(5,))
+    longer = replace(config, train=replace(config.train, steps=steps))
+    found = resumption(longer, LAYOUT)
+    assert found is not None
+    warning = reordered(found, longer, LAYOUT, tokens)
+    assert (warning is not None) is said
+    assert warning is None or "reads the data 2 times, 40 steps 1 times" in warning
