@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
 
 test: setup
-	$(BIN)/python -m pytest -m "not sweep and not slurm"
+	scripts/run-tests -m "not sweep and not slurm"
 
 # What faults do to real runs on gloo ranks; ends with a table of them. `make test` has these tests too.
 test-faults: setup

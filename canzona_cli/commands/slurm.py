@@ -48,7 +48,7 @@ def slurm(
         int, typer.Option(metavar="S", help="Seconds before its time limit at which the job saves and queues again.")
     ] = 180,
     needs: Annotated[
-        bool, typer.Option("--needs", help="Print the number of machines that the run needs, and nothing else.")
+        bool, typer.Option("--needs", help="Print how many machines the run needs, and GPUs of each; nothing else.")
     ] = False,
     recipes_dir: Annotated[
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
@@ -78,7 +78,8 @@ def slurm(
     )
     config, _ = resolve(_composed_with_options(arguments, options, recipes_dir or []))
     if needs:
-        typer.echo(torchrun.node_count(config))
+        gpus = torchrun.ranks_per_node(config) if config.cluster.device == "cuda" else 0
+        typer.echo(f"{torchrun.node_count(config)} {gpus}")
         return
     for folder in recipes_dir or []:
         arguments += ["--recipes-dir", str(folder.absolute())]

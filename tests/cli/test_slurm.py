@@ -2,12 +2,15 @@
 
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.support import canzona
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_printed_script_has_the_machines_that_the_gpus_need(tmp_path: Path) -> None:
@@ -17,7 +20,8 @@ def test_the_printed_script_has_the_machines_that_the_gpus_need(tmp_path: Path) 
     assert lines[0] == "#!/usr/bin/env bash"
     assert {"#SBATCH --nodes=32", "#SBATCH --gpus-per-node=8", "#SBATCH --time=12:00:00"} <= set(lines)
     assert list(tmp_path.iterdir()) == [], "printing writes nothing"
-    assert canzona("slurm", "--needs", "recipe=qwen3-32b", "gpus=256", cwd=tmp_path).stdout == "32\n"
+    assert canzona("slurm", "--needs", "recipe=qwen3-32b", "gpus=256", cwd=tmp_path).stdout == "32 8\n"
+    assert canzona("slurm", "--needs", "recipe=qwen3-tiny", "gpus=4", cwd=tmp_path).stdout == "1 0\n"
 
 
 def test_nodes_spread_the_run(tmp_path: Path) -> None:
@@ -109,3 +113,55 @@ def test_environment_between_machines_is_set_deliberately_and_shown(
     )
     assert "export NCCL_SOCKET_IFNAME=lo" in together.stdout
     assert "--rdzv-backend canzona-loopback" in " ".join(together.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("dealt", "on_node", "nodes", "expected"),
+    [
+        ("gpu:8", "", "32", "--nodes=32 --gpus-per-node=8"),
+        ("gpu:8", "8", "1", "--nodes=32 --gpus-per-node=8"),
+        ("(null)", "", "1", "--nodes=32"),
+        ("gpu:8", "8", "32", ""),
+        ("(null)", "", "32", ""),
+    ],
+)
+def test_a_bare_script_asks_for_the_machines_and_gpus_it_lacks(
+    tmp_path: Path, dealt: str, on_node: str, nodes: str, expected: str
+) -> None:
+    """Slurm's commands are stand-ins here, because no test machine has GPUs to deal out."""
+    stand_ins = {
+        "sinfo": f"echo '{dealt}'",
+        "squeue": "echo 1:00:00",
+        "sbatch": 'echo sbatch "$@"',
+        "srun": "echo srun",
+    }
+    for name, line in stand_ins.items():
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{line}\n")
+        command.chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "canzona",
+        "SLURM_JOB_PARTITION": "large",
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_GPUS_ON_NODE": on_node,
+        "CANZONA": str(Path(sys.executable).parent / "canzona"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "scripts/train.sbatch"), "recipe=qwen3-32b", "gpus=256"],
+        env={**os.environ, **{name: value for name, value in job.items() if value}},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
+    asked = [line for line in done.stdout.splitlines() if line.startswith(("sbatch ", "srun"))]
+    if expected:
+        [line] = asked
+        words = line.split()
+        assert set(expected.split()) <= set(words)
+        assert ("--gpus-per-node=8" in words) == ("gpus" in expected)
+    else:
+        assert asked == ["srun"]

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 # gloo ranks on CPU, also where there is a GPU; read once, when torch first looks for one.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch  # noqa: E402
+import torch
 
 # Forking is only safe while this process has no thread pool of its own.
 torch.set_num_threads(1)

@@ -86,9 +86,7 @@ def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
         cut = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else None
         gradients = getattr(param, "main_grad", None)
         assert isinstance(gradients, torch.Tensor)
-        gradients.copy_(
-            fragment(name, tuple(param.shape), cut, world.layout.tp, world.tp_rank, shape, step, gradient)
-        )
+        gradients.copy_(fragment(name, tuple(param.shape), cut, world.layout.tp, world.tp_rank, shape, step, gradient))
 
 
 def fragment(

@@ -45,11 +45,12 @@ def _same_weights(one: Outcome, other: Outcome) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_three_steps_and_three_more_are_six(optimizer: str, tmp_path: Path) -> None:
-    """Losses, weights, masters and state, by way of a file and other processes."""
+    """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
+    nothing is left of what they started with."""
     overrides = (*TP2_DP2, *OPTIMIZERS[optimizer])
     straight = run(tmp_path / "straight", *overrides, steps=6)
     first = run(tmp_path / "first", *overrides, steps=3)
-    second = run(tmp_path / "second", *overrides, steps=3, start=first.checkpoint)
+    second = run(tmp_path / "second", *overrides, "train.seed=99", steps=3, start=first.checkpoint)
     assert first.losses + second.losses == straight.losses
     assert len(set(straight.losses)) == 6
     _same_weights(second, straight)

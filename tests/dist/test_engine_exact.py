@@ -134,9 +134,16 @@ def test_layouts_of_the_buffer_change_nothing(buffers: str, reduction: str) -> N
     assert _different(one.after, other.after, one.after) == []
 
 
-@pytest.mark.parametrize("settings", [("engine.strategy=asc",), ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
-                                      ("engine.layout=aligned", "engine.reduction=even"),
-                                      ("parallel.overlap_param_gather=false",), ("parallel.overlap_grad_reduce=false",)])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("engine.strategy=asc",),
+        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
+        ("engine.layout=aligned", "engine.reduction=even"),
+        ("parallel.overlap_param_gather=false",),
+        ("parallel.overlap_grad_reduce=false",),
+    ],
+)
 def test_who_updates_what_and_when_changes_nothing(settings: tuple[str, ...]) -> None:
     one = _five("split", "gpus=1")
     other = _five("split", *LAYOUTS["tp4 dp2"], *settings)
