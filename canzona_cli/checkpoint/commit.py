@@ -6,7 +6,6 @@ training's own. At every moment, killed or not, the store holds the old checkpoi
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
+
+from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import (
     MANIFEST,
@@ -139,7 +140,7 @@ def finish(
             file = part["file"]
             if file is not None:
                 check_file_name(file["name"])
-                stored = StoredFile(bytes=file["bytes"], sha256=file["sha256"])
+                stored = StoredFile(bytes=file["bytes"], blake3=file["blake3"])
                 files[file["name"]] = stored
                 if (size := (partial / file["name"]).stat().st_size) != stored.bytes:
                     raise _rank_failed(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
@@ -279,7 +280,7 @@ def _publish(partial: Path, target: Path) -> Path:
 def _write_text(path: Path, text: str) -> StoredFile:
     data = text.encode()
     _write_new(path, data)
-    return StoredFile(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return StoredFile(bytes=len(data), blake3=blake3(data).hexdigest())
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -36,7 +36,7 @@ class StoredFile:
     """One file of a checkpoint."""
 
     bytes: int
-    sha256: str
+    blake3: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ LARGEST: Final = 1 << 30
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HASH = re.compile(r"[0-9a-f]{64}")
 _TABLES = ("files", "tensors", "scalars")
 
 
@@ -102,7 +102,7 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("its ranks, steps or samples are negative")
     for name, file in manifest.files.items():
         check_file_name(name)
-        if file.bytes < 0 or not _SHA256.fullmatch(file.sha256):
+        if file.bytes < 0 or not _HASH.fullmatch(file.blake3):
             raise ValueError(f"files.{name}: no size and hash of a file")
     held = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():

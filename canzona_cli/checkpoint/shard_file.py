@@ -3,7 +3,6 @@
 Written by ourselves, because the library's own writer needs all tensors as one copy, knows no hash, and no fsync.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -13,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Final
+
+from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import Buffer, StoredFile, StoredTensor
 
@@ -52,23 +53,23 @@ def write_shard(path: Path, tensors: Mapping[str, Buffer]) -> tuple[StoredFile, 
     given_up = Event()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        # Hashing takes about as long as a fast disk; it runs beside the writing, both without Python's lock.
+        # Beside the writing, both without Python's lock.
         with ThreadPoolExecutor(max_workers=1) as hasher:
-            digest = hasher.submit(_sha256, pieces, given_up)
+            digest = hasher.submit(_hash, pieces, given_up)
             try:
                 _write(descriptor, pieces)
             except BaseException:
                 given_up.set()
                 raise
             os.fsync(descriptor)
-            sha256 = digest.result()
+            hashed = digest.result()
     finally:
         os.close(descriptor)
     table = {
         name: StoredTensor(file=path.name, dtype=buffer.dtype, shape=tuple(buffer.shape))
         for name, buffer in ordered.items()
     }
-    return StoredFile(bytes=total, sha256=sha256), table
+    return StoredFile(bytes=total, blake3=hashed), table
 
 
 def _item_bytes(name: str, buffer: Buffer) -> int:
@@ -113,8 +114,8 @@ def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
             started = written
 
 
-def _sha256(pieces: Sequence[memoryview], given_up: Event) -> str:
-    hasher = hashlib.sha256()
+def _hash(pieces: Sequence[memoryview], given_up: Event) -> str:
+    hasher = blake3()
     for chunk in _chunks(pieces):
         if given_up.is_set():
             break

@@ -3,13 +3,14 @@
 Nothing is executed, no link is followed, no name leads out of the folder.
 """
 
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+
+from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
@@ -78,7 +79,7 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
         except OSError as error:
             wrong = f"cannot be read: {error.strerror or error}"
         else:
-            if found != entry.sha256:
+            if found != entry.blake3:
                 wrong = "damaged: its content does not have the hash that the manifest gives"
     return None if wrong is None else _problem(folder, name, wrong)
 
@@ -185,7 +186,7 @@ def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
 
 
 def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
-    hasher, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    hasher, buffer = blake3(), memoryview(bytearray(_CHUNK))
     with open(_open(path), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while read := file.readinto(buffer):

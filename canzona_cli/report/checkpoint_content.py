@@ -1,10 +1,10 @@
 """`canzona checkpoint show`: what one checkpoint holds, for people."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from blake3 import blake3
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -101,7 +101,7 @@ class Content:
 
         path, entry = self.found.path / _CONFIG, self.manifest.files.get(_CONFIG)
         try:
-            if entry is None or hashlib.sha256(path.read_bytes()).hexdigest() != entry.sha256:
+            if entry is None or blake3(path.read_bytes()).hexdigest() != entry.blake3:
                 return None
             return load_resolved(path)
         except (CanzonaError, OSError):

@@ -190,7 +190,7 @@ def test_tensors_that_are_not_those_of_the_manifest_are_noticed(root: Path, chan
 def test_many_bad_files_are_told_in_a_few_lines(root: Path) -> None:
     folder = root / "step-00000020"
     manifest = read_manifest(folder)
-    files = {**manifest.files, **{f"lost-{n}": StoredFile(bytes=1, sha256="0" * 64) for n in range(1000)}}
+    files = {**manifest.files, **{f"lost-{n}": StoredFile(bytes=1, blake3="0" * 64) for n in range(1000)}}
     fields = {key: getattr(manifest, key) for key in Manifest.__dataclass_fields__} | {"files": files}
     (folder / MANIFEST).write_text(manifest_text(Manifest(**fields)))
     with pytest.raises(CheckpointInvalid) as caught:

@@ -15,7 +15,7 @@ HASH = "0f" * 32
 FIELDS = {name: getattr(header(30), name) for name in Header.__dataclass_fields__}
 MANIFEST = Manifest(
     **FIELDS,
-    files={"rank-00000.safetensors": StoredFile(bytes=400, sha256=HASH)},
+    files={"rank-00000.safetensors": StoredFile(bytes=400, blake3=HASH)},
     tensors={
         "layers.0.q/master": StoredTensor(file="rank-00000.safetensors", dtype="F32", shape=(4, 8)),
         "layers.0.q/scale": StoredTensor(file="rank-00000.safetensors", dtype="BF16", shape=()),
@@ -74,7 +74,7 @@ def test_no_changed_bit_and_no_missing_byte_goes_unseen() -> None:
 )
 def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="not a name of a file in a checkpoint"):
-        parse_manifest(manifest_text(replace(MANIFEST, files={name: StoredFile(bytes=1, sha256=HASH)})).encode())
+        parse_manifest(manifest_text(replace(MANIFEST, files={name: StoredFile(bytes=1, blake3=HASH)})).encode())
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
         ({"world_size": 0}, "negative"),
         ({"world_size": "4"}, "world_size"),
         ({"progress": {"step": -1, "samples": 0, "tokens": 0}}, "negative"),
-        ({"files": {"a": {"bytes": -1, "sha256": HASH}}}, "files.a"),
-        ({"files": {"a": {"bytes": 1, "sha256": "0F" * 32}}}, "files.a"),
+        ({"files": {"a": {"bytes": -1, "blake3": HASH}}}, "files.a"),
+        ({"files": {"a": {"bytes": 1, "blake3": "0F" * 32}}}, "files.a"),
         ({"files": {}}, "not among the files"),
         ({"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "F32", "shape": [101]}}}, "smaller than"),
         (
