@@ -33,7 +33,7 @@ from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
 
-_POLL_S: Final = 0.05
+_POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _NAMED_RANKS: Final = 8
 _FIXES: Final[Mapping[int | None, str]] = {
@@ -238,7 +238,7 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
                 raise _missing(partial, [rank for rank in range(world_size) if rank not in parts], timeout_s)
             deadline = time.monotonic() + timeout_s
         time.sleep(poll)
-        poll = min(_LONGEST_POLL_S, poll * 1.2)
+        poll = min(_LONGEST_POLL_S, poll * 1.05)
 
 
 def _rank_failed(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFailed:
