@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.checkpoint.names import step_name
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.launch.files import RunFiles
 from tests.faults.support import TrainingRun, alive
@@ -15,17 +16,24 @@ from tests.faults.table import RecordFault
 STEPS = 60
 EVERY = 5
 """Steps between two checkpoints."""
-ONE_RANK = (
-    *(
-        "gpus=1",
-        "parallel.tp=1",
-        f"train.steps={STEPS}",
-        "train.eval_interval=20",
-        "train.eval_batches=1",
-        "schedule.warmup_steps=2",
-    ),
-    *(f"checkpoint.every_steps={EVERY}", "checkpoint.every_minutes=null"),
+SHORT = (
+    f"train.steps={STEPS}",
+    "train.eval_interval=20",
+    "train.eval_batches=1",
+    "schedule.warmup_steps=2",
+    f"checkpoint.every_steps={EVERY}",
+    "checkpoint.every_minutes=null",
 )
+ONE_RANK = ("gpus=1", "parallel.tp=1")
+FOUR_RANKS = ("gpus=4", "parallel.tp=2", "train.global_batch_size=4")
+CASES = {
+    "muon, one rank": ONE_RANK,
+    "adamw": ("optimizer=adamw", *FOUR_RANKS),
+    "muon": FOUR_RANKS,
+    # Refreshed every tenth step: before and after the kill.
+    "soap": ("optimizer=soap", "optimizer.lr=0.002", *FOUR_RANKS),
+    "shampoo": ("optimizer=shampoo", "optimizer.lr=0.002", *FOUR_RANKS),
+}
 Start = Callable[..., TrainingRun]
 
 
@@ -35,7 +43,7 @@ def start(tmp_path: Path, corpus_cache: Path) -> Iterator[Start]:
 
     def begin(name: str, *overrides: str) -> TrainingRun:
         (tmp_path / name).mkdir(exist_ok=True)
-        started.append(TrainingRun(tmp_path / name, corpus_cache, *ONE_RANK, *overrides))
+        started.append(TrainingRun(tmp_path / name, corpus_cache, *SHORT, *overrides))
         return started[-1]
 
     yield begin
@@ -54,22 +62,29 @@ def validations(files: RunFiles) -> list[tuple[object, ...]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Start, record_fault: RecordFault) -> None:
+@pytest.mark.parametrize(
+    ("case", "kill_after"),
+    [("muon, one rank", 10), *(pytest.param(case, 30, marks=pytest.mark.sweep) for case in list(CASES)[1:])],
+)
+def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(
+    start: Start, record_fault: RecordFault, case: str, kill_after: int
+) -> None:
     """Bit by bit: every step, every validation, and the weights and states at the end. While it runs, nobody else gets
     its directory."""
-    straight = start("straight")
+    overrides = CASES[case]
+    straight = start("straight", *overrides)
     code, output = straight.finish()
     assert code == 0, output
 
-    killed = start("killed")
+    killed = start("killed", *overrides)
     checkpoints = killed.files.checkpoints
     killed.wait_for(killed.files.command.exists)
-    second = start("killed")
+    second = start("killed", *overrides)
     code, output = second.finish()
     assert code == 2, output
     assert f"process {killed.process.pid} on" in output
     assert "is training in it" in output
-    killed.wait_for(lambda: (checkpoints / "step-00000010").exists() and killed.steps > 10)
+    killed.wait_for(lambda: (checkpoints / step_name(kill_after)).exists() and killed.steps > kill_after)
     family = killed.processes()
     killed.process.send_signal(signal.SIGKILL)
     killed.finish()
@@ -78,7 +93,7 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Sta
     saved = read_manifest(newest).progress.step
     lost = killed.steps - saved
 
-    again = start("killed")
+    again = start("killed", *overrides)
     code, output = again.finish()
     assert code == 0, output
     assert f"from step {saved}" in output
@@ -90,14 +105,15 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(start: Sta
     assert shards[0] == shards[1]
     assert shards[0]
     assert [end.progress for end in ends] == [ends[0].progress] * 2
+    if case == "muon, one rank":
+        record_fault(
+            fault="two launches in one directory",
+            happened="the second refused by name of the first, which trained on",
+            exit_code=2,
+            lost="nothing",
+        )
     record_fault(
-        fault="two launches in one directory",
-        happened="the second refused by name of the first, which trained on",
-        exit_code=2,
-        lost="nothing",
-    )
-    record_fault(
-        fault="SIGKILL of everything, started again",
+        fault=f"SIGKILL of everything, started again ({case})",
         happened=f"went on from step {saved}; curve and weights equal an unbroken run's, bit by bit",
         exit_code=0,
         lost=f"{lost} steps, made again",
