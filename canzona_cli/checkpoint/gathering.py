@@ -5,7 +5,7 @@ The rest (AdamW's shards, tensor-parallel fragments of Megatron's own Muon) goes
 on who writes what; a save then only moves data.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -199,16 +199,16 @@ def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tup
 
 
 def _batches(routing: Routing) -> Iterator[list[Transfer]]:
-    """Transfers in their order, cut where some writer would receive more than `BATCH_BYTES`."""
+    """Transfers in their order, cut where some rank would send or receive more than `BATCH_BYTES`."""
     batch: list[Transfer] = []
-    incoming: dict[int, int] = defaultdict(int)
+    incoming, outgoing = Counter[int](), Counter[int]()
     for transfer in routing.transfers:
         size = 4 * transfer.piece.elements * len(routing.fields[transfer.piece.unit])
-        if batch and max(incoming[transfer.writer], incoming[-1 - transfer.sender]) + size > BATCH_BYTES:
+        if batch and max(incoming[transfer.writer], outgoing[transfer.sender]) + size > BATCH_BYTES:
             yield batch
-            batch, incoming = [], defaultdict(int)
+            batch, incoming, outgoing = [], Counter(), Counter()
         incoming[transfer.writer] += size
-        incoming[-1 - transfer.sender] += size
+        outgoing[transfer.sender] += size
         batch.append(transfer)
     if batch:
         yield batch

@@ -50,11 +50,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
             problems += [] if problem is None else [problem]
         if not problems:
             problems += table_problems(folder, manifest, own)
-    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
-    torch.distributed.all_gather_object(everyone, problems)
-    found = {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}
-    if manifest is None or found:
-        raise CheckpointInvalid(*found.values())
+    _refuse_together(world, problems)
+    assert manifest is not None
     return manifest
 
 
@@ -78,10 +75,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
             states = reader.random_states(world) if manifest.world_size == world.world_size else {}
     except CheckpointInvalid as error:
         problems += error.problems
-    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
-    torch.distributed.all_gather_object(everyone, problems)
-    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}:
-        raise CheckpointInvalid(*found.values())
+    _refuse_together(world, problems)
     masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
@@ -89,6 +83,14 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
     trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
     if states:
         set_random_states(states)
+
+
+def _refuse_together(world: World, problems: list[Problem]) -> None:
+    """Raise CheckpointInvalid on all ranks if any of them has problems, each told once. Collective."""
+    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
+    torch.distributed.all_gather_object(everyone, problems)
+    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}:
+        raise CheckpointInvalid(*found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,10 @@ class Reader:
             if field == MASTER:
                 for block in stored_blocks(name, tensor.shape, model):
                     self._sources[block.unit].append(_Source(name=name, block=block))
+        self._scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
+        for stored, value in manifest.scalars.items():
+            name, _, key = stored.rpartition("/")
+            self._scalars[name][key] = value
 
     def __enter__(self) -> "Reader":
         return self
@@ -159,16 +165,12 @@ class Reader:
 
     def step(self, unit: str) -> float | None:
         """Steps AdamW had made of a unit."""
-        found = self._manifest.scalars.get(f"{unit}/step")
+        found = self.scalars(unit).get("step")
         return float(found) if isinstance(found, int | float) else None
 
     def scalars(self, name: str) -> dict[str, Scalar]:
         """State that is no tensor, by key."""
-        return {
-            stored.rpartition("/")[2]: value
-            for stored, value in self._manifest.scalars.items()
-            if stored.rpartition("/")[0] == name
-        }
+        return self._scalars.get(name, {})
 
     def random_states(self, world: World) -> dict[str, torch.Tensor]:
         name = f"random.{world.rank:05d}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.planner.phases import IN_STEP
@@ -29,7 +29,8 @@ STACKS_SIGNAL: Final = signal.SIGQUIT
 """Makes a worker write the Python stacks of all its threads to its log; it goes on."""
 PATIENCE: Final = 3
 """How many times longer than `run.hang_timeout_s` everything may take but a step after the first."""
-STAGES: Final = ("start workers", "build model", "build data", "load", "train", "validate", "save", "finish")
+Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 """What a rank can be at, in the words of its journal."""
 
 # One 8-byte number each: written in one piece, so that the reader never sees half of one.

@@ -17,7 +17,7 @@ from typing import get_args
 
 from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.files import RunFiles, read_json, write_json_atomic
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.outcome import Outcome, any_number, problems_in, whole_number
 from canzona_cli.report.view import RunStatus
 
 MEETING_PATIENCE_S = 300.0
@@ -175,7 +175,7 @@ class Machines:
             if number != self._node_rank:
                 record = read_json(self._folder / f"ended-{number}.json")
                 if record is not None:
-                    yield _number(record.get("time")) or 0.0, number, _of_json(record)
+                    yield any_number(record.get("time")) or 0.0, number, _of_json(record)
 
     def _arrival(self, number: int) -> Path:
         return self._folder / f"arrived-{number}.json"
@@ -219,33 +219,17 @@ def _to_json(outcome: Outcome) -> dict[str, object]:
 def _of_json(record: Mapping[str, object]) -> Outcome:
     """What another machine's launcher wrote. It is canzona's own file, so only its types are looked at."""
     status = str(record.get("status"))
-    problems = record.get("problems")
     lines = record.get("traceback")
     return Outcome(
         status=next((known for known in get_args(RunStatus) if known == status), "failed"),
-        exit_code=_whole(record.get("exit_code")) or 0,
+        exit_code=whole_number(record.get("exit_code")) or 0,
         message=str(record.get("message") or ""),
-        step=_whole(record.get("step")) or 0,
-        loss=_number(record.get("loss")),
-        validation_loss=_number(record.get("validation_loss")),
-        rank=_whole(record.get("rank")),
+        step=whole_number(record.get("step")) or 0,
+        loss=any_number(record.get("loss")),
+        validation_loss=any_number(record.get("validation_loss")),
+        rank=whole_number(record.get("rank")),
         traceback=tuple(str(line) for line in lines) if isinstance(lines, list) else (),
         log=Path(str(record["log"])) if record.get("log") else None,
-        problems=tuple(_problem(one) for one in problems if isinstance(one, dict))
-        if isinstance(problems, list)
-        else (),
+        problems=tuple(problems_in(record.get("problems"))),
         secondary=record.get("secondary") is True,
     )
-
-
-def _problem(record: Mapping[str, object]) -> Problem:
-    key, reason, fix = (str(record.get(name) or "") for name in ("key", "reason", "fix"))
-    return Problem(key=key, value=record.get("value"), reason=reason, fix=fix)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

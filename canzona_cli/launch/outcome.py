@@ -276,30 +276,33 @@ def _read_rank(path: Path, rank: int) -> RankResult:
     return RankResult(
         rank=rank,
         status=str(record.get("status")),
-        pid=_whole(record.get("pid")),
-        exit_code=_whole(record.get("exit_code")),
-        step=_whole(record.get("step")),
-        loss=_number(record.get("loss")),
+        pid=whole_number(record.get("pid")),
+        exit_code=whole_number(record.get("exit_code")),
+        step=whole_number(record.get("step")),
+        loss=any_number(record.get("loss")),
         checkpoint=str(record["checkpoint"]) if record.get("checkpoint") else None,
-        time=_number(record.get("time")) or 0.0,
+        time=any_number(record.get("time")) or 0.0,
         error_type=str(error.get("type") or "Error"),
         error_message=str(error.get("message") or "").strip(),
         traceback=str(error.get("traceback") or ""),
-        problems=tuple(_problems(error.get("problems"))),
+        problems=tuple(problems_in(error.get("problems"))),
         lost={str(name): count for name, count in lost.items() if isinstance(count, int)},
     )
 
 
-def _problems(found: object) -> Iterator[Problem]:
+def problems_in(found: object) -> Iterator[Problem]:
+    """What a record says under `problems`."""
     for one in found if isinstance(found, list) else ():
         if isinstance(one, Mapping):
             key, reason, fix = (str(one.get(name) or "") for name in ("key", "reason", "fix"))
             yield Problem(key=key, value=one.get("value"), reason=reason, fix=fix)
 
 
-def _whole(value: object) -> int | None:
+def whole_number(value: object) -> int | None:
+    """A whole number of a record; None for anything else, a truth value among it."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _number(value: object) -> float | None:
+def any_number(value: object) -> float | None:
+    """A number of a record; None for anything else, a truth value among it."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -119,6 +119,14 @@ def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> dict[str, 
     }
 
 
+def next_free(path: Path) -> Path:
+    """A name beside `path` that nothing has yet: RUN-2, RUN-3, ..."""
+    number = 2
+    while (other := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return other
+
+
 def read_lines(path: Path) -> list[dict[str, object]]:
     """The objects of a .jsonl file; nothing where there is none."""
     try:
@@ -154,9 +162,7 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
         return
     if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
         return
-    number = 2
-    while (other := files.root.with_name(f"{files.root.name}-{number}")).exists():
-        number += 1
+    other = next_free(files.root)
     raise ConfigError(
         Problem(
             key="run.dir",

@@ -22,7 +22,7 @@ from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_ato
 from canzona_cli.launch.lock import hold
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.place import unsafe_place
-from canzona_cli.launch.resume import Resumption, holds_run, read_lines, resumption, set_out
+from canzona_cli.launch.resume import Resumption, holds_run, next_free, read_lines, resumption, set_out
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.report.view import Earlier
@@ -230,9 +230,7 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on:
 
 
 def _already_used(path: Path, config: RunConfig) -> ConfigError:
-    number = 2
-    while (other := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
+    other = next_free(path)
     result = "finished" if RunFiles(path).result.exists() else "unfinished or still going"
     return ConfigError(
         Problem(
