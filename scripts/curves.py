@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.run.files import RunFiles
 
 Curve = Mapping[int, float]
 """Loss by step."""

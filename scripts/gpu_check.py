@@ -24,16 +24,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.bench.statistics import Spread
 from canzona_cli.cluster.detect import gpu_inventory
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.planner.cost import algorithm, flops, work
 from canzona_cli.report.failure import show_failure
+from canzona_cli.run.statistics import Spread
 
 if TYPE_CHECKING:  # torch and Megatron take seconds to import; that there is no GPU is told at once
-    from canzona_cli.bench.measure_team import Team
-    from canzona_cli.bench.measure_updates import Way
+    from canzona_cli.calibrate.team import Team
+    from canzona_cli.calibrate.updates import Way
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 PARTS = ("train", "calibrate", "kernels")
@@ -135,8 +135,8 @@ def measure(device: str, sizes: Sequence[str], budget_s: float) -> Iterator[Upda
     """Muon, one by one and stacked, SOAP and Shampoo with every shape of the sizes, each shape once."""
     import torch
 
-    from canzona_cli.bench.measure_team import Team
-    from canzona_cli.bench.measure_updates import Way, shapes, update_samples, ways
+    from canzona_cli.calibrate.team import Team
+    from canzona_cli.calibrate.updates import Way, shapes, update_samples, ways
 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

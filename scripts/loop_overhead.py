@@ -27,15 +27,16 @@ from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.data.corpus import cache_root, ensure_corpus
-from canzona_cli.launch.files import RunFiles
 from canzona_cli.megatron import parallel
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.loop import step_metrics
 from canzona_cli.training.records import Journal
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 
 WARM_UP = 5
 

@@ -13,12 +13,12 @@ from canzona_cli.cluster import fit
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.baselines import imbalance, layerwise, padding_fraction, paper_contiguous
 from canzona_cli.planner.buckets import buckets
-from canzona_cli.planner.compare import study_run
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.planner import plan_unbounded, plannable
 from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.simulate.baselines import imbalance, layerwise, padding_fraction, paper_contiguous
+from canzona_cli.simulate.compare import study_run
 
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)

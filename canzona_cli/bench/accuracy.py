@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.bench.results import STRATEGIES, BenchResult
-from canzona_cli.bench.statistics import Spread
+from canzona_cli.run.statistics import Spread
 
 Time = Literal["optimizer", "iteration"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from canzona_cli.config.schema import Strategy
-from canzona_cli.launch.files import RunFiles, write_json_atomic
-from canzona_cli.planner.simulate import Simulated
+from canzona_cli.run.files import RunFiles, write_json_atomic
+from canzona_cli.simulate.simulate import Simulated
 
 
 @dataclass(frozen=True)

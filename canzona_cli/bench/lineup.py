@@ -16,8 +16,8 @@ from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate, matrix_shapes
 from canzona_cli.planner.obtain import obtain_plan
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.simulate import Simulated
-from canzona_cli.report.text import plural
+from canzona_cli.run.words import plural
+from canzona_cli.simulate.simulate import Simulated
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """Parts of a plan's memory that stay from step to step."""

@@ -11,7 +11,7 @@ from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.hints import closest
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.planner.simulate import Simulated
+from canzona_cli.simulate.simulate import Simulated
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
 SIMULATED_GPUS = "8..1024"

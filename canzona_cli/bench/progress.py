@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from canzona_cli.launch.view import Earlier, RunStatus
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.events import Note
-from canzona_cli.report.view import Earlier, RunStatus
+from canzona_cli.run.events import Note
 
 
 class RoundLines:
-    """Says each round once it is over. Implements `canzona_cli.report.view.TrainView`.
+    """Says each round once it is over. Implements `canzona_cli.launch.view.TrainView`.
 
     Args:
         say: receives each line.

@@ -8,9 +8,9 @@ not all fit into memory together there are several, each with the reference stra
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from canzona_cli.bench.statistics import Speedup, Spread
 from canzona_cli.config.schema import Device, Layout
-from canzona_cli.planner.simulate import Simulated
+from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.simulate.simulate import Simulated
 
 VERSION = 1
 STRATEGIES: tuple[Simulated, ...] = ("canzona", "asc", "layerwise", "sc", "adamw")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from canzona_cli.bench.losses import disagreements
 from canzona_cli.bench.results import STRATEGIES, VERSION, BenchResult
-from canzona_cli.bench.statistics import Speedup, Spread
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import write_text_atomic
-from canzona_cli.report.text import json_text
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.words import json_text
 
 _FIX = "make it anew with `canzona bench ... --out FILE.json`"
 

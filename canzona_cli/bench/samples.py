@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canzona_cli.bench.results import Measured, PhaseSeconds
-from canzona_cli.launch.files import write_text_atomic
+from canzona_cli.run.files import write_text_atomic
 
 _OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """Phases of the optimizer step that a rank spends by itself, or in exchanges with its TP group."""

@@ -26,13 +26,13 @@ from canzona_cli.errors import (
     Problem,
 )
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.files import write_text_atomic
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.run_dir import RunDirectory, check_free
 from canzona_cli.launch.supervisor import supervise
-from canzona_cli.planner.predict import predict
-from canzona_cli.planner.simulate import Simulated
-from canzona_cli.report.text import plural
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.words import plural
+from canzona_cli.simulate.predict import predict
+from canzona_cli.simulate.simulate import Simulated
 
 WORKER_MODULE = "canzona_cli.bench.worker"
 ROOT = "bench"

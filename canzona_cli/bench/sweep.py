@@ -13,7 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.memory import exchange_bytes, matrix_shapes
-from canzona_cli.planner.simulate import Simulated
+from canzona_cli.simulate.simulate import Simulated
 
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",

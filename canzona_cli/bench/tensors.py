@@ -4,7 +4,7 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.training.step import Trainee
+from canzona_cli.megatron.trainee import Trainee
 
 
 def tensor_bytes(trainee: Trainee) -> int:

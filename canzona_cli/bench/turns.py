@@ -13,8 +13,9 @@ from canzona_cli.bench.samples import Samples, StepSample
 from canzona_cli.bench.tensors import tensor_bytes
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.gathering import finish_gathering
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
 from canzona_cli.bench.samples import write_samples
-from canzona_cli.launch.files import RunFiles, append_json_line
+from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, Journal, RankRecord
 

@@ -7,7 +7,7 @@ from canzona_cli.checkpoint.manifest import MANIFEST
 from canzona_cli.checkpoint.names import step_of
 from canzona_cli.checkpoint.store import CheckpointStore, Found, judge
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.run.files import RunFiles
 
 _KEY = "RUN_OR_CHECKPOINT"
 _FIX = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"

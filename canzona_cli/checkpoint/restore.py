@@ -24,8 +24,8 @@ from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.megatron.holdings import Held, gather_parameters, held, masters_to_model
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.types import Matrix
-from canzona_cli.training.step import Trainee
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.matrix import Matrix
 
 ELEMENTWISE = ("adamw", "muon")
 """Optimizers all of whose state is about single elements, so that it can be cut and put together differently."""

@@ -19,7 +19,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.parallel import World
-from canzona_cli.training.step import Trainee
+from canzona_cli.megatron.trainee import Trainee
 
 MASTER = "master"
 GROUP = "group:"

@@ -7,8 +7,8 @@ milliseconds, so a dry run can show the candidates it chose among (`explain`).
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from canzona_cli.cluster.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.cluster.step_time import StepTime, step_time
+from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Device, Layout, RunConfig
-from canzona_cli.models import qwen3
+from canzona_cli.model import qwen3
 from canzona_cli.planner.memory import matrix_shapes, placement, stage_weights
 
 BEST_EFFICIENCY = 0.65

@@ -181,8 +181,8 @@ def hand_over(content: "Mapping[str, object]", options: "Options", *, json: bool
         EnvironmentProblem: the file cannot be written.
     """
     from canzona_cli.errors import EnvironmentProblem, Problem
-    from canzona_cli.launch.files import write_text_atomic
-    from canzona_cli.report.text import json_text
+    from canzona_cli.run.files import write_text_atomic
+    from canzona_cli.run.words import json_text
 
     text = json_text(content)
     if json:

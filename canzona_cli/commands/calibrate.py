@@ -41,11 +41,11 @@ def calibrate(
     from rich.console import Console
     from rich.text import Text
 
-    from canzona_cli.bench.calibrate import as_json, prepared
-    from canzona_cli.bench.calibrate import calibrate as measure
-    from canzona_cli.bench.effort import FULL, QUICK
-    from canzona_cli.bench.in_step import Steps, with_steps
-    from canzona_cli.bench.profile_file import check_writable, default_path, write_profile
+    from canzona_cli.calibrate.calibrate import as_json, prepared
+    from canzona_cli.calibrate.calibrate import calibrate as measure
+    from canzona_cli.calibrate.effort import FULL, QUICK
+    from canzona_cli.calibrate.in_step import Steps, with_steps
+    from canzona_cli.calibrate.profile_file import check_writable, default_path, write_profile
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibration import CalibrationView, Progress, closing
 
@@ -66,7 +66,7 @@ def calibrate(
             )
             found = with_steps(found, steps, partial(write_profile, written))
     if json:
-        from canzona_cli.report.text import json_text
+        from canzona_cli.run.words import json_text
 
         typer.echo(json_text(as_json(found, written)))
     else:

@@ -75,7 +75,7 @@ def show(where: Where = None, json: Json = False) -> None:
 def _print(content: "dict[str, object] | RenderableType") -> None:
     """A mapping as JSON, anything else for a person."""
     if isinstance(content, dict):
-        from canzona_cli.report.text import json_text
+        from canzona_cli.run.words import json_text
 
         typer.echo(json_text(content))
         return

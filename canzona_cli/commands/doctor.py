@@ -17,7 +17,7 @@ def doctor(
     with Console(stderr=True).status("looking at this machine, a few seconds ..."):
         diagnosis = diagnose()
     if json:
-        from canzona_cli.report.text import json_text
+        from canzona_cli.run.words import json_text
 
         typer.echo(json_text(diagnosis.as_json()))
     else:

@@ -57,10 +57,10 @@ def plan(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.models.shapes import load_shapes
-    from canzona_cli.planner.compare import study_run, with_shapes
+    from canzona_cli.model.shapes import load_shapes
     from canzona_cli.planner.plan_file import default_path
     from canzona_cli.planner.planner import plannable
+    from canzona_cli.simulate.compare import study_run, with_shapes
 
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
@@ -80,7 +80,7 @@ def plan(
 
         draw(study, plot)
     if json:
-        from canzona_cli.report.text import json_text
+        from canzona_cli.run.words import json_text
 
         typer.echo(json_text({**study.as_json(), "plan_file": None if written is None else str(written)}))
         return
@@ -112,7 +112,7 @@ def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
 
 def _write(path: Path, text: str) -> None:
     from canzona_cli.errors import EnvironmentProblem, Problem
-    from canzona_cli.launch.files import write_text_atomic
+    from canzona_cli.run.files import write_text_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

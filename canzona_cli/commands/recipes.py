@@ -35,7 +35,7 @@ def list_(recipes_dir: RecipesDir = None) -> None:
 
     from canzona_cli.config.catalog import list_recipes
     from canzona_cli.config.paths import shown
-    from canzona_cli.report.text import count
+    from canzona_cli.run.words import count
 
     recipes = list_recipes(recipes_dir or ())
     console = Console(highlight=False)

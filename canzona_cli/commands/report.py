@@ -26,7 +26,7 @@ def report(
     _check_usage(run_dirs, compare=compare, trace=trace, json=json)
     if trace is not None:
         from canzona_cli.report.chrome_trace import write_trace
-        from canzona_cli.report.text import plural
+        from canzona_cli.run.words import plural
 
         ranks = write_trace(run_dirs[0], trace)
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
@@ -46,7 +46,7 @@ def report(
 def _print(content: "dict[str, object] | RenderableType") -> None:
     """A mapping as JSON, anything else for a person."""
     if isinstance(content, dict):
-        from canzona_cli.report.text import json_text
+        from canzona_cli.run.words import json_text
 
         typer.echo(json_text(content))
         return

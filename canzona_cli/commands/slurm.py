@@ -124,7 +124,7 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
 
 def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
     from canzona_cli.launch.torchrun import node_count
-    from canzona_cli.report.text import plural
+    from canzona_cli.run.words import plural
 
     run_dir = config.run.dir or f"{config.run.root}/{config.name}-{job.log.stem.rpartition('-')[2]}"
     lines = {

@@ -66,10 +66,10 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.launch.files import RunFiles
     from canzona_cli.launch.slurm import adopt, current_step
     from canzona_cli.launch.stop import Preempted, before_workers
     from canzona_cli.planner.obtain import obtain_plan
+    from canzona_cli.run.files import RunFiles
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -164,13 +164,13 @@ def _launch(
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.data.prepare import ensure_corpus
     from canzona_cli.launch import preflight, torchrun
-    from canzona_cli.launch.files import RunFiles, read_json
     from canzona_cli.launch.machines import Machines
     from canzona_cli.launch.resume import reordered, resumption
     from canzona_cli.launch.run_dir import RunDirectory, check_free
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
     from canzona_cli.report.predicted import planned_step
+    from canzona_cli.run.files import RunFiles, read_json
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
@@ -279,7 +279,7 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
     """Where the traces lie that were asked for, or why there is none."""
     from canzona_cli.errors import CanzonaError
     from canzona_cli.report.chrome_trace import write_trace
-    from canzona_cli.report.text import plural
+    from canzona_cli.run.words import plural
 
     if config.run.trace_steps is not None:
         try:

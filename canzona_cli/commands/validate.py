@@ -36,7 +36,7 @@ def validate(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.paths import shown
-    from canzona_cli.models.qwen3 import parameter_count
+    from canzona_cli.model.qwen3 import parameter_count
     from canzona_cli.planner.obtain import obtain_plan
     from canzona_cli.report.header import (
         describe_batch,
@@ -45,7 +45,8 @@ def validate(
         describe_optimizer,
         describe_plan,
     )
-    from canzona_cli.report.text import count, wrapped
+    from canzona_cli.report.text import wrapped
+    from canzona_cli.run.words import count
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     for warning in composed.warnings:

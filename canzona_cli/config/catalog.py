@@ -105,7 +105,7 @@ def _replaces(own: Mapping[str, object], value: Mapping[str, object]) -> bool:
 
 def _parameters(model: object) -> int | None:
     from canzona_cli.config.schema import ModelConfig
-    from canzona_cli.models.qwen3 import parameter_count
+    from canzona_cli.model.qwen3 import parameter_count
 
     if not isinstance(model, Mapping):
         return None

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from canzona_cli.cluster.layout_rules import layout_problems
 from canzona_cli.config.keys import settings
+from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.safety import safety_problems
 from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig

@@ -7,6 +7,7 @@ import torch
 
 from canzona_cli.config.schema import CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.hosted import MakeOptimizer
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
@@ -14,7 +15,6 @@ from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, flops
-from canzona_cli.planner.types import Matrix
 
 OnFallback = Callable[[torch.Tensor, str], None]
 """Told a matrix's parameter and what was done instead of its update."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
 
 
 class Fragments:

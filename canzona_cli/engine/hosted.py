@@ -10,8 +10,8 @@ from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.routes import Route
 from canzona_cli.megatron.in_flight import Watcher
 from canzona_cli.megatron.timers import PhaseTimer, Span
-from canzona_cli.planner.phases import Phase
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.run.phases import Phase
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
 """An ordinary optimizer of these whole matrices."""

@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
 
 
 class Group(Protocol):

@@ -14,8 +14,8 @@ from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratc
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.routes import Route, from_hosts, to_hosts
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.types import Matrix
 
 SCRATCH_BYTES = 256 << 20
 """Where nothing travels (tp = 1) a micro-group is updated in batches that need no more scratch than this."""

@@ -25,9 +25,9 @@ from canzona_cli.megatron.matrix_buffers import global_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.models.matrices import matrices as matrices_of
-from canzona_cli.models.matrices import stage_matrices
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrices import stage_matrices
+from canzona_cli.model.matrix import Matrix
 
 
 def build_redundant(

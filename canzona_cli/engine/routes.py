@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.launch.files import RunFiles, write_text_atomic
 from canzona_cli.launch.resume import Resumption
+from canzona_cli.run.files import RunFiles, write_text_atomic
 
 
 def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from canzona_cli.errors import Problem
-from canzona_cli.launch.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
+from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
 
 _LONGEST_LOOK_S: Final = 5.0
 """What lies between two looks counts for at most so long: a machine that was suspended does not hang."""

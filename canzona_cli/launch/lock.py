@@ -8,7 +8,7 @@ from typing import IO
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.run.files import RunFiles
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a file system says that has no locks."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import get_args
 
 from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
-from canzona_cli.launch.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.launch.outcome import Outcome, any_number, problems_in, whole_number
-from canzona_cli.report.view import RunStatus
+from canzona_cli.launch.view import RunStatus
+from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
 """Seconds in which all machines have to arrive: Slurm starts a step's tasks together, people take longer."""

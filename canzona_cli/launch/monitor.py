@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles
-from canzona_cli.report.events import describe
-from canzona_cli.report.view import TrainView
+from canzona_cli.launch.view import TrainView
+from canzona_cli.run.events import describe
+from canzona_cli.run.files import RunFiles
 
 
 class JsonLines:

@@ -22,9 +22,9 @@ from canzona_cli.errors import (
     SaveFailed,
     WorkerCrashed,
 )
-from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.launch.hang import HangReport
-from canzona_cli.report.view import RunStatus
+from canzona_cli.launch.view import RunStatus
+from canzona_cli.run.files import RunFiles, read_json
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"

@@ -17,7 +17,7 @@ from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 
 _KEY = "checkpoint.resume"
 

@@ -18,14 +18,14 @@ from canzona_cli.config.redaction import redacted
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
-from canzona_cli.launch.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.launch.lock import hold
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.place import unsafe_place
 from canzona_cli.launch.resume import Resumption, holds_run, next_free, read_lines, resumption, set_out
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.report.view import Earlier
+from canzona_cli.launch.view import Earlier
+from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
 

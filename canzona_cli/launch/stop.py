@@ -17,8 +17,8 @@ from canzona_cli.checkpoint.names import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.errors import CheckpointInvalid, ExitCode
-from canzona_cli.launch.files import RunFiles, StopReason
 from canzona_cli.launch.outcome import Outcome
+from canzona_cli.run.files import RunFiles, StopReason
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INTERRUPTING = (signal.SIGINT, signal.SIGHUP)

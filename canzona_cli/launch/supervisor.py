@@ -6,7 +6,7 @@
   when there is nothing to lose: the whole process tree is killed by process id. A save is let finish: only a third
   Ctrl-C ends it.
 - The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
-- The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.launch.orphan`).
+- The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
 """
 
 import os
@@ -21,15 +21,15 @@ from pathlib import Path
 import psutil
 
 from canzona_cli.errors import ExitCode
-from canzona_cli.launch import orphan
-from canzona_cli.launch.files import RunFiles, try_append_json_line, write_json_atomic
 from canzona_cli.launch.hang import HangReport, watched
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
 from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint, unsaved
 from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.report.view import TrainView
+from canzona_cli.launch.view import TrainView
+from canzona_cli.run import orphan
+from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic
 
 STOP_GRACE_S = 60.0
 """Seconds the workers get to finish their step before they are killed."""

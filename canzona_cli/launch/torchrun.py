@@ -22,7 +22,7 @@ from typing import Literal
 import psutil
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.run.files import RunFiles
 
 WORKER_MODULE = "canzona_cli.training.worker"
 LOOPBACK_BACKEND = "canzona-loopback"

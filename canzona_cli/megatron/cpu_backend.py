@@ -3,7 +3,7 @@
 Megatron-core asks `torch.cuda` for its device, its streams and its random state, and names `'cuda'` where it
 creates tensors. On a machine without CUDA each of those calls raises. `install` gives every such name a CPU
 meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each replaced name
-is one `Replacement` and has a contract test (`tests/unit/test_cpu_backend.py`) that runs the Megatron
+is one `Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron
 code which needs it.
 """
 

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.in_flight import Watcher, watcher_for
 from canzona_cli.megatron.timers import PhaseTimer, Span
-from canzona_cli.planner.phases import Phase, TotalPhase
+from canzona_cli.run.phases import Phase, TotalPhase
 
 _PHASE_OF_TIMER: dict[str, Phase] = {
     "forward-compute": "forward",

@@ -15,9 +15,10 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.geometry import align, stage_parameters
 from canzona_cli.planner.plan import Mesh, Plan
-from canzona_cli.planner.types import Bucket, Matrix
+from canzona_cli.planner.types import Bucket
 
 TAG = "is_managed_by_layer_wise_optimizer"
 """The parameter attribute by which Megatron separates buffers."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from canzona_cli.planner.phases import Interval, Phase, StepTimeline, TotalPhase
+from canzona_cli.run.phases import Interval, Phase, StepTimeline, TotalPhase
 
 _TOTAL_OF: dict[str, TotalPhase] = {
     "grad_reduce": "grad_reduce_total",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.geometry import Parameter, cut, owners, stage_parameters, stages
@@ -17,7 +18,7 @@ from canzona_cli.planner.hosts import HostPacker, by_owner, capped, deal
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
 from canzona_cli.planner.spread import spread
-from canzona_cli.planner.types import Assignment, Cell, Matrix, PlanSettings
+from canzona_cli.planner.types import Assignment, Cell, PlanSettings
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""

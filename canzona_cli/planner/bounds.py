@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from canzona_cli.planner.types import Matrix
+from canzona_cli.model.matrix import Matrix
 
 _TINY = 1e-9
 _FINEST = 24

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.geometry import Parameter, align, bucket_end, cut, owners, stage_parameters, stages
-from canzona_cli.planner.types import Assignment, Bucket, Matrix, PlanSettings, Range
+from canzona_cli.planner.types import Assignment, Bucket, PlanSettings, Range
 
 _SHARD_ALIGNMENT = 128  # Megatron pads bucket ends to multiples of the ranks and of this
 

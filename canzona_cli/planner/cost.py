@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
-from canzona_cli.planner.phases import Phase
-from canzona_cli.planner.types import Algorithm, Matrix
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.types import Algorithm
+from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]
 """Whose code runs an update."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import Layout
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.placement import chunks
-from canzona_cli.planner.types import Matrix
 
 ALIGNMENT = 64
 """Elements a parameter's start is a multiple of (Megatron's `pad_param_start`)."""

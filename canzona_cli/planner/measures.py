@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.baselines import padding_fraction
 from canzona_cli.planner.memory import (
     capacity,
     element_bytes,
@@ -19,6 +18,7 @@ from canzona_cli.planner.memory import (
 from canzona_cli.planner.plan import Mesh, Plan
 from canzona_cli.planner.reduction import shares
 from canzona_cli.planner.step_buffers import StepBuffers, step_buffers
+from canzona_cli.simulate.baselines import padding_fraction
 
 _FP32 = 4
 

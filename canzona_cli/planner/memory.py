@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.models import qwen3
-from canzona_cli.models.matrices import layer_shapes
+from canzona_cli.model import qwen3
+from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.placement import Placement, balance, layerwise
 from canzona_cli.planner.types import Algorithm

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.planner.types import Assignment, Matrix, MicroGroup, PlanSettings
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.types import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 

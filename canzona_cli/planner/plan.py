@@ -12,17 +12,8 @@ from types import MappingProxyType
 from typing import get_args
 
 from canzona_cli.config.schema import Layout, Reduction
-from canzona_cli.planner.types import (
-    Algorithm,
-    Assignment,
-    Bucket,
-    Cell,
-    Execution,
-    Matrix,
-    MicroGroup,
-    PlanSettings,
-    Range,
-)
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.types import Algorithm, Assignment, Bucket, Cell, Execution, MicroGroup, PlanSettings, Range
 
 VERSION = 2
 """Of the content and its meaning; a plan of another version is not read."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.models.shapes import ModelShapes
+from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
 from canzona_cli.planner.subject import subject
 

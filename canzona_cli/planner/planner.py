@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
-from canzona_cli.models.matrices import matrices as matrices_of
-from canzona_cli.models.shapes import ModelShapes
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.buckets import buckets
@@ -28,7 +29,6 @@ from canzona_cli.planner.micro_groups import Link, micro_groups
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.subject import bucket_elements, settings, subject
-from canzona_cli.planner.types import Matrix
 
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""

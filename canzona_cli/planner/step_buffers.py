@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.memory import BATCH_BYTES, element_bytes, exchange_bytes
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import scratch_bytes
-from canzona_cli.planner.types import Matrix
 
 _FP32 = 4
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.models.shapes import ModelShapes
+from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.plan import Mesh, Scalar, Subject
 from canzona_cli.planner.types import PlanSettings

@@ -7,7 +7,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, StrategyBench
-from canzona_cli.planner.phases import IN_STEP
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
@@ -30,8 +29,10 @@ from canzona_cli.report.columns import Cell, Group, tables
 from canzona_cli.report.header import describe_layout
 from canzona_cli.report.plan_time import PHASES
 from canzona_cli.report.stacked import legend, stacked
-from canzona_cli.report.text import MISSING, clean, milliseconds, number, plural, step_time, wrapped
+from canzona_cli.report.text import wrapped
 from canzona_cli.report.why import explain
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
 _WIDEST = 130
 _SAID = ("device", "machine", "ranks")

@@ -10,7 +10,8 @@ from canzona_cli.bench.accuracy import APART, WITHIN, Cell, Time, cells, pairs, 
 from canzona_cli.bench.results import STRATEGIES, BenchResult
 from canzona_cli.report.bench_words import error_text
 from canzona_cli.report.columns import Group, tables
-from canzona_cli.report.text import clean, milliseconds, plural, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, milliseconds, plural
 
 _TIMES: dict[Time, str] = {"optimizer": "optimizer step", "iteration": "iteration"}
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canzona_cli.bench.results import BenchResult
-from canzona_cli.bench.statistics import Spread
-from canzona_cli.planner.phases import IN_STEP
 from canzona_cli.report.bench_words import MIB, NOT_DISTINCT, measured_phase, order, phase_name, times
 from canzona_cli.report.plan_plot import COLOURS
 from canzona_cli.report.png import save
-from canzona_cli.report.text import clean, step_time
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.statistics import Spread
+from canzona_cli.run.words import clean, step_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,8 @@ from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simula
 from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
 from canzona_cli.report.columns import Group, tables
 from canzona_cli.report.png import save
-from canzona_cli.report.text import MISSING, clean, milliseconds, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import MISSING, clean, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
-from canzona_cli.bench.statistics import Speedup, Spread
 from canzona_cli.report.bench import heading
 from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
 from canzona_cli.report.bench_words import (
@@ -27,7 +26,9 @@ from canzona_cli.report.bench_words import (
 )
 from canzona_cli.report.columns import Group, tables
 from canzona_cli.report.png import save
-from canzona_cli.report.text import clean, milliseconds, number, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.words import clean, milliseconds, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

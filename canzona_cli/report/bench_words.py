@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from canzona_cli.bench.results import STRATEGIES, BenchResult, Measured
-from canzona_cli.bench.statistics import Speedup, Spread
-from canzona_cli.planner.phases import IN_STEP
-from canzona_cli.report.text import MISSING, milliseconds, number, real
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.words import MISSING, milliseconds, number, real
 
 MIB = 1 << 20
 TOLERANCE = 0.20

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import RunFiles
 from canzona_cli.report.predicted import PlannedStep, load_planned
 from canzona_cli.report.why import Why, explain
+from canzona_cli.run.files import RunFiles
 
 VERSION = 1
 NOTHING_S = 1e-6

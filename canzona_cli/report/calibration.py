@@ -8,16 +8,17 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canzona_cli.bench.calibrate import Calibration
-from canzona_cli.bench.measurement import Measurement, Quantity
+from canzona_cli.calibrate.calibrate import Calibration
+from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.config.paths import shown
 from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.launch.view import Earlier, RunStatus
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.events import Note
-from canzona_cli.report.text import MISSING, clean, milliseconds, size, wrapped
-from canzona_cli.report.view import Earlier, RunStatus
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.events import Note
+from canzona_cli.run.words import MISSING, clean, milliseconds, size
 
 _NAME, _NUMBER, _SPREAD, _BEFORE = 35, 9, 7, 9
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
@@ -32,7 +33,7 @@ _SINGLE: Mapping[Quantity, tuple[str, str]] = {
 
 
 class Progress:
-    """One line for each part as it begins. Implements `canzona_cli.report.view.TrainView`."""
+    """One line for each part as it begins. Implements `canzona_cli.launch.view.TrainView`."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._begun = console, time.monotonic()

@@ -17,7 +17,8 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.checkpoints import optimizer_words, saved_layout
 from canzona_cli.report.header import describe_layout, header_rows
-from canzona_cli.report.text import clean, duration, guarded, plural, size, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, duration, guarded, plural, size
 
 VERSION = 1
 _CONFIG = "config.yaml"

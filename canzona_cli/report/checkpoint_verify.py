@@ -14,7 +14,8 @@ from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.checkpoint.verify import foreign_files, verify
 from canzona_cli.errors import CheckpointInvalid, Problem
-from canzona_cli.report.text import clean, plural, size, step_time, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, plural, size, step_time
 
 VERSION = 1
 

@@ -14,7 +14,8 @@ from canzona_cli.checkpoint.manifest import Header
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.config.schema import Layout
 from canzona_cli.report.header import describe_layout
-from canzona_cli.report.text import MISSING, clean, duration, size, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import MISSING, clean, duration, size
 
 VERSION = 1
 _LAYOUT = "layout.json"

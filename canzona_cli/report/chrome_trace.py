@@ -15,9 +15,9 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import RunFiles, read_json, write_text_atomic
-from canzona_cli.planner.phases import Interval, StepTimeline
 from canzona_cli.report.predicted import PlannedStep, load_planned
+from canzona_cli.run.files import RunFiles, read_json, write_text_atomic
+from canzona_cli.run.phases import Interval, StepTimeline
 
 VERSION = 1
 TRACKS: Mapping[str, str] = {

@@ -8,7 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from canzona_cli.cluster.findings import Diagnosis, Finding, Group, Status
-from canzona_cli.report.text import clean, plural, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, plural
 
 _TITLES: Mapping[Group, str] = {
     "python": "Python and packages",

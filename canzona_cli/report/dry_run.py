@@ -18,7 +18,8 @@ from canzona_cli.launch.torchrun import (
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.header import describe_batch, describe_layout, describe_plan
-from canzona_cli.report.text import clean, plural, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, plural
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 """Stands for the start time in the name of a run directory that does not exist yet."""

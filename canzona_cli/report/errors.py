@@ -7,7 +7,8 @@ from rich.text import Text
 
 from canzona_cli.config.redaction import redacted, shown_value
 from canzona_cli.errors import CanzonaError, Problem
-from canzona_cli.report.text import clean, plural, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, plural
 
 _LONGEST_VALUE = 200
 

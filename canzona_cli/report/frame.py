@@ -8,7 +8,8 @@ from rich.text import Text
 
 from canzona_cli.report.chart import line_chart
 from canzona_cli.report.state import TrainState
-from canzona_cli.report.text import MISSING, clean, count, duration, number, sparkline, step_time
+from canzona_cli.report.text import sparkline
+from canzona_cli.run.words import MISSING, clean, count, duration, number, step_time
 
 _WIDE = 110
 _WIDE_ROWS = 14

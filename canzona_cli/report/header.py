@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
+from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.text import clean, count, plural, real, step_time
-from canzona_cli.report.view import Earlier
+from canzona_cli.run.words import clean, count, plural, real, step_time
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
@@ -78,7 +78,7 @@ def header_rows(
     ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
-    from canzona_cli.models.qwen3 import parameter_count
+    from canzona_cli.model.qwen3 import parameter_count
 
     times = "x" if ascii_only else "×"
     unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"

@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_cli.cluster import fit
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.models.qwen3 import PUBLISHED, parameter_count
+from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.report.text import wrapped
 

@@ -10,14 +10,15 @@ from rich.live import Live
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.launch.view import Earlier, RunStatus, TrainView
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.events import Note
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.plain import PlainView, closing
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
-from canzona_cli.report.text import bar, clean, duration, real, wrapped
-from canzona_cli.report.view import Earlier, RunStatus, TrainView
+from canzona_cli.report.text import bar, wrapped
+from canzona_cli.run.events import Note
+from canzona_cli.run.words import clean, duration, real
 
 __all__ = ["LiveView", "PlainView", "RunStatus", "TrainView", "make_view"]
 

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.launch.view import Earlier, RunStatus
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.events import Note
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
-from canzona_cli.report.text import MISSING, clean, duration, number, real, step_time
-from canzona_cli.report.view import Earlier, RunStatus
+from canzona_cli.run.events import Note
+from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
 
 _SECONDS_BETWEEN_LINES = 2.0
 _LINES_BETWEEN_TITLES = 50
@@ -23,7 +23,7 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 class PlainView:
     """Prints each logged step, but at most one line in two seconds; every validation and the last step always.
 
-    Implements `canzona_cli.report.view.TrainView`.
+    Implements `canzona_cli.launch.view.TrainView`.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:

@@ -8,13 +8,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.planner.study import Study
 from canzona_cli.report.header import describe_batch, describe_layout
 from canzona_cli.report.heat import heat_map, owners_a_column
 from canzona_cli.report.plan_tables import comparison, strategies, traffic
 from canzona_cli.report.plan_time import iterations, streams
 from canzona_cli.report.stacked import Ink, legend, stacked
-from canzona_cli.report.text import clean, count, plural, size, step_time, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import clean, count, plural, size, step_time
+from canzona_cli.simulate.study import Study
 
 _MEMORY = {
     "weights": Ink(letter="W", style="dodger_blue2"),

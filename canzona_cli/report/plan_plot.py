@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.planner.simulate import Event
-from canzona_cli.planner.study import STRATEGIES, Study
 from canzona_cli.report.breakdown import LABELS
 from canzona_cli.report.png import save
-from canzona_cli.report.text import step_time
+from canzona_cli.run.words import step_time
+from canzona_cli.simulate.simulate import Event
+from canzona_cli.simulate.study import STRATEGIES, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.planner.study import STRATEGIES, Study
 from canzona_cli.report.breakdown import LABELS
-from canzona_cli.report.text import MISSING, milliseconds, step_time, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.words import MISSING, milliseconds, step_time
+from canzona_cli.simulate.study import STRATEGIES, Study
 
 
 def strategies(study: Study, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canzona_cli.planner.simulate import Event
-from canzona_cli.planner.study import STRATEGIES, Study
 from canzona_cli.report.breakdown import LABELS
 from canzona_cli.report.stacked import Ink, legend, stacked
-from canzona_cli.report.text import step_time
+from canzona_cli.run.words import step_time
+from canzona_cli.simulate.simulate import Event
+from canzona_cli.simulate.study import STRATEGIES, Study
 
 PHASES = {
     "data": Ink(letter="D", style="grey50"),

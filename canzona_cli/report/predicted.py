@@ -7,8 +7,8 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.launch.files import RunFiles
 from canzona_cli.planner.plan import Plan
+from canzona_cli.run.files import RunFiles
 
 VERSION = 1
 
@@ -26,7 +26,7 @@ class PlannedEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The content of predicted.json; see `canzona_cli.planner.predict.Prediction`."""
+    """The content of predicted.json; see `canzona_cli.simulate.predict.Prediction`."""
 
     version: int
     strategy: str
@@ -55,8 +55,8 @@ def planned_step(config: RunConfig, layout: Layout, plan: Plan | None) -> Planne
         plan: what canzona and asc execute; None for the others.
     """
     from canzona_cli.cluster.machine import profile_mismatches
-    from canzona_cli.planner.cores import with_cores
-    from canzona_cli.planner.predict import predict
+    from canzona_cli.simulate.cores import with_cores
+    from canzona_cli.simulate.predict import predict
 
     found = predict(config, layout, plan)
     return PlannedStep(

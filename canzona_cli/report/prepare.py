@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_cli.data.build import Built, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
-from canzona_cli.report.text import clean, count, plural, size
+from canzona_cli.run.words import clean, count, plural, size
 
 _LINE_INTERVAL_S = 5.0
 _KEPT_NAMES = 3

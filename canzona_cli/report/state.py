@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.report.text import MISSING, guarded, number, real
-from canzona_cli.report.view import Earlier
+from canzona_cli.launch.view import Earlier
+from canzona_cli.run.words import MISSING, guarded, number, real
 
 Clock = Callable[[], float]
 

@@ -11,14 +11,15 @@ from rich.text import Text
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
-from canzona_cli.launch.files import RunFiles, read_json
 from canzona_cli.report.breakdown import Breakdown, load_breakdown
 from canzona_cli.report.breakdown_table import render
 from canzona_cli.report.chart import line_chart
-from canzona_cli.report.events import describe
 from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change
-from canzona_cli.report.text import clean, duration, guarded, number, plural, real, wrapped
+from canzona_cli.report.text import wrapped
+from canzona_cli.run.events import describe
+from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.words import clean, duration, guarded, number, plural, real
 
 VERSION = 1
 _MOST_WARNINGS = 5

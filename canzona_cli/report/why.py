@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from canzona_cli.planner.phases import IN_STEP
-from canzona_cli.report.text import milliseconds, plural
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.words import milliseconds, plural
 
 _COMPUTE = ("forward", "backward", "matrix_update", "adamw_update")
 _HIDES = {"grad_reduce": "the backward pass", "exchange": "matrix updates", "param_gather": "the forward pass"}

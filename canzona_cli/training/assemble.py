@@ -13,14 +13,14 @@ from canzona_cli.engine.build import build_canzona
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.redundant import build_redundant
 from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.launch.heartbeat import PATIENCE, VARIABLE
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.memory import redundant
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.plan import Plan
-from canzona_cli.training.step import Trainee
+from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout) -> World:

@@ -10,14 +10,15 @@ import torch
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.errors import Problem, WorkerCrashed
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetrics
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import StepResult, Trainee, bad_losses, train_step, validate
+from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
 from canzona_cli.training.stragglers import StragglerWatch
 
 

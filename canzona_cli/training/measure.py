@@ -8,8 +8,8 @@ import torch
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.models.qwen3 import flops_per_token
-from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.run.phases import IN_STEP
 
 WARM_UP_STEPS = 2
 """The first steps pay for lazy initialisation: allocations, kernels, Megatron's first unoverlapped reduction."""

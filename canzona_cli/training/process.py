@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from canzona_cli.config.redaction import RedactingFormatter
 from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.launch.files import RunFiles
-from canzona_cli.launch.heartbeat import STACKS_SIGNAL
-from canzona_cli.launch.orphan import die_with_parent
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.heartbeat import STACKS_SIGNAL
+from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.training.records import Ending, Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from canzona_cli.launch.files import RunFiles
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.run.files import RunFiles
 
 ALL_RANKS = 8
 """Up to so many ranks, each is profiled; in a larger job rank 0 alone: a trace takes megabytes and time to write."""

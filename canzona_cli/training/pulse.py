@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from canzona_cli.launch.heartbeat import Heart
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.run.heartbeat import Heart
 
 Wait = Callable[..., object]
 

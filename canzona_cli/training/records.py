@@ -10,9 +10,9 @@ from typing import Literal
 
 from canzona_cli.config.redaction import redacted, shown_value
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
-from canzona_cli.launch.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
-from canzona_cli.launch.heartbeat import Heart
-from canzona_cli.launch.heartbeat import Stage as Stage
+from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
+from canzona_cli.run.heartbeat import Heart
+from canzona_cli.run.heartbeat import Stage as Stage
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.writers import Board, Lines
 

@@ -21,9 +21,9 @@ from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem, SaveFailed
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training.records import Journal
-from canzona_cli.training.step import Trainee
 
 _PATIENCE_S: Final = 600.0
 """Seconds that rank 0 waits for the others' parts while none of them grows."""

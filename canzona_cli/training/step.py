@@ -6,30 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
-from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainee:
-    """Everything a step needs."""
-
-    config: RunConfig
-    world: World
-    model: DistributedDataParallel
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
-    timer: PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True)

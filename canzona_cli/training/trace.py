@@ -6,8 +6,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles, write_text_atomic
-from canzona_cli.planner.phases import Interval, StepTimeline
+from canzona_cli.run.files import RunFiles, write_text_atomic
+from canzona_cli.run.phases import Interval, StepTimeline
 
 VERSION = 1
 

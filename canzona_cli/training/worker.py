@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, Journal, RankRecord
 

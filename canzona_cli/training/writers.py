@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from canzona_cli.launch.files import append_json_line
+from canzona_cli.run.files import append_json_line
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from canzona_cli.config.schema import Precision, Recompute
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.model import build_model
 from canzona_cli.megatron.parallel import World
-from tests.unit.sizes import run
+from tests.sizes import run
 
 MICRO_BATCH = 4
 CASES: tuple[tuple[Precision, Recompute], ...] = tuple(

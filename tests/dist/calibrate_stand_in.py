@@ -7,8 +7,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from canzona_cli.bench.measurement import Measurement, Recorder
-from canzona_cli.launch.files import RunFiles, append_json_line
+from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, RankRecord
 
@@ -32,7 +32,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 def command() -> None:
     from canzona_cli.app import main
-    from canzona_cli.bench import calibrate
+    from canzona_cli.calibrate import calibrate
 
     calibrate.calibrate = partial(calibrate.calibrate, worker=MODULE)
     main()

@@ -14,8 +14,8 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch, BatchStream
-from canzona_cli.training.step import Trainee
 from tests.dist.jobs import SMALL
 from tests.dist.samples import RandomTokens
 from tests.dist.whole import named_parameters

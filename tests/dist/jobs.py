@@ -10,12 +10,13 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
 from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
-from canzona_cli.training.step import Trainee, train_step, validate
+from canzona_cli.training.step import train_step, validate
 from tests.dist.ranks import run_ranks
 
 # A small qwen3-tiny that every layout of four ranks divides. Few micro-batches: four ranks on two cores spend

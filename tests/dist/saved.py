@@ -20,8 +20,9 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

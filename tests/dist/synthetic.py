@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
-from canzona_cli.training.step import Trainee
+from canzona_cli.megatron.trainee import Trainee
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from canzona_cli.cluster import fit
 from canzona_cli.planner.memory import estimate
 from tests.dist.activation_probe import CASES, MICRO_BATCH
-from tests.unit.sizes import run
+from tests.sizes import run
 
 
 def test_estimated_activations_are_what_autograd_saves() -> None:

@@ -18,13 +18,13 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.phases import IN_STEP
+from canzona_cli.run.phases import IN_STEP
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.step import train_step
+from tests.bench.benches import bench
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
-from tests.unit.benches import bench
 
 ROUNDS, STEPS = 3, 3
 TOTAL = ROUNDS * STEPS

@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from canzona_cli.bench.calibrate import calibrate, prepared
-from canzona_cli.bench.effort import Effort
-from canzona_cli.bench.measure_collectives import KINDS, Members, group_sizes, measure_collectives
-from canzona_cli.bench.measure_team import Team
-from canzona_cli.bench.measure_updates import shapes, update_samples, ways
-from canzona_cli.bench.measurement import Measurement, Recorder
-from canzona_cli.bench.profile_file import write_profile
+from canzona_cli.calibrate.calibrate import calibrate, prepared
+from canzona_cli.calibrate.collectives import KINDS, Members, group_sizes, measure_collectives
+from canzona_cli.calibrate.effort import Effort
+from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.calibrate.profile_file import write_profile
+from canzona_cli.calibrate.team import Team
+from canzona_cli.calibrate.updates import shapes, update_samples, ways
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
-from canzona_cli.launch.files import RunFiles
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.report.calibration import Progress
-from tests.cli.support import importable
+from canzona_cli.run.files import RunFiles
+from tests.commands.support import importable
 from tests.dist.ranks import run_ranks
 
 HASTY = Effort(item_s=0.001, sizes=(8, 4096), large=None)

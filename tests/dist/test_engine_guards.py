@@ -9,7 +9,8 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.hosted import HostedGroup
-from canzona_cli.training.step import StepResult, Trainee, train_step
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.training.step import StepResult, train_step
 from tests.dist.engine_support import (
     SMALL_GROUPS,
     Digests,

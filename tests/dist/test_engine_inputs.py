@@ -12,10 +12,11 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import OptimizerRefused, PlanRefused
 from canzona_cli.errors import ExitCode, WorkerCrashed
 from canzona_cli.megatron import model as models
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble, join
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks

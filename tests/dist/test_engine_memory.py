@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.training.step import Trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks

@@ -20,9 +20,10 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.instrument import _PHASE_OF_TIMER, _leaves
 from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.planner.phases import IN_STEP, Phase
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.run.phases import IN_STEP, Phase
 from canzona_cli.training.data import Batch, BatchStream
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

@@ -12,11 +12,11 @@ import torch
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import Batch, Datasets
 from canzona_cli.training.loop import NonFiniteLoss, train
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.step import Trainee
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

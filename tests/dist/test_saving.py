@@ -18,14 +18,14 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ExitCode, SaveFailed
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
 from canzona_cli.training.data import Datasets
 from canzona_cli.training.loop import Start, train
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Trainee
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

@@ -11,8 +11,8 @@ import pytest
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.launch.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.report.chrome_trace import write_trace
+from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.training.data import Datasets
 from canzona_cli.training.loop import train
 from canzona_cli.training.measure import gather_breakdown

@@ -8,10 +8,10 @@ import torch
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.launch.files import RunFiles, write_json_atomic
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.report.breakdown import load_breakdown
 from canzona_cli.report.predicted import planned_step
+from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.step import train_step

@@ -12,11 +12,12 @@ import torch
 
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import Trainee, train_step
+from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from tests.unit.checkpoints import manifest_of, save
+from tests.checkpoint.checkpoints import manifest_of, save
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "close")
 

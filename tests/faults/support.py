@@ -20,8 +20,8 @@ from canzona_cli.config.schema import (
     RunSettings,
     TrainConfig,
 )
-from canzona_cli.launch.files import RunFiles, read_json
-from tests.unit.sizes import CPU, model
+from canzona_cli.run.files import RunFiles, read_json
+from tests.sizes import CPU, model
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -17,10 +17,10 @@ from canzona_cli.checkpoint.manifest_file import manifest_text
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import foreign_files, read_manifest, verify
 from canzona_cli.errors import CheckpointInvalid, SaveFailed
-from tests.cli.support import canzona
+from tests.checkpoint.checkpoints import RANKS, TEXTS, buffer, header, names, save, shard
+from tests.commands.support import canzona
 from tests.faults.disks import read_only, small_disk
 from tests.faults.table import RecordFault
-from tests.unit.checkpoints import RANKS, TEXTS, buffer, header, names, save, shard
 
 STEPS_LOST = "the steps since the checkpoint before"
 ROOT = Path(__file__).parents[2]

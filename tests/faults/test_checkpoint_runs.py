@@ -10,13 +10,13 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.training.data import Batch
+from tests.checkpoint.checkpoints import names
 from tests.faults.disks import small_disk
 from tests.faults.forked import forked_run
 from tests.faults.support import REPOSITORY
 from tests.faults.table import RecordFault
-from tests.unit.checkpoints import names
 
 LEFT = 256 << 10
 """Bytes: room for what a run says, and for no checkpoint."""

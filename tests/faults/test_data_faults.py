@@ -13,7 +13,7 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.training.data import Batch
 from tests.faults.forked import forked_run
 from tests.faults.support import REPOSITORY, LaunchedRun

@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import TRAINED_RANKS as RANKS
 from tests.faults.support import LaunchedRun, TrainingRun, alive
 from tests.faults.table import RecordFault

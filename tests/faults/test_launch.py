@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from canzona_cli.errors import ConfigError
-from canzona_cli.launch.files import read_json
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
+from canzona_cli.run.files import read_json
+from tests.checkpoint.checkpoints import save
 from tests.faults.support import LaunchedRun, alive, run_config
-from tests.unit.checkpoints import save
 
 
 class Launch(Protocol):

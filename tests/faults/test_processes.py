@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from canzona_cli.launch.files import read_json
-from canzona_cli.launch.heartbeat import VARIABLE
+from canzona_cli.run.files import read_json
+from canzona_cli.run.heartbeat import VARIABLE
 from tests.faults.support import LaunchedRun, alive
 from tests.faults.table import RecordFault
 

@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.checkpoint.names import step_name
 from canzona_cli.checkpoint.verify import read_manifest
-from canzona_cli.launch.files import RunFiles
+from canzona_cli.run.files import RunFiles
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 

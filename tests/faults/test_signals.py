@@ -10,7 +10,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.launch.files import read_json
+from canzona_cli.run.files import read_json
 from tests.faults.support import TRAINED_RANKS as RANKS
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 
 SMALL = ("recipe=qwen3-tiny", "gpus=2", "train.steps=100000", "train.seq_length=32", "train.global_batch_size=2")

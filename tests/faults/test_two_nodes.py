@@ -16,7 +16,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.launch.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 from tests.faults.table import RecordFault
 

@@ -9,9 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
-from canzona_cli.launch.files import RunFiles, append_json_line, write_json_atomic
-from canzona_cli.launch.heartbeat import STACKS_SIGNAL, Heart
-from canzona_cli.launch.orphan import die_with_parent
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
+from canzona_cli.run.orphan import die_with_parent
 
 BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
 STEPS = 4

@@ -1,0 +1,206 @@
+"""`canzona calibrate` from the launcher's side: start the ranks, read what they measured, make a profile of it."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from canzona_cli.calibrate.effort import FULL, Effort, Orders
+from canzona_cli.calibrate.measurement import Measurement, Record, read_record
+from canzona_cli.calibrate.profile import profile_of, shortened
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.machine import cores, machine_facts
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.supervisor import supervise
+from canzona_cli.launch.view import TrainView
+from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+
+WORKER_MODULE = "canzona_cli.calibrate.worker"
+NOISE = 0.2
+"""A spread (interquartile range over median) that is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What came of it."""
+
+    base: ClusterConfig
+    profile: ClusterConfig
+    """The base profile with everything measured in its place."""
+    record: Record
+    outcome: Outcome
+    seconds: float
+    load: float
+    """Runnable processes at the start, the mean of a minute."""
+    logs: Path | None
+    """Kept where the ranks failed."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        found = []
+        if self.load > cores() / 2:
+            found.append(
+                f"load average {self.load:.1f} on {cores()} cores at the start: other programs are running; repeat on "
+                "a quiet machine"
+            )
+        noisy = [m for m in self.record.measurements if m.spread.relative > NOISE]
+        if noisy:
+            worst = sorted(noisy, key=lambda m: -m.spread.relative)[:3]
+            named = ", ".join(f"{describe(m)} {m.spread.relative:.0%}" for m in worst)
+            more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
+            found.append(f"spread above {NOISE:.0%}: {named}{more}")
+        if self.profile.not_measured:
+            found.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
+        return tuple(found)
+
+
+def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
+    """The run to calibrate for, on one machine, every rank with a whole model.
+
+    Raises:
+        ConfigError: ranks on several machines, or CPU ranks too few for a collective.
+    """
+    cluster = config.cluster
+    if config.gpus > cluster.gpus_per_node or (cluster.nodes or 1) > 1:
+        raise ConfigError(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason=f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on one",
+                fix=f"gpus={cluster.gpus_per_node}, or fewer",
+            )
+        )
+    if cluster.device == "cpu" and config.gpus < 2:
+        raise ConfigError(
+            Problem(
+                key="gpus",
+                value=config.gpus,
+                reason="collectives cannot be measured among fewer than 2 CPU ranks",
+                fix="gpus=4 measures groups of 2 and 4, gpus=8 those of 8 too",
+            )
+        )
+    layout = Layout(
+        tp=1,
+        pp=1,
+        cp=1,
+        dp=config.gpus,
+        micro_batch_size=_micro_batch(config),
+        num_microbatches=1,
+        global_batch_size=_micro_batch(config) * config.gpus,
+        recompute="none",
+        sequence_parallel=False,
+    )
+    return replace(
+        config,
+        cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),
+        parallel=replace(
+            config.parallel,
+            tp=1,
+            pp=1,
+            cp=1,
+            sequence_parallel=False,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        train=replace(
+            config.train,
+            micro_batch_size=layout.micro_batch_size,
+            global_batch_size=layout.global_batch_size,
+            recompute="none",
+        ),
+    ), layout
+
+
+def calibrate(
+    config: RunConfig, layout: Layout, view: TrainView, *, name: str, effort: Effort = FULL, worker: str = WORKER_MODULE
+) -> Calibration:
+    """Measure this machine. Ctrl-C and a crash leave what was measured until then.
+
+    Args:
+        config, layout: `prepared`.
+        name: of the profile.
+        effort: how much time each number gets.
+        worker: the module each rank runs.
+
+    Raises:
+        EnvironmentProblem: GPUs, memory or packages are missing here.
+    """
+    preflight.check_machine(shortened(config), layout)
+    files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
+    begun, load = time.time(), os.getloadavg()[0]
+    kept = False
+    try:
+        files.ranks.mkdir()
+        files.logs.mkdir()
+        write_text_atomic(files.config, dump_resolved(config))
+        write_json_atomic(files.layout, asdict(layout))
+        workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
+        Orders(effort=effort, workers=workers).write(files)
+        command = torchrun.build(config, layout, files.root, module=worker)
+        outcome = supervise(files, command, view, ranks=range(config.gpus))
+        record = read_record(files)
+        kept = outcome.status == "failed"
+    finally:
+        if not kept:
+            shutil.rmtree(files.root, ignore_errors=True)
+    seconds = time.time() - begun
+    facts = {
+        **machine_facts(config.cluster.device),
+        "ranks": config.gpus,
+        "date": time.strftime("%Y-%m-%d", time.localtime(begun)),
+        "seconds": round(seconds, 1),
+        "load": round(load, 2),
+        "base": config.cluster.name,
+    }
+    return Calibration(
+        base=config.cluster,
+        profile=profile_of(config, layout, record, name=name, facts=facts),
+        record=record,
+        outcome=outcome,
+        seconds=seconds,
+        load=load,
+        logs=files.root if kept else None,
+    )
+
+
+def describe(measurement: Measurement) -> str:
+    """What it is of, on a line."""
+    quantity, key = measurement.quantity, measurement.key
+    if quantity == "collectives":
+        return f"{key[0]} of {key[2]:,} bytes among {key[1]}"
+    if quantity == "updates":
+        return f"{key[0]} {key[1]} x {key[2]}"
+    if quantity == "matmul_tflops":
+        return f"bf16 product {key[0]}"
+    return quantity
+
+
+def _micro_batch(config: RunConfig) -> int:
+    """What the recipe's own run would have; 1 where it could not run here."""
+    if config.train.micro_batch_size is not None:
+        return config.train.micro_batch_size
+    try:
+        return resolve(config)[1].micro_batch_size
+    except CanzonaError:
+        return 1
+
+
+def as_json(found: Calibration, written: Path | None) -> dict[str, object]:
+    """Everything, for another program."""
+    return {
+        "profile_file": None if written is None else str(written),
+        "status": found.outcome.status,
+        "seconds": found.seconds,
+        "load": found.load,
+        "warnings": list(found.warnings),
+        "left_to_cost_model": list(found.record.skipped),
+        "profile": json.loads(json.dumps(asdict(found.profile))),
+        "measurements": [{**asdict(m), "relative_spread": m.spread.relative} for m in found.record.measurements],
+    }

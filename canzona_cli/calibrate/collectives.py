@@ -1,0 +1,155 @@
+"""Seconds of collectives on the real backend, by kind, group size and bytes."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from canzona_cli.calibrate.effort import Effort
+from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.calibrate.team import Team, group_of, wait
+from canzona_cli.cluster.machine import cores
+from canzona_cli.config.schema import Collective
+from canzona_cli.run.statistics import Spread
+
+LEAST, MOST = 5, 200
+_PILOTS = 2
+_LARGE_S = 1.5
+"""Seconds that the repetitions of the further, largest size may take."""
+
+Transfer = Callable[[], None]
+Make = Callable[[int, "Members"], Transfer]
+"""Of a number of bytes: the collective, its buffers allocated."""
+
+
+class Members:
+    """One rank's place in the first `size` ranks."""
+
+    def __init__(self, team: Team) -> None:
+        """Collective over the whole job."""
+        self.team = team
+        # NCCL's own group, or gloo's: what a run's collectives go through.
+        self._group = dist.new_group(list(range(team.size)))
+        self.rank, self.size, self.device = team.rank, team.size, team.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return group_of(self._group)
+
+    def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Of about so many bytes, divisible by the number of ranks."""
+        per_rank = max(1, size // (torch.empty(0, dtype=dtype).element_size() * self.size))
+        return torch.ones(per_rank * self.size, dtype=dtype, device=self.device)
+
+
+def group_sizes(ranks: int) -> list[int]:
+    """2, 4, 8 and so on, and all ranks."""
+    sizes = [2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks]
+    return sizes if ranks in sizes or ranks == 1 else [*sizes, ranks]
+
+
+def measure_collectives(members: Members, effort: Effort, recorder: Recorder) -> None:
+    """All kinds and sizes in this group. Members only."""
+    for kind, make in KINDS.items():
+        if kind == "send" and members.size != 2:
+            continue
+        longest = 0.0
+        for size in effort.sizes:
+            longest = measure(members, kind, make, size, effort.item_s, recorder)
+        if effort.large is not None and longest * effort.large / effort.sizes[-1] * LEAST < _LARGE_S:
+            measure(members, kind, make, effort.large, effort.item_s, recorder)
+
+
+def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:
+    """One kind and size; its median, the same on all members."""
+    run, team = make(size, members), members.team
+    pilots = [_alone(team, run) for _ in range(_PILOTS)]
+    pilot = team.decide(min(pilots))
+    repetitions = min(MOST, max(LEAST, int(budget_s / 2 / max(pilot, 1e-6))))
+    own = [_alone(team, run) for _ in range(repetitions)]
+    # The last rank's end counts.
+    slowest = [max(each) for each in zip(*team.gather(own), strict=True)]
+    median = Spread.of(slowest).median
+    busy = 0.0
+    if members.device.type == "cpu":
+        team.meet()
+        begin = time.process_time()
+        for _ in range(repetitions):
+            run()
+        busy = sum(team.gather((time.process_time() - begin) / repetitions)) / median
+        busy = min(busy, float(cores()))  # small ones in a row may take less time than each alone
+    recorder.add(Measurement.of("collectives", slowest, kind, members.size, size, busy=busy))
+    return median
+
+
+def _alone(team: Team, run: Transfer) -> float:
+    """Seconds from the moment all are there to this rank's end."""
+    team.meet()
+    begin = time.perf_counter()
+    run()
+    wait(team.device)
+    return time.perf_counter() - begin
+
+
+def _all_reduce(size: int, members: Members) -> Transfer:
+    data = members.buffer(size, torch.float32).zero_()  # sums of sums would overflow
+    return lambda: _finish(dist.all_reduce(data, group=members.group, async_op=True))
+
+
+def _reduce(size: int, members: Members) -> Transfer:
+    """To one owner, asynchronously, as gradients travel."""
+    data = members.buffer(size, torch.float32).zero_()
+    return lambda: _finish(dist.reduce(data, group=members.group, group_dst=0, async_op=True))
+
+
+def _broadcast(size: int, members: Members) -> Transfer:
+    """From one owner, asynchronously, as weights travel."""
+    data = members.buffer(size, torch.bfloat16)
+    return lambda: _finish(dist.broadcast(data, group=members.group, group_src=0, async_op=True))
+
+
+def _all_gather(size: int, members: Members) -> Transfer:
+    whole = members.buffer(size, torch.bfloat16)
+    own = whole.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.all_gather_into_tensor(whole, own, group=members.group, async_op=True))
+
+
+def _reduce_scatter(size: int, members: Members) -> Transfer:
+    whole = members.buffer(size, torch.float32).zero_()
+    own = whole.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.reduce_scatter_tensor(own, whole, group=members.group, async_op=True))
+
+
+def _all_to_all(size: int, members: Members) -> Transfer:
+    """Equal parts; `size` goes to the others, one more part stays."""
+    sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
+    received = torch.empty_like(sent)
+    return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))
+
+
+def _send(size: int, members: Members) -> Transfer:
+    data = members.buffer(size, torch.bfloat16)
+    if members.rank == 0:
+        return lambda: dist.send(data, group=members.group, group_dst=1)
+
+    def receive() -> None:
+        dist.recv(data, group=members.group, group_src=0)
+
+    return receive
+
+
+def _finish(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+KINDS: Mapping[Collective, Make] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+}

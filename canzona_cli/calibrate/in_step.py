@@ -1,0 +1,182 @@
+"""What phases take in whole steps, beside what their parts come to: the last part of a calibration. No torch.
+
+A loop over one operation finds warm caches, memory that was used a moment ago and ranks that come together; a training
+step has none of that. So two short benches run on the profile just measured, one with data-parallel and one with
+tensor-parallel ranks, no more of them than there are cores; each phase's measured time over its predicted one becomes
+a factor of the profile. Where ranks are to outnumber the cores, a third one with twice as many ranks as cores tells
+what that costs beyond an even share.
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.session import Say, prepare, run
+from canzona_cli.calibrate.calibrate import Calibration
+from canzona_cli.cluster.machine import cores
+from canzona_cli.config.schema import ClusterConfig, RunConfig
+from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.run.phases import Phase
+from canzona_cli.simulate.simulate import Simulated
+
+STRATEGIES: tuple[Simulated, ...] = ("canzona", "sc", "adamw")
+"""canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
+RANKS = 2
+_LAYERS = 2
+_ROUNDS, _STEPS = 3, 2
+_REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
+"""What of the user's overrides the benches set themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InStep:
+    """Measured over predicted."""
+
+    forward: float
+    backward: float
+    """Beyond what the profile's own factors say already."""
+    phases: Mapping[str, float]
+    """`ClusterConfig.step_factors`."""
+
+
+class Steps:
+    """Benches of the recipe's model, shortened.
+
+    Args:
+        overrides: the calibration's own.
+        config: what they come to.
+        profile: the file they run on.
+    """
+
+    def __init__(
+        self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
+    ) -> None:
+        on_cpu = config.cluster.device == "cpu"
+        self.ranks = min(RANKS, config.gpus, cores()) if on_cpu else min(RANKS, config.gpus)
+        self.crowd = min(config.gpus, 2 * cores()) if on_cpu else 0
+        """Ranks that outnumber the cores; no more than there are cores where nothing is to be measured with them."""
+        self.overrides = [
+            *(override for override in overrides if not _replaced(override)),
+            *(f"cluster={profile.absolute()}", "parallel.pp=1", "optimizer=muon"),
+            f"model.num_layers={min(_LAYERS, config.model.num_layers)}",
+        ]
+        self._say, self._recipes_dirs = say, recipes_dirs
+
+    def bench(self, ranks: int, tp: int) -> BenchResult:
+        """All `STRATEGIES` on so many ranks.
+
+        Raises:
+            CanzonaError: as `session.prepare` and `session.run`.
+            KeyboardInterrupt: somebody stopped it.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="canzona-calibrate-"))
+        try:
+            session = prepare(
+                [*self.overrides, f"gpus={ranks}", f"parallel.tp={tp}"],
+                strategies=STRATEGIES,
+                rounds=_ROUNDS,
+                steps_per_turn=_STEPS,
+                recipes_dirs=self._recipes_dirs,
+                directory=str(folder / "steps"),
+            )
+            return run(session, self._say)[0]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_steps(found: Calibration, steps: Steps, write: Callable[[Calibration], None]) -> Calibration:
+    """`found` with the factors of whole steps; without them, and marked so, where the benches were stopped or failed.
+
+    Args:
+        write: puts a calibration into the file that `steps` run on: what is predicted from it is what is compared.
+    """
+    begun = time.time()
+
+    def with_profile(profile: ClusterConfig) -> Calibration:
+        seconds = found.seconds + time.time() - begun
+        measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
+        return replace(found, seconds=seconds, profile=replace(profile, measured_on=measured_on))
+
+    before = found.profile
+    try:
+        in_step = factors([steps.bench(steps.ranks, tp) for tp in dict.fromkeys((1, steps.ranks))])
+        result = with_profile(
+            replace(
+                before,
+                forward_factor=_digits(before.forward_factor * in_step.forward),
+                backward_factor=_digits(before.backward_factor * in_step.backward),
+                step_factors=dict(in_step.phases),
+            )
+        )
+        if steps.crowd > cores():
+            write(result)
+            crowding = crowded_by(steps.bench(steps.crowd, 2 if steps.crowd % 2 == 0 else 1))
+            result = with_profile(replace(result.profile, crowding=crowding))
+    except (KeyboardInterrupt, CanzonaError) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        outcome = replace(
+            found.outcome,
+            status="interrupted" if stopped else "failed",
+            exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
+            message="" if stopped else f"whole steps: {error}",
+        )
+        result = replace(with_profile(replace(before, not_measured=(*before.not_measured, "steps"))), outcome=outcome)
+    write(result)
+    return result
+
+
+def crowded_by(result: BenchResult) -> float:
+    """Measured over predicted optimizer step of ranks that outnumber the cores, the median of the strategies."""
+    ratios = [1 / (1 + result.error(strategy)) for strategy in result.strategies]
+    return _digits(max(1.0, statistics.median(ratios)))
+
+
+def factors(results: Sequence[BenchResult]) -> InStep:
+    """Of the data-parallel bench and, where there were two ranks, of the tensor-parallel one."""
+    everything = [found for result in results for found in result.strategies.values()]
+    phases: dict[str, float] = {}
+    for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
+        of: dict[Phase, str] = {
+            "matrix_update": updating,
+            "exchange": updating,
+            "norm_clip": elementwise,
+            "adamw_update": elementwise,
+            "grad_reduce": elementwise,
+            "param_gather": elementwise,
+        }
+        for phase, strategy in of.items():
+            # Of ranks that wait for one another under norm and clip, the last one waits least.
+            rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
+            found = _factor([result.strategies[strategy] for result in results], phase, rank)
+            if found is not None:
+                phases[f"{prefix}{phase}"] = found
+    forward, backward = _factor(everything, "forward", "mean"), _factor(everything, "backward", "mean")
+    assert forward is not None
+    assert backward is not None
+    return InStep(forward=forward, backward=backward, phases=phases)
+
+
+def _factor(found: Iterable[StrategyBench], phase: Phase, rank: Literal["min", "mean"]) -> float | None:
+    """Measured over predicted, all benches together; None where a phase is not there."""
+    measured = predicted = 0.0
+    for bench in found:
+        expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
+        if seconds is not None and expected > 0:
+            measured += seconds.min_s if rank == "min" else seconds.mean_s
+            predicted += expected
+    return _digits(measured / predicted) if predicted > 0 and measured > 0 else None
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _replaced(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return any(key == name or key.startswith(f"{name}.") for name in _REPLACED)

@@ -1,0 +1,128 @@
+"""From what a calibration measured to a cluster profile. No torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+
+from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
+from canzona_cli.cluster.machine import cores, profile_mismatches
+from canzona_cli.config.schema import AdamWConfig, ClusterConfig, Layout, RunConfig
+from canzona_cli.planner.links import EFFICIENCY
+from canzona_cli.simulate.model_time import stage_time
+
+MODEL_LAYERS = 2
+
+
+def shortened(config: RunConfig) -> RunConfig:
+    """What forward and backward are measured on: a few layers, and AdamW's plain buffers."""
+    return replace(
+        config,
+        model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
+        optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr),
+    )
+
+
+def profile_of(
+    config: RunConfig,
+    layout: Layout,
+    record: Record,
+    *,
+    name: str,
+    facts: Mapping[str, str | int | float],
+) -> ClusterConfig:
+    """The base profile of `config` with what was measured in its place.
+
+    Rows of the base's own tables stay where this calibration has none, if the base was measured on this machine too.
+    """
+    base = config.cluster
+    known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
+    kept = (
+        base
+        if base.measured_on and not profile_mismatches(base)
+        else replace(base, measured_updates=(), collectives=())
+    )
+    here = {} if record.facts is None else asdict(record.facts)
+
+    def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
+        return _digits(known[quantity]) if quantity in known else otherwise
+
+    products = tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
+    if not products or "arithmetic" not in record.done:
+        products = base.matmul_tflops  # large sizes come last: half a table would say that products are slow
+    profile = replace(
+        base,
+        name=name,
+        matmul_tflops=products,
+        measured_updates=_updates(kept, record),
+        collectives=_collectives(kept, record),
+        step_factors={},
+        crowding=1.0,
+        cores=cores() if base.device == "cpu" else base.cores,
+        measured_on={**facts, **here},
+        not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),
+        nodes=None,
+        fp32_tflops=single("fp32_tflops", base.fp32_tflops),
+        tf32_tflops=single("tf32_tflops", base.tf32_tflops),
+        qr_tflops=single("qr_tflops", base.qr_tflops),
+        eigh_tflops=single("eigh_tflops", base.eigh_tflops),
+        launch_us=single("launch_us", base.launch_us),
+        memory_gb_per_s=single("memory_gb_per_s", base.memory_gb_per_s),
+        adamw_ns=single("adamw_ns", base.adamw_ns),
+    )
+    if base.device == "cpu" and products != base.matmul_tflops:
+        # No datasheet tells the peak of so many threads of whatever processor this is.
+        profile = replace(profile, bf16_tflops=max(rate for _, rate in products))
+    profile = _with_link(profile, record)
+    return _with_factors(replace(config, cluster=profile), layout, known)
+
+
+def _those(record: Record, quantity: Quantity) -> Iterable[Measurement]:
+    return (m for m in record.measurements if m.quantity == quantity)
+
+
+def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, float], ...]:
+    rows = {entry[:3]: entry[3] for entry in base.measured_updates}
+    for m in _those(record, "updates"):
+        label, height, width = m.key
+        rows[str(label), int(height), int(width)] = _digits(m.spread.median)
+    return tuple((*key, seconds) for key, seconds in sorted(rows.items()))
+
+
+def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, float, float, float], ...]:
+    rows = {entry[:3]: entry[3:] for entry in base.collectives}
+    for m in _those(record, "collectives"):
+        kind, ranks, size = m.key
+        rows[str(kind), int(ranks), float(size)] = (_digits(m.spread.median), round(m.busy, 2))
+    return tuple((*key, *found) for key, found in sorted(rows.items()))
+
+
+def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
+    """Latency and bandwidth inside the machine, from all-to-all of two ranks: what stands in for sizes and kinds that
+    no table has."""
+    pairs = sorted(
+        (int(m.key[2]), m.spread.median)
+        for m in _those(record, "collectives")
+        if (m.key[0], m.key[1]) == ("all_to_all", 2)
+    )
+    if len(pairs) < 2 or pairs[-1][1] <= pairs[0][1]:
+        return profile
+    (_, latency_s), (size, seconds) = pairs[0], pairs[-1]
+    rate = size / (seconds - latency_s) / EFFICIENCY["machine"]
+    return replace(profile, intra_node_latency_us=_digits(1e6 * latency_s), intra_node_gb_per_s=_digits(rate / 1e9))
+
+
+def _with_factors(config: RunConfig, layout: Layout, known: Mapping[Quantity, float]) -> ClusterConfig:
+    """Measured forward and backward over what the model of them says on this very profile."""
+    if not {"forward", "backward"} <= known.keys():
+        return config.cluster
+    plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0)
+    predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
+    return replace(
+        config.cluster,
+        forward_factor=_digits(known["forward"] / predicted.forward_s),
+        backward_factor=_digits(known["backward"] / predicted.backward_s),
+    )
+
+
+def _digits(value: float) -> float:
+    """Four significant ones; more would only look exact."""
+    return float(f"{value:.4g}")

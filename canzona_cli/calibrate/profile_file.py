@@ -1,0 +1,168 @@
+"""The YAML of a calibrated cluster profile: what `cluster=./FILE.yaml` reads, with each number's spread beside it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from canzona_cli.calibrate.calibrate import Calibration
+from canzona_cli.calibrate.measurement import Measurement, Quantity
+from canzona_cli.config.schema import ClusterConfig
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.run.files import write_text_atomic
+
+_PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+"""Of one run, not of a machine."""
+_MEANING = {
+    "cores": "processor cores the ranks share",
+    "bf16_tflops": "the fastest of matmul_tflops: no datasheet tells a processor's peak",
+    "forward_factor": "measured forward over what the model of it says on this profile",
+    "backward_factor": "the same of the backward",
+    "crowding": "measured time of steps whose ranks outnumber the cores over even shares of them",
+    "step_factors": "measured time in whole steps over what its parts come to",
+    "intra_node_gb_per_s": "from all-to-all of 2 ranks",
+    "intra_node_latency_us": "the same, 8 bytes",
+}
+
+
+def default_path(base: str) -> Path:
+    """Where a profile goes that nobody names a file for."""
+    return Path(f"{base.removesuffix('-calibrated')}-calibrated.yaml")
+
+
+def check_writable(path: Path, *, force: bool) -> None:
+    """Refuse before anything is measured what could not be written after.
+
+    Raises:
+        ConfigError: no .yaml file, or it is there already.
+        EnvironmentProblem: its folder is not there or cannot be written.
+    """
+    problems = []
+    if path.suffix not in (".yaml", ".yml"):
+        problems.append(
+            Problem(key="--out", value=path, reason="a profile is a YAML file", fix=f"--out {path.stem}.yaml")
+        )
+    elif path.exists() and not (force and path.is_file()):
+        fix = "--force replaces it; --out FILE.yaml names another"
+        if not path.is_file():
+            fix = "--out FILE.yaml names another"
+        problems.append(Problem(key="--out", value=path, reason="is there already", fix=fix))
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.parent / f".{path.name}.probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def write_profile(path: Path, found: Calibration) -> None:
+    """Raises EnvironmentProblem when it cannot be written."""
+    try:
+        write_text_atomic(path, profile_text(found))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def profile_text(found: Calibration) -> str:
+    """The file's text; composes to `found.profile`."""
+    return "\n".join([*_header(found), *_settings(found)]) + "\n"
+
+
+def _header(found: Calibration) -> Iterator[str]:
+    profile, on = found.profile, found.profile.measured_on
+    yield f"# Measured by `canzona calibrate` on {on.get('date', '?')} in {found.seconds:.0f} s."
+    yield f"# What it does not measure is of profile {found.base.name}."
+    where = f"{on.get('processor', '?')}, {on.get('cores', '?')} cores, torch {on.get('torch', '?')}"
+    gpu = f"{on['gpu']}, " if "gpu" in on else ""
+    yield f"# On {gpu}{where}; load average {found.load:.1f} at the start."
+    workers = on.get("workers")
+    if workers is not None:
+        yield f"# {on.get('ranks', '?')} ranks, {workers} computing at a time, {on.get('threads', '?')} threads each."
+    yield "# Medians; +- is half the interquartile range, of so many repetitions over all ranks."
+    for warning in found.warnings:
+        yield f"# Warning: {warning}"
+    for skipped in found.record.skipped:
+        yield f"# Left to the cost model: {skipped}"
+    if profile.not_measured:
+        yield "# CUT OFF: what not_measured names comes from the profile above."
+
+
+def _settings(found: Calibration) -> Iterator[str]:
+    profile = found.profile
+    single = {m.quantity: m for m in found.record.measurements if not m.key}
+    for field in fields(ClusterConfig):
+        name, value = field.name, getattr(profile, field.name)
+        if name in _PLACES:
+            continue
+        rows = _rows(found, name)
+        if rows is not None:
+            yield from rows
+        elif isinstance(value, dict):
+            comment = f" # {_MEANING[name]}" if name in _MEANING else ""
+            if value:
+                yield from [f"{name}:{comment}", *(f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())]
+            else:
+                yield f"{name}: {{}}"
+        else:
+            plain = list(value) if isinstance(value, tuple) else value
+            yield f"{name}: {_scalar(plain)}{_comment(name, single, found)}"
+
+
+def _rows(found: Calibration, name: str) -> list[str] | None:
+    """A table, a row on a line, each with its spread; None for what is no table."""
+    tables: dict[str, Quantity] = {
+        "matmul_tflops": "matmul_tflops",
+        "measured_updates": "updates",
+        "collectives": "collectives",
+    }
+    if name not in tables:
+        return None
+    value = getattr(found.profile, name)
+    if not value:
+        return [f"{name}: []"]
+    spreads = {m.key: m for m in found.record.measurements if m.quantity == tables[name]}
+    lines = [f"{name}:"]
+    for row in value:
+        key = row[: 1 if name == "matmul_tflops" else 3]
+        measured = spreads.get(key)
+        comment = f" # {_spread(measured)}" if measured is not None else f" # as {found.base.name}"
+        lines.append(f"  - {_scalar(list(row))}{comment}")
+    return lines
+
+
+def _comment(name: str, single: dict[Quantity, Measurement], found: Calibration) -> str:
+    changed = getattr(found.profile, name) != getattr(found.base, name)
+    for quantity, measurement in single.items():
+        if quantity == name:
+            return f" # {_spread(measurement)}"
+    if changed and name in _MEANING:
+        return f" # {_MEANING[name]}"
+    return ""
+
+
+def _spread(measurement: Measurement) -> str:
+    return f"+- {measurement.spread.relative / 2:.0%} of {measurement.repetitions}"
+
+
+def _scalar(value: object) -> str:
+    """JSON is YAML's flow style, but for exponents without a point, which YAML 1.1 reads as text."""
+    if isinstance(value, list):
+        return f"[{', '.join(_scalar(item) for item in value)}]"
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _unwritable(path: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        Problem(
+            key="--out",
+            value=path,
+            reason=f"cannot be written: {error.strerror or error}",
+            fix="--out FILE.yaml with a place you may write to",
+        )
+    )

@@ -1,0 +1,23 @@
+"""Everything a training step needs, in one value."""
+
+from dataclasses import dataclass
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """Everything a step needs."""
+
+    config: RunConfig
+    world: World
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    timer: PhaseTimer

@@ -1,0 +1,182 @@
+"""The matrices of a model: what a matrix optimizer updates, from shapes and layout alone.
+
+Every 2-D weight of a layer is one; embedding, output layer, norms, biases and routers are AdamW's. Order, names and
+shapes are canonical: they do not depend on the tensor-parallel size, and neither does which element is which
+(q, k, v and gate, up as the published checkpoints store them, rows being outputs).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from canzona_cli.config.schema import Layout, ModelConfig, Splitting
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.model import qwen3
+from canzona_cli.model.matrix import Kind, Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMatrix:
+    """One matrix of one layer, before it is numbered."""
+
+    name: str
+    """gate, or q.3 for the fourth head's."""
+    kind: Kind
+    rows: int
+    cols: int
+    shard_dim: Literal[0, 1] | None
+    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    parameter: str
+    """The Megatron parameter it is part of, below its layer: mlp.linear_fc1.weight."""
+    unit: int
+    """Number within the layer; matrices of one unit must have the same owner."""
+    slices: int = 0
+    """Heads its parameter has of this kind, of which this is number `slice`: TP deals them out whole. 0: no head."""
+    slice: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive layers of one shape."""
+
+    layers: int
+    matrices: tuple[LayerMatrix, ...]
+
+
+def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
+    """All matrices of a Qwen3 model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
+
+    split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate and up are
+    units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head: every head of q, k and v
+    is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one. fused: as Megatron stores them. qkv:
+    q, k and v as in split, fc1 as in fused, which is what Megatron's own Muon updates.
+
+    Raises:
+        ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
+    """
+    return number((Block(layers=model.num_layers, matrices=_layer(model, splitting)),), layout)
+
+
+def number(blocks: Sequence[Block], layout: Layout) -> tuple[Matrix, ...]:
+    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage and its unit.
+
+    Raises:
+        ConfigError: as `matrices`.
+    """
+    layers = sum(block.layers for block in blocks)
+    problems = [*_uneven(blocks, layout.tp), *_stages(layers, layout.pp)]
+    if problems:
+        raise ConfigError(*problems)
+    found: list[Matrix] = []
+    layer = unit = 0
+    per_stage = layers // layout.pp
+    for block in blocks:
+        units = 1 + max(matrix.unit for matrix in block.matrices)
+        for _ in range(block.layers):
+            for matrix in block.matrices:
+                dealt = matrix.slices > 0 and layout.tp > 1
+                found.append(
+                    Matrix(
+                        index=len(found),
+                        name=f"layers.{layer}.{matrix.name}",
+                        kind=matrix.kind,
+                        layer=layer,
+                        stage=layer // per_stage,
+                        rows=matrix.rows,
+                        cols=matrix.cols,
+                        shard_dim=None if dealt else matrix.shard_dim,
+                        parameter=f"decoder.layers.{layer}.{matrix.parameter}",
+                        unit=unit + matrix.unit,
+                        home=matrix.slice * layout.tp // matrix.slices if dealt else None,
+                    )
+                )
+            layer, unit = layer + 1, unit + units
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices, in registration order."""
+    return tuple((matrix.rows, matrix.cols) for matrix in _layer(model, splitting))
+
+
+def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
+    """Those of one pipeline stage, in order; they are consecutive."""
+    return tuple(matrix for matrix in matrices if matrix.stage == stage)
+
+
+_PROJ = "self_attention.linear_proj.weight"
+_QKV = "self_attention.linear_qkv.weight"
+_FC1 = "mlp.linear_fc1.weight"
+_FC2 = "mlp.linear_fc2.weight"
+# Kind, dimension TP cuts, parameter and unit, in the order of the shapes in `qwen3`.
+_Row = tuple[Kind, Literal[0, 1], str, int]
+_PROJ_QKV: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("q", 0, _QKV, 1), ("k", 0, _QKV, 1), ("v", 0, _QKV, 1))
+_FUSED: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("qkv", 0, _QKV, 1), ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
+_QKV_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
+_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("gate", 0, _FC1, 2), ("up", 0, _FC1, 3), ("down", 1, _FC2, 4))
+
+
+def _rows(model: ModelConfig, splitting: Splitting) -> Iterator[tuple[_Row, tuple[int, int]]]:
+    if splitting == "fused":
+        return zip(_FUSED, qwen3.fused_shapes(model), strict=True)
+    if splitting == "qkv":
+        return zip(_QKV_SPLIT, qwen3.qkv_split_shapes(model), strict=True)
+    return zip(_SPLIT, qwen3.split_shapes(model), strict=True)
+
+
+def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
+    found = []
+    for (kind, shard_dim, parameter, unit), (outputs, inputs) in _rows(model, splitting):
+        heads = outputs // model.head_dim if splitting == "per_head" and parameter == _QKV else 0
+        for head in range(heads or 1):
+            found.append(
+                LayerMatrix(
+                    name=f"{kind}.{head}" if heads else kind,
+                    kind=kind,
+                    rows=outputs // (heads or 1),
+                    cols=inputs,
+                    shard_dim=shard_dim,
+                    parameter=parameter,
+                    unit=unit,
+                    slices=heads,
+                    slice=head,
+                )
+            )
+    return tuple(found)
+
+
+def _uneven(blocks: Sequence[Block], tp: int) -> Iterator[Problem]:
+    """Dimensions that tensor parallelism does not cut into equal parts, each matrix named once."""
+    for name, dimension, size in dict.fromkeys(
+        (matrix.name.partition(".")[0], "rows" if matrix.shard_dim == 0 else "columns", _cut(matrix))
+        for block in blocks
+        for matrix in block.matrices
+    ):
+        if size is not None and size[0] % tp:
+            yield Problem(
+                key="parallel.tp",
+                value=tp,
+                reason=f"cannot cut the {size[0]} {size[1] or dimension} of {name} into {tp} equal parts",
+                fix="use a tp that divides them",
+            )
+
+
+def _cut(matrix: LayerMatrix) -> tuple[int, str] | None:
+    """How many of what TP deals out: rows, columns, or whole heads."""
+    if matrix.slices:
+        return matrix.slices, "heads"
+    if matrix.shard_dim is None:
+        return None
+    return (matrix.rows, "") if matrix.shard_dim == 0 else (matrix.cols, "")
+
+
+def _stages(layers: int, pp: int) -> Iterator[Problem]:
+    if layers % pp:
+        yield Problem(
+            key="parallel.pp",
+            value=pp,
+            reason=f"cannot cut {layers} layers into {pp} equal stages",
+            fix="use a pp that divides them",
+        )

@@ -1,0 +1,38 @@
+"""A matrix: what a matrix-based optimizer updates as one, and where in the model it stands."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A logical, full 2-D weight that the optimizer treats as one."""
+
+    index: int
+    """Position in the plan's list."""
+    name: str
+    """layers.3.gate; layers are numbered over the whole model."""
+    kind: Kind
+    layer: int
+    stage: int
+    """Pipeline stage."""
+    rows: int
+    cols: int
+    shard_dim: Literal[0, 1] | None
+    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    parameter: str
+    """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
+    unit: int
+    """Matrices of one unit must have the same owner: q, k and v lie interleaved in one range of the buffer."""
+    home: int | None = None
+    """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    def fragment_elements(self, tp: int) -> int:
+        """Elements on one TP rank; with a home, its share on average: the heads of a unit are dealt out evenly."""
+        return self.elements if self.shard_dim is None and self.home is None else self.elements // tp

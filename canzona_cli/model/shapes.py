@@ -1,0 +1,242 @@
+"""A user's own decoder-only model, as a YAML file of matrix shapes.
+
+    name: my-model
+    hidden_size: 4096          # width of the residual stream
+    embedding: 524288000       # elements
+    output: 524288000          # elements of the output layer; 0 where it shares the embedding
+    layers: 32
+    other: 8192                # elements of a layer that are no matrix: norms, biases, routers
+    matrices:                  # of one layer, in the order the model registers them
+      - {name: proj, rows: 4096, cols: 4096, shard: cols}
+      - {name: q, rows: 4096, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
+      - {name: k, rows: 1024, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
+      - ...
+
+`shard` is what tensor parallelism cuts: rows, cols or none. Matrices of one `unit` keep one owner (by default each has
+its own); `count: 8` stands for eight matrices of one shape. Where layers differ, `blocks:` is a list of consecutive
+ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may tell how attention looks.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.model.matrices import Block, LayerMatrix, number
+from canzona_cli.model.matrix import Kind, Matrix
+
+_SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
+_TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
+_MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
+_HEAD_DIM = 128
+"""Of a model that does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShapes:
+    """A model as the planner needs it."""
+
+    name: str
+    hidden_size: int
+    embedding: int
+    output: int
+    """Elements of the output layer; 0 where it shares the embedding's."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    blocks: tuple[Block, ...]
+    others: tuple[int, ...]
+    """By block: elements of one layer that AdamW updates."""
+
+    @property
+    def layers(self) -> int:
+        return sum(block.layers for block in self.blocks)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of all matrices."""
+        return sum(block.layers * sum(m.rows * m.cols for m in block.matrices) for block in self.blocks)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over everything that planning depends on: all but the name."""
+        return hashlib.sha256(json.dumps(asdict(replace(self, name="")), sort_keys=True).encode()).hexdigest()
+
+    def matrices(self, layout: Layout) -> tuple[Matrix, ...]:
+        """In the file's order, layer by layer.
+
+        Raises:
+            ConfigError: as `canzona_cli.model.matrices.matrices`.
+        """
+        return number(self.blocks, layout)
+
+    def stand_in(self, base: ModelConfig) -> ModelConfig:
+        """A Qwen3 shape of as many layers and as many elements, within 128 feed-forward rows a layer.
+
+        For what does not look at single matrices: memory of activations and the time of forward and backward. Every
+        token is taken to pass every matrix.
+        """
+        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
+        rest = self.layer_matrices // self.layers - attention
+        return replace(
+            base,
+            name=self.name,
+            num_layers=self.layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=max(1, round(rest / (3 * self.hidden_size * 128))) * 128,
+            num_attention_heads=self.heads,
+            num_query_groups=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=max(1, self.embedding // self.hidden_size),
+            tied_embeddings=self.output == 0,
+            qk_norm=False,
+        )
+
+
+def load_shapes(path: Path) -> ModelShapes:
+    """Reads a file of shapes.
+
+    Raises:
+        ConfigError: it cannot be read, or what it says is incomplete or impossible; carries every problem.
+    """
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"cannot be read: {reason}")) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"is not YAML{line}")) from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(
+            Problem(
+                key="--shapes",
+                value=str(path),
+                reason="is not a mapping of names to values",
+                fix="it begins like `name: my-model`, then hidden_size, embedding, output, layers and matrices",
+            )
+        )
+    reader = _Reader(where=path.name)
+    shapes = reader.model(tree)
+    if reader.problems:
+        raise ConfigError(*reader.problems)
+    return shapes
+
+
+class _Reader:
+    """Takes values out of the tree and notes what is wrong with them; what is wrong gets a harmless value."""
+
+    def __init__(self, where: str) -> None:
+        self.problems: list[Problem] = []
+        self._where = where
+
+    def model(self, tree: Mapping[object, object]) -> ModelShapes:
+        parts = tree.get("blocks")
+        if parts is None:
+            self._known(tree, _TOP, "")
+            parts = [tree]
+        else:
+            self._known(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
+        hidden = self._number(tree, "hidden_size", "", least=1)
+        head_dim = self._number(tree, "head_dim", "", least=1, default=_HEAD_DIM)
+        heads = self._number(tree, "heads", "", least=1, default=max(1, hidden // head_dim))
+        blocks, others = [], []
+        if not isinstance(parts, list) or not parts:
+            self._wrong("blocks", parts, "is not a list of blocks of layers")
+            parts = []
+        for place, part in enumerate(parts):
+            prefix = "" if part is tree else f"blocks.{place}."
+            if not isinstance(part, Mapping):
+                self._wrong(prefix.rstrip("."), part, "is not a block of layers with its matrices")
+                continue
+            if part is not tree:
+                self._known(part, ("layers", "other", "matrices"), prefix)
+            count = self._number(part, "layers", prefix, least=1)
+            others.append(self._number(part, "other", prefix, least=0, default=0))
+            blocks.append(Block(layers=count, matrices=tuple(self._matrices(part.get("matrices"), prefix))))
+        return ModelShapes(
+            name=self._text(tree, "name", "", default="shapes"),
+            hidden_size=hidden,
+            embedding=self._number(tree, "embedding", "", least=0),
+            output=self._number(tree, "output", "", least=0, default=0),
+            heads=heads,
+            kv_heads=self._number(tree, "kv_heads", "", least=1, default=heads),
+            head_dim=head_dim,
+            blocks=tuple(blocks),
+            others=tuple(others),
+        )
+
+    def _matrices(self, entries: object, prefix: str) -> Iterator[LayerMatrix]:
+        if not isinstance(entries, list) or not entries:
+            self._wrong(f"{prefix}matrices", entries, "is not a list of matrices")
+            return
+        units: dict[str, int] = {}
+        names: set[str] = set()
+        for place, entry in enumerate(entries):
+            at = f"{prefix}matrices.{place}."
+            if not isinstance(entry, Mapping):
+                self._wrong(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
+                continue
+            self._known(entry, _MATRIX, at)
+            name = self._text(entry, "name", at)
+            if name in names:
+                self._wrong(f"{at}name", name, "is the name of two matrices of one layer")
+            names.add(name)
+            shard = self._text(entry, "shard", at)
+            if shard and shard not in _SHARDS:
+                self._wrong(f"{at}shard", shard, "is none of rows, cols, none")
+            rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
+            copies = self._number(entry, "count", at, least=1, default=1)
+            for copy in range(copies):
+                number = f".{copy}" if copies > 1 else ""
+                unit = self._text(entry, "unit", at, default=f"{name}:own") + number
+                yield LayerMatrix(
+                    name=name + number,
+                    kind=_kind(name),
+                    rows=rows,
+                    cols=cols,
+                    shard_dim=_SHARDS.get(shard),
+                    parameter=self._text(entry, "parameter", at, default=f"{name}.weight") + number,
+                    unit=units.setdefault(unit, len(units)),
+                )
+
+    def _number(
+        self, tree: Mapping[object, object], key: str, at: str, *, least: int, default: int | None = None
+    ) -> int:
+        value = tree.get(key, default)
+        if value is None:
+            self._wrong(at + key, None, "has no value")
+        elif isinstance(value, bool) or not isinstance(value, int):
+            self._wrong(at + key, value, "is not a whole number")
+        elif value < least:
+            self._wrong(at + key, value, f"must be at least {least}")
+        else:
+            return value
+        return max(least, 1)
+
+    def _text(self, tree: Mapping[object, object], key: str, at: str, *, default: str | None = None) -> str:
+        value = tree.get(key, default)
+        if isinstance(value, str) and value:
+            return value
+        self._wrong(at + key, value, "has no value" if value is None else "is not text")
+        return ""
+
+    def _known(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
+        for key in tree:
+            if key not in keys:
+                self._wrong(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
+
+    def _wrong(self, key: str, value: object, reason: str) -> None:
+        self.problems.append(Problem(key=key, value=value, reason=f"{reason} (in {self._where})"))
+
+
+def _kind(name: str) -> Kind:
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    return next((kind for kind in kinds if kind == name), "other")

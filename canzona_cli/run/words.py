@@ -1,0 +1,127 @@
+"""Words and numbers as a person reads them: cleaning, durations, sizes, plurals. Standard library only."""
+
+import json
+import math
+from collections.abc import Mapping
+
+MISSING = "-"
+"""What stands where there is no number."""
+
+
+def clean(value: object, *, newlines: bool = False) -> str:
+    """The value as text without control characters, so that no user input can move the cursor or hide a line.
+
+    Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out several lines.
+    """
+    out = []
+    for char in str(value).expandtabs(4):
+        if char.isprintable() or (newlines and char == "\n"):
+            out.append(char)
+        else:
+            out.append(char.encode("unicode_escape").decode("ascii"))
+    return "".join(out)
+
+
+def number(value: object, spec: str = ".4g") -> str:
+    """A float by a format specification; `-` when it is missing, `nan`/`inf` spelt out."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return MISSING
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return format(value, spec)
+
+
+def real(value: object) -> float | None:
+    """The value as a finite float, or None (missing, not a number, NaN, infinite)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def guarded(skipped: int, fallbacks: int) -> list[str]:
+    """What the guards had to do over a run so far, in a person's words; nothing where they had nothing to do."""
+    said = []
+    if skipped:
+        said.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
+    if fallbacks:
+        said.append(f"{plural(fallbacks, 'matrix update')} replaced: see logs")
+    return said
+
+
+def duration(seconds: object) -> str:
+    """Elapsed or remaining time: `4 s`, `2 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
+    value = real(seconds)
+    if value is None or value < 0:
+        return MISSING
+    total = round(value)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86_400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86_400} d {total % 86_400 // 3600} h"
+
+
+def milliseconds(seconds: object) -> str:
+    """Seconds as milliseconds with three or more significant digits, without unit: `0.412`, `41.2`, `1,204`."""
+    value = real(seconds)
+    if value is None:
+        return MISSING
+    ms = value * 1e3
+    if ms >= 100:
+        return f"{ms:,.0f}"
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
+
+
+def step_time(seconds: object) -> str:
+    """The time of one step with its unit: `84.1 ms`, `2.31 s`."""
+    value = real(seconds)
+    if value is None:
+        return MISSING
+    return f"{value:.2f} s" if value >= 1 else f"{milliseconds(value)} ms"
+
+
+def count(value: object) -> str:
+    """A count with a decimal suffix: `512`, `20.5 k`, `1.72 M`, `31.2 B`."""
+    amount = real(value)
+    if amount is None:
+        return MISSING
+    for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M"), (1e12, 1e9, " B")):
+        if abs(amount) < limit * 0.9995:
+            return f"{amount:.0f}" if not suffix else f"{amount / divisor:.3g}{suffix}"
+    return f"{amount / 1e12:.3g} T"
+
+
+def size(value: object) -> str:
+    """Bytes with a binary suffix: `640 MiB`, `22.4 GiB`."""
+    amount = real(value)
+    if amount is None:
+        return MISSING
+    for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1000 or suffix == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {suffix}" if suffix == "B" or amount >= 100 else f"{amount:.1f} {suffix}"
+
+
+def plural(amount: int, noun: str) -> str:
+    """`1 problem`, `3 problems`."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def json_text(value: object) -> str:
+    """Indented JSON; NaN and infinity, which are not JSON, become null."""
+    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

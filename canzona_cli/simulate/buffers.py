@@ -1,0 +1,101 @@
+"""What data parallelism moves: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
+
+A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module of the
+stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model import qwen3
+from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.memory import element_bytes
+from canzona_cli.planner.reduction import ReductionModel
+from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.planner.types import Bucket
+from canzona_cli.simulate.model_time import Module, Part
+
+PART_OF: Mapping[Kind, Part] = MappingProxyType(
+    {"proj": "proj", "gate": "fc1", "up": "fc1", "fc1": "fc1", "down": "fc2"}
+)
+"""The module a matrix belongs to where that is not qkv, which is ready last and needed first: the cautious guess for
+matrices of other models."""
+_REGISTERED: tuple[Part, ...] = ("embedding", "proj", "qkv", "fc1", "fc2", "output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One bucket on its way."""
+
+    module: int
+    """Number of the stage's module that completes it in the backward pass and needs it first in the forward pass."""
+    reduce: Transfer
+    gather: Transfer
+
+
+class Buffers:
+    """Builds a stage's chunks."""
+
+    def __init__(self, config: RunConfig, layout: Layout, stage: int, modules: Sequence[Module]) -> None:
+        self._config, self._layout, self._stage, self._modules = config, layout, stage, modules
+        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+        self._width, self._grad = element_bytes(config)
+        self._reductions = ReductionModel(config, layout)
+        self._limit = bucket_elements(config, layout) if stage == 0 else None
+        self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
+
+    def everything(self, *, sharded: bool) -> list[Chunk]:
+        """One buffer for all parameters: AdamW's (`DistributedOptimizer`), or, all-reduced, that of `sc`."""
+        return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
+
+    def others(self) -> list[Chunk]:
+        """The buffer of what AdamW updates beside the matrices: embedding, norms, output layer."""
+        return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
+
+    def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
+        """The matrices' buckets, in the order they fill."""
+        return [self._bucket(bucket, matrices) for bucket in buckets if bucket.stage == self._stage]
+
+    def _bucket(self, bucket: Bucket, matrices: Sequence[Matrix]) -> Chunk:
+        module = min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices)
+        return Chunk(module=module, reduce=self._reductions.reduce(bucket), gather=self._reductions.gather(bucket))
+
+    def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
+        if not sharded:
+            reduced = self._links.all_reduce(elements * self._grad, self._group)
+            return Chunk(module=module, reduce=reduced, gather=Transfer())
+        return Chunk(
+            module=module,
+            reduce=self._links.reduce_scatter(elements * self._grad, self._group),
+            gather=self._links.all_gather(elements * self._width, self._group),
+        )
+
+    def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
+        """(elements, module) in registration order; norms count to the module behind them."""
+        model, found = self._config.model, []
+        norms = {"qkv": qwen3.norm_parameters(model) - model.hidden_size, "fc1": model.hidden_size}
+        order = sorted(
+            range(len(self._modules)), key=lambda n: (self._modules[n].layer, _REGISTERED.index(self._modules[n].part))
+        )
+        for number in order:
+            module = self._modules[number]
+            own = module.weights if layers or module.part in ("embedding", "output") else 0
+            found.append((own + norms.get(module.part, 0), number))
+        return [(size, number) for size, number in found if size]
+
+    def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(elements, module) of each bucket: last registered first, closed once it holds enough."""
+        found: list[tuple[int, int]] = []
+        filled, first = 0, len(self._modules)
+        for size, module in reversed(parameters):
+            filled, first = filled + size, min(first, module)
+            if self._limit is not None and filled >= self._limit:
+                found.append((filled, first))
+                filled, first = 0, len(self._modules)
+        return [*found, (filled, first)] if filled else found
+
+    def _module(self, matrix: Matrix) -> int:
+        return self._number[PART_OF.get(matrix.kind, "qkv"), matrix.layer]

@@ -1,0 +1,229 @@
+"""Forward, backward, and the data-parallel traffic under them: one iteration up to reduced gradients, on a timeline.
+
+One rank stands for each pipeline stage. The first forward pass waits module by module for gathered parameters, the
+last backward pass hands gradients over module by module; micro-batches in between run undisturbed.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Literal
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.planner.links import Transfer
+from canzona_cli.simulate.buffers import Chunk
+from canzona_cli.simulate.model_time import Module, StageTime
+from canzona_cli.simulate.timeline import Ran, Timeline
+
+Pass = Literal["forward", "backward"]
+
+_PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
+
+
+class IterationTimeline:
+    """Simulates on construction.
+
+    Args:
+        chunks: by stage, in the order of the gradient buffers (last registered parameters first).
+        cores, crowding: that all ranks share, see `Timeline`; None where each has a device of its own.
+        begin_s: by stage, what is done before the first forward.
+        tail_s: by stage, what follows the gradient reduction before its result is complete.
+        first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stages: Sequence[StageTime],
+        chunks: Sequence[Sequence[Chunk]],
+        *,
+        overlap_reduce: bool,
+        overlap_gather: bool,
+        begin_s: Sequence[float],
+        tail_s: Sequence[float],
+        cores: float | None = None,
+        crowding: float = 1.0,
+        first_matrices_early: bool = False,
+    ) -> None:
+        self._layout, self._stages, self._chunks, self._tail = layout, stages, chunks, tail_s
+        self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
+        self._first_early = first_matrices_early and overlap_gather
+        self._timeline, self._shares_cores = Timeline(cores, crowding), cores is not None
+        self._owners = layout.dp * layout.cp
+        self._last: list[int] = []
+        for stage, seconds in enumerate(begin_s):
+            # Before any rank waits for another, all are as busy; `begin_s` has that in it.
+            self._last.append(self._timeline.add("other", ("compute", stage), seconds=seconds))
+        self._sent: dict[tuple[Pass, int, int], int] = {}
+        self._build()
+        ran = self._timeline.run()
+        self._computed = [ran[last].end for last in self._last]
+        self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
+        for task, when in zip(self._timeline.tasks, ran, strict=True):
+            held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
+            self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
+        self.reduced_s = [self._reduced(stage) + tail_s[stage] for stage in range(layout.pp)]
+        """By stage: when its gradients are reduced."""
+
+    def phases(self, stage: int) -> dict[str, float]:
+        """Seconds of the stage's rank up to reduced gradients, waits under what was waited for; and totals."""
+        found = dict.fromkeys(_PHASES, 0.0)
+        moved = {"grad_reduce": 0.0, "param_gather": 0.0}
+        for _, phase, start, end in self._compute(stage):
+            found[phase] += end - start
+        for phase, ran in self._on(("data", stage)):
+            moved[phase] += ran.end - ran.start
+        found["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
+        found["grad_reduce_total"] = moved["grad_reduce"] + self._tail[stage]
+        found["param_gather_total"] = moved["param_gather"]
+        return found
+
+    def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
+        """(stream, phase, start, end) of what the stage's rank does; waiting is left out."""
+        for waiting, phase, start, end in self._compute(stage):
+            if not waiting:
+                yield "compute", phase, start, end
+        for phase, ran in self._on(("data", stage)):
+            yield "data", phase, ran.start, ran.end
+
+    def _build(self) -> None:
+        """Add every stage's passes in the order of its 1F1B schedule, each once what it waits for is there."""
+        pending = [list(reversed(_one_f_one_b(self._layout, stage))) for stage in range(self._layout.pp)]
+        while any(pending):
+            for stage, steps in enumerate(pending):
+                while steps and self._arrived(stage, *steps[-1]):
+                    self._pass(stage, *steps.pop())
+
+    def _arrived(self, stage: int, direction: Pass, micro: int) -> bool:
+        source = _source(stage, direction, self._layout.pp)
+        return source is None or (direction, source, micro) in self._sent
+
+    def _pass(self, stage: int, direction: Pass, micro: int) -> None:
+        time, layout = self._stages[stage], self._layout
+        source = _source(stage, direction, layout.pp)
+        if source is not None:
+            self._compute_task(stage, "pipeline", after=[self._sent[direction, source, micro]])
+        if direction == "forward" and micro == 0:
+            self._first_forward(stage)
+        elif direction == "backward" and micro == layout.num_microbatches - 1:
+            self._last_backward(stage)
+        else:
+            self._compute_task(stage, direction, time.forward_s if direction == "forward" else time.backward_s)
+        target = stage + 1 if direction == "forward" else stage - 1
+        if 0 <= target < layout.pp:
+            send = self._timeline.add(
+                "pipeline",
+                ("send", stage, direction),
+                seconds=time.hop.latency_s,
+                link=(stage, time.hop.link),
+                link_s=time.hop.link_s,
+                cores=time.hop.cores * self._owners * layout.tp,
+                after=[self._last[stage]],
+            )
+            self._sent[direction, stage, micro] = send
+
+    def _first_forward(self, stage: int) -> None:
+        """Module by module, starting gatherings as Megatron chains them.
+
+        A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, the
+        bucket before it in the buffers.
+        """
+        time, chunks = self._stages[stage], self._chunks[stage]
+        gathered: dict[int, int] = {}
+
+        def gather(number: int, after: Sequence[int]) -> None:
+            if number >= 0 and number not in gathered:
+                gathered[number] = self._transfer(stage, "param_gather", chunks[number].gather, after)
+
+        if self._first_early and chunks:
+            gather(len(chunks) - 1, [self._last[stage]])
+        needed: dict[int, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            needed.setdefault(chunk.module, []).insert(0, number)
+        for place, module in enumerate(time.modules):
+            awaited = [self._last[stage]]
+            for number in needed.get(place, ()) if self._overlap_gather else ():
+                gather(number, awaited)
+                awaited.append(gathered[number])
+                gather(number - 1, awaited)
+            self._module(stage, "forward", module, awaited[1:])
+
+    def _last_backward(self, stage: int) -> None:
+        time = self._stages[stage]
+        ready: dict[int, list[Transfer]] = {}
+        for chunk in self._chunks[stage]:
+            ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk.reduce)
+        for place in reversed(range(len(time.modules))):
+            self._module(stage, "backward", time.modules[place], ())
+            for transfer in ready.get(place, ()):
+                self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
+
+    def _module(self, stage: int, direction: Pass, module: Module, after: Sequence[int]) -> None:
+        exchange = self._stages[stage].exchange
+        if direction == "forward":
+            seconds, exchanges = module.forward_s, module.exchanges
+        else:
+            seconds = module.backward_s + module.again_s
+            exchanges = module.exchanges + module.exchanges_again
+        if self._shares_cores:
+            # Apart, for computing keeps other cores busy than communicating does.
+            self._compute_task(stage, direction, seconds, after)
+            seconds = 0.0
+        self._last[stage] = self._timeline.add(
+            direction,
+            ("compute", stage),
+            seconds=seconds + exchanges * exchange.latency_s,
+            link=(stage, exchange.link),
+            link_s=exchanges * exchange.link_s,
+            cores=exchange.cores * self._owners,
+            after=() if self._shares_cores else after,
+        )
+
+    def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:
+        self._last[stage] = self._timeline.add(
+            phase,
+            ("compute", stage),
+            seconds=seconds,
+            cores=float(self._owners * self._layout.tp) if seconds else 0.0,
+            after=after,
+        )
+
+    def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
+        return self._timeline.add(
+            phase,
+            ("data", stage),
+            seconds=transfer.latency_s,
+            link=(stage, transfer.link),
+            link_s=transfer.link_s,
+            cores=transfer.cores * self._layout.tp,
+            after=after,
+        )
+
+    def _reduced(self, stage: int) -> float:
+        """End of the stage's last reduction; of its backward where there is none after it."""
+        ends = [ran.end for phase, ran in self._on(("data", stage)) if phase == "grad_reduce"]
+        return max([self._computed[stage], *ends])
+
+    def _on(self, stream: Hashable) -> Iterator[tuple[str, Ran]]:
+        return ((phase, ran) for phase, ran, _ in self._streams.get(stream, ()))
+
+    def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
+        """(whether it is waiting, phase, start, end) without gaps."""
+        for phase, ran, held_by in self._streams["compute", stage]:
+            if held_by is not None:
+                yield True, held_by, ran.ready, ran.start
+            yield False, phase, ran.start, ran.end
+
+
+def _one_f_one_b(layout: Layout, stage: int) -> list[tuple[Pass, int]]:
+    """Narayanan et al. 2021 (arXiv 2104.04473): forwards to fill the pipeline, then in turns, then the rest."""
+    count = layout.num_microbatches
+    ahead = min(layout.pp - stage - 1, count)
+    steps: list[tuple[Pass, int]] = [("forward", micro) for micro in range(ahead)]
+    for micro in range(count - ahead):
+        steps += [("forward", ahead + micro), ("backward", micro)]
+    return steps + [("backward", micro) for micro in range(count - ahead, count)]
+
+
+def _source(stage: int, direction: Pass, stages: int) -> int | None:
+    """The stage whose output a pass starts from."""
+    source = stage - 1 if direction == "forward" else stage + 1
+    return source if 0 <= source < stages else None

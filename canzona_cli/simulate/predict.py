@@ -1,0 +1,86 @@
+"""What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.measures import plan_memory
+from canzona_cli.planner.memory import estimate, redundant
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import update_costs
+from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.planner.types import Assignment
+from canzona_cli.simulate.baselines import layerwise
+from canzona_cli.simulate.compare import simulate_plan
+from canzona_cli.simulate.cores import with_cores
+from canzona_cli.simulate.simulate import Event, Simulated, StrategyResult, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
+
+    strategy: Simulated
+    profile: str
+    """Name of the cluster profile."""
+    calibrated: bool
+    """Whether that profile was measured by `canzona calibrate`."""
+    iteration_s: float
+    optimizer_s: float
+    """From reduced gradients to the next forward, as the step has it: what hides under other work is not counted
+    (`StrategyResult.optimizer_exposed_s`)."""
+    phases: Mapping[str, float]
+    """Mean over ranks; the phases of a step add up to `iteration_s`, totals stand beside them."""
+    load_balance: float
+    """Of matrix updates, max over mean of the ranks; 1.0 is perfect, and where there are none."""
+    memory_bytes: int
+    """Of the fullest rank."""
+    events: tuple[Event, ...]
+    """Timelines of the slowest rank and of the one that has least to update."""
+
+
+def strategy_of(config: RunConfig) -> Simulated:
+    """The run's strategy; adamw where no matrix is updated."""
+    return "adamw" if config.optimizer.name == "adamw" else config.engine.strategy
+
+
+def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
+    """The step of a resolved run on its cluster profile.
+
+    Args:
+        plan: what canzona and asc execute; None for the others.
+    """
+    strategy = strategy_of(config)
+    config = with_cores(config)
+    if plan is not None:
+        result, memory = simulate_plan(config, layout, plan), plan_memory(config, layout, plan).total
+    else:
+        result, memory = _without_plan(config, layout, strategy), estimate(config, layout).total
+    return Prediction(
+        strategy=strategy,
+        profile=config.cluster.name,
+        calibrated=bool(config.cluster.measured_on),
+        iteration_s=result.iteration_s,
+        optimizer_s=result.optimizer_exposed_s,
+        phases=result.mean_phases,
+        load_balance=result.update_balance,
+        memory_bytes=memory,
+        events=result.events,
+    )
+
+
+def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> StrategyResult:
+    if strategy == "adamw":
+        config = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
+        return simulate(config, layout, (), (), None, (), (), strategy)
+    splitting: Splitting = config.engine.splitting
+    if splitting != "fused" and not redundant(config):
+        splitting = "qkv"  # as far as Megatron's own go
+    matrices = matrices_of(config.model, layout, splitting)
+    costs = update_costs(config, matrices, "megatron")
+    if strategy == "sc":
+        return simulate(config, layout, matrices, costs, None, (), (), strategy)
+    placed = layerwise(matrices, layout, bucket_elements(config, layout))
+    assignment: Assignment = placed.assignment
+    return simulate(config, layout, matrices, costs, assignment, placed.buckets, (), strategy)

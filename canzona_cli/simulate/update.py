@@ -1,0 +1,298 @@
+"""The update phase: what every rank does between clipped gradients and its own updated matrices.
+
+hosted (canzona, asc): an owner's TP group runs its micro-groups as a pipeline. Compute stream of each rank, with two
+groups in flight: pack 0, pack 1, then per group: unpack its gradients, update its matrices, pack their new weights,
+pack the gradients of the group after the next, unpack the weights of the group before. One communicator carries the
+exchanges in the order gradients 0, gradients 1, weights 0, gradients 2, weights 1, ...; each starts once all ranks of
+the group have packed for it and the one before is done.
+
+duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
+does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
+
+Both are written down once, as what a `Pipeline` is told to do: `Alone` works it out rank by rank, for ranks with a
+device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's cores.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
+from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.memory import element_bytes, exchange_bytes, redundant
+from canzona_cli.planner.types import Assignment, MicroGroup
+from canzona_cli.simulate.timeline import Ran, Timeline
+
+_FP32 = 4
+Segment = tuple[Literal["compute", "exchange"], str, float, float]
+"""Stream, phase, start, end; seconds from the beginning of the update."""
+
+FRAGMENT_BYTES = {"adamw": 28, "muon": 64, "shampoo": 24, "soap": 24}
+"""Memory traffic per element, beside writing the weight, of what a duplicated update does on its own fragment only:
+decay, weight and, for Muon, momentum and scaling. The cost of a hosted update has it for the whole matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUpdate:
+    """One rank's part of the update phase."""
+
+    matrix_update_s: float
+    exchange_s: float
+    """Exposed: waiting for an exchange, packing and unpacking."""
+    exchange_total_s: float
+    """In flight, packing and unpacking included."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.matrix_update_s + self.exchange_s
+
+    @property
+    def exchange_hidden_s(self) -> float:
+        """In flight under updates; sums of floats in another order must not make it negative."""
+        return max(0.0, self.exchange_total_s - self.exchange_s)
+
+
+class Pipeline[Moment](Protocol):
+    """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
+
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None: ...
+
+    def wait(self, host: int, moment: Moment) -> None: ...
+
+    def exchange(self, transfer: Transfer) -> Moment:
+        """Starts once all ranks have come to it and the one before is done."""
+        ...
+
+
+class UpdateModel:
+    """Prices updates and exchanges of a run's matrices."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        costs: Sequence[float],
+        implementation: Implementation = "canzona",
+    ) -> None:
+        """`implementation` is who runs the strategy, see `cost.step_factor`."""
+        self._matrices, self._costs, self._tp = matrices, costs, layout.tp
+        self._updating = step_factor(config.cluster, "matrix_update", implementation)
+        self._exchanging = step_factor(config.cluster, "exchange", implementation)
+        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
+        self._width, self._grad = exchange_bytes(config)
+        self._buffer = element_bytes(config)[1]
+        self._rate = memory_rate(config.cluster)
+        self._packing = self._exchanging / self._rate
+        self._whole = redundant(config)
+        self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
+
+    def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
+        """One owner's micro-groups, in order: its TP ranks' updates, by host."""
+        alone = Alone(self._tp)
+        self.run_hosted(groups, assignment, alone)
+        return alone.results()
+
+    def duplicated(self, members: Sequence[int]) -> RankUpdate:
+        """The matrices `members`, gathered and updated one after another, by every rank of a TP group alike."""
+        alone = Alone(1)
+        self.run_duplicated(members, alone)
+        return alone.results()[0]
+
+    def run_hosted[Moment](self, groups: Sequence[MicroGroup], assignment: Assignment, ranks: Pipeline[Moment]) -> None:
+        """Has `ranks` work through an owner's micro-groups."""
+        if self._tp == 1:
+            for group in groups:
+                for index in group.matrices:
+                    ranks.work(0, "matrix_update", self._updating * self._costs[index])
+            return
+        loads = [self._load(group, assignment) for group in groups]
+        gradients: list[Moment] = []
+        for load in loads[:2]:
+            gradients.append(self._send_gradients(load, ranks))
+        weights: list[Moment] = []
+        for number, load in enumerate(loads):
+            for host in range(self._tp):
+                ranks.wait(host, gradients[number])
+                ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) * self._packing)
+                ranks.work(host, "matrix_update", self._updating * load.seconds[host])
+                ranks.work(host, "exchange", load.hosted[host] * 2 * self._width * self._packing)
+            weights.append(ranks.exchange(self._weights(load)))
+            if number + 2 < len(loads):
+                gradients.append(self._send_gradients(loads[number + 2], ranks))
+            if number:
+                self._receive_weights(loads[number - 1], weights[number - 1], ranks)
+        if loads:
+            self._receive_weights(loads[-1], weights[-1], ranks)
+
+    def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
+        """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
+        for index in members:
+            matrix = self._matrices[index]
+            if self._tp > 1 and (matrix.shard_dim is not None or matrix.home is not None):
+                # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
+                gather = self._links.all_gather(4.0 * matrix.elements, self._group)
+                rank.wait(0, rank.exchange(gather.times(self._exchanging)))
+                if self._whole:
+                    packed = matrix.fragment_elements(self._tp) * (self._buffer + _FP32)
+                    rank.work(0, "exchange", (packed + 2 * _FP32 * matrix.elements) * self._packing)
+            on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
+            alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
+            rank.work(0, "matrix_update", self._updating * alone)
+
+    def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
+        load = _Load(self._tp)
+        for index in group.matrices:
+            matrix, host = self._matrices[index], assignment.cells[index].host
+            load.hosted[host] += matrix.elements
+            load.seconds[host] += self._costs[index]
+            for rank in range(self._tp):
+                stored = matrix.fragment_elements(self._tp) if matrix.home is None else matrix.elements
+                if matrix.home not in (None, rank):
+                    continue
+                load.stored[rank] += stored
+                if rank != host:
+                    # A matrix that every rank holds whole has its gradient on its host already.
+                    travels = 0 if matrix.shard_dim is None and matrix.home is None else stored
+                    load.given[rank] += travels
+                    load.taken[host] += travels
+                    load.returned[rank] += stored
+                    load.sent_back[host] += stored
+        return load
+
+    def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
+        for host, stored in enumerate(load.stored):
+            ranks.work(host, "exchange", stored * (self._buffer + self._grad) * self._packing)
+        given, taken = ([elements * self._grad for elements in side] for side in (load.given, load.taken))
+        return ranks.exchange(self._links.all_to_all(given, taken, self._group).times(self._exchanging))
+
+    def _weights(self, load: "_Load") -> Transfer:
+        given, taken = ([elements * self._width for elements in side] for side in (load.sent_back, load.returned))
+        return self._links.all_to_all(given, taken, self._group).times(self._exchanging)
+
+    def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
+        for host, stored in enumerate(load.stored):
+            ranks.wait(host, landed)
+            ranks.work(host, "exchange", stored * 2 * self._width * self._packing)
+
+
+class _Load:
+    """What one micro-group asks of each TP rank: elements, and seconds of update."""
+
+    def __init__(self, tp: int) -> None:
+        self.stored, self.hosted = [0] * tp, [0] * tp
+        self.given, self.taken = [0] * tp, [0] * tp
+        self.sent_back, self.returned = [0] * tp, [0] * tp
+        self.seconds = [0.0] * tp
+
+
+class Alone:
+    """A TP group whose ranks have a device each: every rank's time follows from its own work and the exchanges."""
+
+    def __init__(self, tp: int) -> None:
+        self._now = [0.0] * tp
+        self._own: list[list[Segment]] = [[] for _ in range(tp)]
+        self._transfers: list[Segment] = []
+        self._free = 0.0
+
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+        if seconds > 0:
+            begin = self._now[host]
+            self._now[host] = begin + seconds
+            self._own[host].append(("compute", phase, begin, self._now[host]))
+
+    def wait(self, host: int, moment: float) -> None:
+        self._now[host] = max(self._now[host], moment)
+
+    def exchange(self, transfer: Transfer) -> float:
+        start = max(self._free, *self._now)
+        self._free = start + transfer.seconds
+        if transfer.seconds > 0:
+            self._transfers.append(("exchange", "exchange", start, self._free))
+        return self._free
+
+    def results(self) -> tuple[RankUpdate, ...]:
+        return tuple(_result(own, self._transfers, now) for own, now in zip(self._own, self._now, strict=True))
+
+
+class Crowded:
+    """A TP group on a timeline whose tasks share cores; ask for `results` once that has run.
+
+    Args:
+        name: of the group, unlike any other's on the timeline.
+        copies: how many TP groups do the very same at the same time.
+        alike: how many ranks of each group one host here stands for: 1, or tp where all do the same.
+        after: by host, the task it begins behind.
+    """
+
+    def __init__(
+        self, timeline: Timeline, name: Hashable, hosts: int, after: Sequence[int], *, copies: int = 1, alike: int = 1
+    ) -> None:
+        self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
+        self._begin, self._last = list(after), list(after)
+        self._waits: list[list[int]] = [[number] for number in after]
+        self._own: list[list[int]] = [[] for _ in range(hosts)]
+        self._transfers: list[int] = []
+
+    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+        if seconds > 0:
+            self._own[host].append(self._task(host, phase, seconds))
+
+    def wait(self, host: int, moment: int) -> None:
+        self._waits[host].append(moment)
+
+    def exchange(self, transfer: Transfer) -> int:
+        number = self._timeline.add(
+            "exchange",
+            (self._name, "exchange"),
+            seconds=transfer.seconds,
+            cores=transfer.cores * self._copies,
+            after=[place for waits in self._waits for place in waits] + self._last,
+        )
+        if transfer.seconds > 0:
+            self._transfers.append(number)
+        return number
+
+    def end(self, host: int) -> int:
+        """A task at the end of all a host has been told so far."""
+        return self._task(host, "other", 0.0)
+
+    def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
+        """By host, from the end of what it began behind."""
+        found = []
+        for own, begin, last in zip(self._own, self._begin, self._last, strict=True):
+            zero = ran[begin].end
+            tasks: list[Segment] = [
+                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in own
+            ]
+            moved: list[Segment] = [
+                ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
+            ]
+            found.append(_result(tasks, moved, ran[last].end - zero))
+        return tuple(found)
+
+    def _task(self, host: int, phase: str, seconds: float) -> int:
+        number = self._timeline.add(
+            phase,
+            (self._name, host),
+            seconds=seconds,
+            cores=float(self._copies * self._alike) if seconds > 0 else 0.0,
+            after=self._waits[host],
+        )
+        self._waits[host], self._last[host] = [], number
+        return number
+
+
+def _result(own: Sequence[Segment], transfers: Sequence[Segment], end: float) -> RankUpdate:
+    updating = sum(stop - start for _, phase, start, stop in own if phase == "matrix_update")
+    packing = sum(stop - start for _, phase, start, stop in own if phase == "exchange")
+    in_flight = sum(stop - start for _, _, start, stop in transfers)
+    return RankUpdate(
+        matrix_update_s=updating,
+        exchange_s=end - updating,
+        exchange_total_s=max(in_flight + packing, end - updating),
+        segments=(*own, *transfers),
+    )

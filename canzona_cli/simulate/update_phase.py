@@ -1,0 +1,220 @@
+"""All ranks' updates, from clipped gradients to the last updated weight, on devices of their own or on shared cores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.cost import adamw_seconds
+from canzona_cli.planner.links import Transfer
+from canzona_cli.planner.memory import stage_weights
+from canzona_cli.planner.types import Assignment, MicroGroup
+from canzona_cli.simulate.timeline import Timeline
+from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """Ranks of a stage that update together: an owner's TP group, or, for sc and adamw, all of the stage alike."""
+
+    stage: int
+    owner: int
+    hosts: int
+    """How many of its ranks have work of their own; the others do the same as one of them."""
+    ranks: int
+    """How many ranks one host stands for."""
+    elements: int
+    """Gradient elements each holds reduced, and clips."""
+    groups: tuple[MicroGroup, ...] = ()
+    """Hosted work, in order."""
+    members: tuple[int, ...] = ()
+    """Or matrices that every rank updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Ranks that behave alike in the update phase: one host of a team."""
+
+    stage: int
+    owner: int
+    host: int
+    ranks: int
+    elements: int
+    adamw_s: float
+    update: RankUpdate
+
+    @property
+    def seconds(self) -> float:
+        """From clipped gradients to the last updated weight."""
+        return self.adamw_s + self.update.seconds
+
+
+class UpdatePhase:
+    """What a strategy's ranks do between clipped gradients and updated weights, by rank.
+
+    Args:
+        model: prices updates and exchanges of `matrices`.
+        assignment: owners and hosts; layerwise uses owners alone; None for sc and adamw.
+        groups: micro-groups, for canzona and asc.
+        cores: that all ranks share; None where each has a device of its own.
+        adamw_factor: see `cost.step_factor`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        model: UpdateModel,
+        assignment: Assignment | None,
+        groups: Sequence[MicroGroup],
+        strategy: Strategy | Literal["adamw"],
+        *,
+        cores: float | None,
+        adamw_factor: float,
+    ) -> None:
+        self._config, self._layout, self._strategy = config, layout, strategy
+        self._matrices, self._model, self._assignment, self._groups = matrices, model, assignment, groups
+        self._hosts = None if strategy == "layerwise" else assignment
+        """Of strategies that have hosts."""
+        self._owners = layout.dp * layout.cp
+        self._cores, self._adamw_factor = cores, adamw_factor
+
+    def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[Cell], list[float]]:
+        """All cells; and by stage, for how long the gathering of AdamW's parameters ran under the updates.
+
+        Args:
+            gathered: by stage, those gatherings; None where they do not run under the updates.
+        """
+        stages = range(self._layout.pp)
+        teams = [team for stage in stages for team in self._teams(stage)]
+        if self._cores is not None:
+            return self._crowded(teams, gathered)
+        cells = [cell for team in teams for cell in self._alone(team)]
+        return cells, [max(cell.update.matrix_update_s for cell in cells if cell.stage == stage) for stage in stages]
+
+    def _teams(self, stage: int) -> list[Team]:
+        tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
+        stored = weights.matrices + weights.others
+        own = [matrix for matrix in self._matrices if matrix.stage == stage]
+        if self._strategy in ("adamw", "sc"):
+            sharded = self._strategy == "adamw"
+            return [
+                Team(
+                    stage=stage,
+                    owner=0,
+                    hosts=1,
+                    ranks=owners * tp,
+                    elements=math.ceil(stored / owners) if sharded else stored,
+                    members=() if sharded else tuple(matrix.index for matrix in own),
+                )
+            ]
+        assert self._assignment is not None
+        cells = self._assignment.cells
+        members: list[list[int]] = [[] for _ in range(owners)]
+        held = [math.ceil(weights.others / owners)] * owners
+        for matrix in own:
+            owner = cells[matrix.index].owner
+            members[owner].append(matrix.index)
+            held[owner] += matrix.fragment_elements(tp)
+        if self._strategy == "layerwise":
+            return [
+                Team(stage=stage, owner=o, hosts=1, ranks=tp, elements=held[o], members=tuple(members[o]))
+                for o in range(owners)
+            ]
+        groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
+        for group in sorted(self._groups, key=lambda group: group.index):
+            if group.stage == stage:
+                groups[group.owner].append(group)
+        return [
+            Team(stage=stage, owner=o, hosts=tp, ranks=1, elements=held[o], groups=tuple(groups[o]))
+            for o in range(owners)
+        ]
+
+    def _alone(self, team: Team) -> list[Cell]:
+        """Every rank on a device of its own."""
+        if self._hosts is not None:
+            updates = self._model.hosted(team.groups, self._hosts)
+        else:
+            updates = (self._model.duplicated(team.members),)
+        adamw = self._adamw_s(team.stage)
+        return [self._cell(team, host, adamw, update) for host, update in enumerate(updates)]
+
+    def _crowded(
+        self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
+    ) -> tuple[list[Cell], list[float]]:
+        """All ranks on the cores they share.
+
+        Args:
+            gathered: see `run`.
+
+        Returns:
+            All cells; and by stage, how long of its full rate that gathering ran before the last update was done.
+        """
+        timeline = Timeline(self._cores, self._config.cluster.crowding)
+        adamw: list[list[int]] = []
+        groups = []
+        for number, team in enumerate(teams):
+            seconds, hosts = self._adamw_s(team.stage), range(team.hosts)
+
+            def update(name: int, hosts: range, seconds: float, ranks: int) -> list[int]:
+                return [
+                    timeline.add("adamw_update", (name, host), seconds=seconds, cores=float(ranks)) for host in hosts
+                ]
+
+            if self._hosts is not None:
+                adamw.append(update(number, hosts, seconds, team.ranks))
+                group = Crowded(timeline, number, team.hosts, adamw[-1])
+                self._model.run_hosted(team.groups, self._hosts, group)
+            else:
+                begin = [timeline.add("other", (number, 0))]
+                alike = self._layout.tp
+                group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
+                self._model.run_duplicated(team.members, group)
+                group.end(0)
+                adamw.append(update(number, hosts, seconds, team.ranks))
+            groups.append(group)
+        gathers = []
+        for stage, others in enumerate(gathered or ()):
+            done = [task for team, tasks in zip(teams, adamw, strict=True) for task in tasks if team.stage == stage]
+            gathers.append(
+                timeline.add(
+                    "param_gather",
+                    ("data", stage),
+                    seconds=sum(transfer.seconds for transfer in others),
+                    cores=self._layout.tp * max((transfer.cores for transfer in others), default=0.0),
+                    after=done,
+                )
+            )
+        ran = timeline.run()
+        cells = []
+        for team, group, tasks in zip(teams, groups, adamw, strict=True):
+            for host, result in enumerate(group.results(ran)):
+                cells.append(self._cell(team, host, ran[tasks[host]].end - ran[tasks[host]].start, result))
+        windows = []
+        for stage, task in enumerate(gathers):
+            last = max(cell.seconds for cell in cells if cell.stage == stage)
+            length = ran[task].end - ran[task].start
+            within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
+            windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
+        return cells, windows
+
+    def _cell(self, team: Team, host: int, adamw_s: float, update: RankUpdate) -> Cell:
+        return Cell(
+            stage=team.stage,
+            owner=team.owner,
+            host=host,
+            ranks=team.ranks,
+            elements=team.elements,
+            adamw_s=adamw_s,
+            update=update,
+        )
+
+    def _adamw_s(self, stage: int) -> float:
+        """Of one rank's share of what AdamW updates."""
+        weights = stage_weights(self._config, self._layout, stage)
+        elements = weights.others + (weights.matrices if self._strategy == "adamw" else 0)
+        shares = 1 if self._strategy == "sc" else self._owners
+        return self._adamw_factor * adamw_seconds(elements / shares, self._config.cluster)

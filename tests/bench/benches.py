@@ -1,0 +1,120 @@
+"""Bench results by hand, with numbers as they come from four CPU ranks, for tests of reports."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from canzona_cli.bench.results import BenchResult, Measured, PhaseSeconds, Predicted, StrategyBench
+from canzona_cli.simulate.simulate import Simulated
+from tests.sizes import layout
+
+PHASES = {
+    "data": 0.0003,
+    "forward": 0.212,
+    "backward": 0.431,
+    "grad_reduce": 0.018,
+    "grad_reduce_total": 0.062,
+    "norm_clip": 0.009,
+    "exchange": 0.014,
+    "exchange_total": 0.046,
+    "matrix_update": 0.151,
+    "adamw_update": 0.022,
+    "param_gather": 0.011,
+    "param_gather_total": 0.038,
+    "other": 0.006,
+}
+UPDATES: Mapping[Simulated, float] = {"canzona": 1.0, "asc": 1.03, "layerwise": 2.2, "sc": 4.1, "adamw": 0.0}
+WOBBLE = (1.0, 1.02, 0.99, 1.04, 0.98, 1.01)
+
+
+def phases_of(strategy: Simulated) -> dict[str, float]:
+    """Seconds of a step, mean over ranks."""
+    found = dict(PHASES)
+    found["matrix_update"] *= UPDATES[strategy]
+    if strategy in ("sc", "adamw"):
+        del found["exchange"], found["exchange_total"]
+    if strategy == "sc":
+        del found["param_gather"], found["param_gather_total"]
+    if strategy == "adamw":
+        del found["matrix_update"]
+        found["adamw_update"] *= 2
+    return found
+
+
+def measured(strategy: Simulated, *, ranks: int = 4, scale: float = 1.0) -> Measured:
+    found = {name: scale * seconds for name, seconds in phases_of(strategy).items()}
+    step = sum(seconds for name, seconds in found.items() if not name.endswith("_total"))
+    tail = ("norm_clip", "exchange", "matrix_update", "adamw_update", "param_gather")
+    optimizer = sum(found.get(name, 0.0) for name in tail)
+    update = found.get("matrix_update", 0.0)
+    wobbles = [value + 0.002 * (number % 3) * len(strategy) / 4 for number, value in enumerate(WOBBLE)]
+    return Measured(
+        iteration_s=tuple(step * wobble for wobble in wobbles),
+        optimizer_s=tuple(optimizer * wobble for wobble in wobbles),
+        processor_s=tuple(2.1 * step * wobble for wobble in wobbles),
+        phases={name: PhaseSeconds(min_s=0.9 * s, mean_s=s, max_s=1.12 * s) for name, s in found.items()},
+        load_balance=1.04 if update else 1.0,
+        losses=tuple(9.7 - 0.4 * step + 1e-5 * UPDATES[strategy] for step in range(8)),
+        tensor_bytes=tuple((300 + 5 * rank) * 2**20 for rank in range(ranks)),
+        update_s=tuple(update * (0.94 + 0.04 * rank) for rank in range(ranks)) if update else (),
+    )
+
+
+def predicted(strategy: Simulated, *, scale: float = 1.0) -> Predicted:
+    found = {
+        name: scale * seconds * (1.1 if name == "matrix_update" else 0.95)
+        for name, seconds in phases_of(strategy).items()
+    }
+    tail = ("norm_clip", "exchange", "matrix_update", "adamw_update", "param_gather")
+    return Predicted(
+        iteration_s=sum(seconds for name, seconds in found.items() if not name.endswith("_total")),
+        optimizer_s=sum(found.get(name, 0.0) for name in tail),
+        phases=found,
+        load_balance=1.02,
+        tensor_bytes=None if strategy in ("sc", "layerwise", "adamw") else 310 * 2**20,
+        memory_bytes=702 * 2**20,
+    )
+
+
+def bench(
+    strategies: Sequence[Simulated] = ("canzona", "asc", "layerwise", "sc", "adamw"),
+    *,
+    tp: int = 2,
+    dp: int = 2,
+    scale: float = 1.0,
+    optimizer: str = "muon",
+) -> BenchResult:
+    """All strategies in one sitting."""
+    ours = measured(strategies[0], ranks=tp * dp, scale=scale)
+    return BenchResult(
+        recipe="qwen3-mini",
+        overrides=("model.num_layers=4", "train.seq_length=256"),
+        optimizer=optimizer,
+        layout=layout(tp=tp, dp=dp),
+        device="cpu",
+        profile="cpu-here",
+        calibrated=True,
+        machine={"processor": "Intel Xeon", "cores": 2, "torch": "2.13.0", "ranks": tp * dp, "load_average": 0.62},
+        rounds=len(WOBBLE),
+        steps_per_turn=3,
+        warm_up_rounds=1,
+        reference=strategies[0],
+        strategies={
+            name: StrategyBench(
+                measured=ours if name == strategies[0] else measured(name, ranks=tp * dp, scale=scale),
+                predicted=predicted(name, scale=scale),
+                sitting=0,
+                arithmetic="adamw" if name == "adamw" else "fused",
+            )
+            for name in strategies
+        },
+        references=(ours,),
+        notes=("splitting qkv: as far as sc and layerwise go, so that all update the same matrices",),
+    )
+
+
+def with_measured(result: BenchResult, name: Simulated, **changes: object) -> BenchResult:
+    """`result` with other measurements of one strategy."""
+    found = result.strategies[name]
+    changed = replace(found, measured=replace(found.measured, **changes))  # type: ignore[arg-type]
+    references = (changed.measured,) if name == result.reference else result.references
+    return replace(result, strategies={**result.strategies, name: changed}, references=references)

@@ -1,0 +1,121 @@
+"""Errors and orders of predictions, from results by hand with known answers."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.accuracy import APART, cells, pairs, share_good
+from canzona_cli.bench.results import BenchResult
+from canzona_cli.bench.results_file import save
+from canzona_cli.report.bench_accuracy import AccuracyView
+from canzona_cli.simulate.simulate import Simulated
+from tests.bench.benches import bench, with_measured
+from tests.report.test_bench import shown
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prediction_error.py"
+
+
+def timed(**optimizer_s: tuple[float, float]) -> BenchResult:
+    """A bench in which each strategy's optimizer step has (measured, predicted) seconds."""
+    names: tuple[Simulated, ...] = tuple(optimizer_s)  # type: ignore[arg-type]
+    result = bench(names)
+    for name in names:
+        found, planned = optimizer_s[name]
+        result = with_measured(result, name, optimizer_s=(found,) * 6)
+        strategy = result.strategies[name]
+        changed = replace(strategy, predicted=replace(strategy.predicted, optimizer_s=planned))
+        result = replace(result, strategies={**result.strategies, name: changed})
+    return result
+
+
+def test_a_cell_for_each_strategy_of_each_bench() -> None:
+    found = cells([timed(canzona=(1.0, 1.1), sc=(4.0, 2.0)), bench(("adamw",), tp=1, dp=2)], "optimizer")
+    assert [(cell.layout, cell.ranks, cell.strategy) for cell in found] == [
+        ("TP2 DP2", 4, "canzona"),
+        ("TP2 DP2", 4, "sc"),
+        ("DP2", 2, "adamw"),
+    ]
+    assert [cell.error for cell in found[:2]] == pytest.approx([0.1, -0.5])
+    assert [cell.good for cell in found[:2]] == [True, False]
+    assert share_good(found[:2]) == 0.5
+    assert share_good([]) == 1.0
+
+
+def test_the_iteration_is_judged_by_its_own_times() -> None:
+    result = bench()
+    found = cells([result], "iteration")
+    assert [cell.error for cell in found] == [result.iteration_error(cell.strategy) for cell in found]
+
+
+def test_a_pair_in_the_wrong_order_is_found() -> None:
+    found = pairs([timed(canzona=(1.0, 2.0), asc=(1.5, 1.4), sc=(4.0, 5.0))], "optimizer")
+    assert [(pair.faster, pair.slower, pair.right) for pair in found] == [
+        ("canzona", "asc", False),
+        ("canzona", "sc", True),
+        ("asc", "sc", True),
+    ]
+    assert found[0].measured == pytest.approx(1.5)
+    assert found[0].predicted == pytest.approx(0.7)
+
+
+def test_pairs_that_measured_alike_have_no_order() -> None:
+    almost = 1 + 0.99 * APART
+    assert pairs([timed(canzona=(1.0, 2.0), asc=(almost, 1.0))], "optimizer") == ()
+    assert len(pairs([timed(canzona=(1.0, 2.0), asc=(1 + 1.01 * APART, 1.0))], "optimizer")) == 1
+
+
+def test_a_prediction_of_equal_times_is_no_order() -> None:
+    assert not pairs([timed(canzona=(1.0, 1.0), sc=(2.0, 1.0))], "optimizer")[0].right
+
+
+def test_strategies_of_two_sittings_are_compared_by_way_of_the_reference() -> None:
+    """The machine has slowed down by half in the second sitting: sc only seems slower than asc."""
+    result = timed(canzona=(1.0, 1.0), asc=(1.5, 1.5), sc=(2.0, 1.2))
+    slow = replace(result.references[0], optimizer_s=(2.0,) * 6)
+    sc = replace(result.strategies["sc"], sitting=1)
+    result = replace(result, references=(result.references[0], slow), strategies={**result.strategies, "sc": sc})
+    found = {(pair.faster, pair.slower) for pair in pairs([result], "optimizer")}
+    assert found == {("canzona", "asc"), ("sc", "asc")}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_has_every_cell_the_share_and_the_wrong_pairs(width: int) -> None:
+    results = [timed(canzona=(1.0, 1.1), asc=(1.5, 1.0)), bench(("canzona", "sc"), dp=4)]
+    text = shown(AccuracyView(results), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "3 of 4 cells (75%) within 20%" in text
+    assert "canzona 2/2, asc 0/1, sc 1/1" in " ".join(text.split())
+    assert "wrong: qwen3-mini muon TP2 DP2: asc took 1.50 times as long as canzona, predicted 0.91 times" in " ".join(
+        text.split()
+    )
+    assert shown(AccuracyView(results), width, encoding="ascii").isascii()
+
+
+def run_script(*arguments: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], text=True, capture_output=True, check=False)
+
+
+def test_the_script_reads_what_bench_wrote(tmp_path: Path) -> None:
+    save(bench(), tmp_path / "a.json")
+    save(bench(("canzona", "sc"), dp=4), tmp_path / "b.json")
+    done = run_script(tmp_path / "a.json", tmp_path / "b.json")
+    assert done.returncode == 0, done.stderr
+    assert "7 of 7 cells (100%) within 20%" in done.stdout
+
+
+def test_the_script_fails_where_predictions_do(tmp_path: Path) -> None:
+    save(timed(canzona=(1.0, 1.1), asc=(1.3, 1.05)), tmp_path / "a.json")
+    done = run_script(tmp_path / "a.json")
+    assert done.returncode == 1
+    assert "wrong: " in done.stdout
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    done = run_script(tmp_path / "a.json")
+    assert done.returncode == 2
+    assert "not a result of canzona bench" in " ".join(done.stderr.split())
+    assert run_script().returncode == 2

@@ -1,0 +1,74 @@
+"""The JSON of a bench: the figures of the issue, speed-ups only where they may be told, and all of it readable back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.results_file import as_json, load, save
+from canzona_cli.errors import ConfigError
+from canzona_cli.run.statistics import Spread
+from tests.bench.benches import bench, with_measured
+
+
+def test_what_is_saved_is_loaded_back_the_same(tmp_path: Path) -> None:
+    result = bench()
+    save(result, tmp_path / "new" / "bench.json")
+    assert load(tmp_path / "new" / "bench.json") == result
+
+
+def test_speedups_are_the_ratios_round_by_round() -> None:
+    result = bench()
+    content = json.loads(json.dumps(as_json(result)))
+    ratios = [
+        theirs / ours
+        for theirs, ours in zip(
+            result.strategies["sc"].measured.optimizer_s, result.references[0].optimizer_s, strict=True
+        )
+    ]
+    told = content["speedup"]["optimizer_vs_sc"]
+    assert (told["low"], told["median"], told["high"]) == pytest.approx(tuple(vars(Spread.of(ratios)).values()))
+    assert content["overhead_over_adamw"]["median"] > 0
+    for name in ("canzona", "asc", "layerwise", "sc", "adamw"):
+        assert content["strategies"][name].keys() >= {"phases", "iteration_s", "optimizer_s", "loss", "spread"}
+        assert content["predicted"][name].keys() >= {"iteration_s", "optimizer_s", "optimizer_error"}
+
+
+def test_a_speedup_whose_intervals_overlap_is_withheld_with_the_reason() -> None:
+    result = bench()
+    ours = result.references[0].optimizer_s
+    result = with_measured(result, "asc", optimizer_s=tuple(1.001 * time for time in ours))
+    content = as_json(result)
+    assert content["speedup"]["optimizer_vs_asc"] is None  # type: ignore[index]
+    assert "overlap" in content["withheld"]["optimizer_vs_asc"]  # type: ignore[index]
+    assert content["speedup"]["optimizer_vs_sc"] is not None  # type: ignore[index]
+
+
+def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(tmp_path: Path) -> None:
+    result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
+    content = as_json(result)
+    assert set(content["speedup"].values()) == {None}  # type: ignore[attr-defined]
+    assert content["overhead_over_adamw"] is None
+    assert "sc, step 1" in content["disagreements"][0]  # type: ignore[index]
+    save(result, tmp_path / "bench.json")
+    assert load(tmp_path / "bench.json").strategies["sc"].measured.optimizer_s
+
+
+def test_what_did_not_run_is_said_to_be_missing() -> None:
+    content = as_json(bench(("canzona", "sc")))
+    assert content["withheld"].keys() >= {"optimizer_vs_layerwise", "iteration_vs_layerwise", "overhead_over_adamw"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a result"),
+        ('{"version": 99, "result": {}}', "version 99"),
+        ('{"version": 1, "result": {"rounds": "many"}}', "recipe: field required"),
+    ],
+)
+def test_other_files_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "bench.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path / "bench.json")

@@ -1,0 +1,166 @@
+"""What a bench is made of before anything starts: one layout for all strategies, and every mistake at once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.lineup import Contender, LineUp
+from canzona_cli.bench.options import Options, read_options
+from canzona_cli.bench.session import Session, prepare
+from canzona_cli.bench.sittings import seat
+from canzona_cli.bench.sweep import prepare_sweep
+from canzona_cli.config.schema import MuonConfig
+from canzona_cli.errors import ConfigError
+from canzona_cli.planner.memory import GIB
+from canzona_cli.simulate.simulate import Simulated
+
+TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
+
+
+def prepared(*overrides: str, strategies: tuple[Simulated, ...] | None = None) -> Session:
+    return prepare([*TINY, *overrides], strategies=strategies, rounds=2, steps_per_turn=3)
+
+
+def names(line_up: LineUp) -> list[str]:
+    return [contender.strategy for contender in line_up.contenders]
+
+
+def problems(*overrides: str, options: Options | None = None, strategies: tuple[Simulated, ...] | None = None) -> str:
+    """`key=value: reason` of each problem, by lines."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(
+            overrides,
+            strategies=strategies,
+            rounds=2,
+            steps_per_turn=2,
+            problems=() if options is None else options.problems,
+        )
+    return "\n".join(f"{problem.key}={problem.value}: {problem.reason}" for problem in caught.value.problems)
+
+
+def test_all_strategies_have_one_layout_batch_schedule_and_splitting() -> None:
+    line_up = prepared().line_up
+    assert names(line_up) == ["canzona", "asc", "layerwise", "sc", "adamw"]
+    configs = [contender.config for contender in line_up.contenders]
+    first = configs[0]
+    for config in configs:
+        assert (config.parallel, config.train, config.schedule, config.data) == (
+            first.parallel,
+            first.train,
+            first.schedule,
+            first.data,
+        )
+        assert config.engine.splitting == "qkv"
+        assert config.optimizer.lr == first.optimizer.lr
+    assert [config.optimizer.name for config in configs] == ["muon"] * 4 + ["adamw"]
+    assert first.train.steps == 9  # a round to warm up and two measured, three steps each
+    assert first.train.global_batch_size == line_up.layout.dp == 2
+    assert first.schedule.decay_steps == 120  # the recipe's own rates
+    assert [contender.plan is not None for contender in line_up.contenders] == [True, True, False, False, False]
+    assert {contender.arithmetic for contender in line_up.contenders[:4]} == {line_up.reference.arithmetic}
+    assert any("engine.splitting=qkv" in note for note in line_up.notes)
+
+
+def test_what_the_user_sets_stays() -> None:
+    session = prepared(
+        "engine.splitting=fused", "train.global_batch_size=8", "train.micro_batch_size=2", strategies=("canzona", "sc")
+    )
+    line_up = session.line_up
+    assert {contender.config.engine.splitting for contender in line_up.contenders} == {"fused"}
+    assert (line_up.layout.global_batch_size, line_up.layout.micro_batch_size) == (8, 2)
+    assert not any("splitting" in note or "batch" in note for note in line_up.notes)
+
+
+def test_strategies_that_only_split_further_keep_their_splitting() -> None:
+    assert prepared(strategies=("canzona", "asc")).config.engine.splitting == "split"
+
+
+def test_explicitly_different_matrices_are_not_the_same_arithmetic() -> None:
+    line_up = prepared("engine.splitting=split", strategies=("canzona", "sc")).line_up
+    ours, theirs = line_up.contenders
+    assert ours.arithmetic != theirs.arithmetic
+
+
+def test_a_strategy_the_run_cannot_have_is_left_out_unless_it_was_named() -> None:
+    line_up = prepared("optimizer=soap").line_up
+    assert "layerwise" not in names(line_up)
+    assert any(note.startswith("without layerwise: ") for note in line_up.notes)
+    told = problems(*TINY, "optimizer=soap", strategies=("canzona", "layerwise"))
+    assert told.startswith("--strategies=layerwise: ")
+
+
+def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> None:
+    options = read_options(
+        strategies=["canzna,sc"], rounds=0, steps_per_turn=1, out=tmp_path, values=["3"], gpus="8..1024"
+    )
+    told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", options=options)
+    for expected in (
+        "--strategies=canzna",
+        "--rounds=0",
+        "--steps-per-turn=1",
+        f"--out={tmp_path}: is a directory",
+        "--values=3",
+        "--gpus=8..1024",
+        "gpus=3",
+    ):
+        assert expected in told
+    told = problems(*TINY, "data=prepared", f"data.path={tmp_path}/none", "optimizer=soap", strategies=("layerwise",))
+    assert f"data.path={tmp_path}/none.bin: no such file" in told
+    assert "--strategies=layerwise" in told
+
+
+def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> None:
+    assert "optimizer=adamw" in problems(*TINY, "optimizer=adamw")
+    assert "are on 2 machines" in problems("recipe=tiny", "gpus=16")
+
+
+def contender(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Contender:
+    found = line_up.contenders[place]
+    return replace(found, state_bytes=int(state_gib * GIB), transient_bytes=int(transient_gib * GIB))
+
+
+def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() -> None:
+    line_up = prepared().line_up  # 3.25 GiB for each rank
+    sizes = (1.0, 1.0, 1.5, 1.0, 2.5)
+    line_up = replace(line_up, contenders=tuple(contender(line_up, place, size) for place, size in enumerate(sizes)))
+    seatings = seat(line_up, None)
+    assert [(tuple(c.strategy for c in s.contenders), s.alone) for s in seatings] == [
+        (("canzona", "asc", "sc"), False),  # 3 GiB that stay, and once what a step needs
+        (("canzona", "layerwise"), False),
+        (("adamw",), True),
+    ]
+
+
+def test_cpu_ranks_share_the_machines_free_memory() -> None:
+    line_up = prepared().line_up
+    together = seat(line_up, 64 * GIB)
+    assert [len(seating.contenders) for seating in together] == [5]
+    # Python and torch alone are 0.75 GiB on each of the four ranks.
+    assert all(seating.alone for seating in seat(line_up, 3 * GIB)[1:])
+
+
+def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:
+    def options(kind: str, *values: str) -> Options:
+        return read_options(strategies=[], rounds=2, steps_per_turn=2, sweep=kind, values=values)  # type: ignore[arg-type]
+
+    sweep = prepare_sweep(TINY, options("alpha"))
+    assert list(sweep.sessions) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert [session.config.engine.alpha for session in sweep.sessions.values()] == [0, 0.25, 0.5, 0.75, 1]
+    assert all(names(session.line_up) == ["canzona"] for session in sweep.sessions.values())
+
+    sweep = prepare_sweep(TINY, options("c_max"))
+    capacities = [session.config.engine.c_max_mib for session in sweep.sessions.values()]
+    assert capacities[-1] is None
+    assert capacities[:-1] == sorted(capacities[:-1], key=lambda value: value or 0.0)
+
+    sweep = prepare_sweep([*TINY, "optimizer=adamw"], options("optimizer", "muon,soap"))
+    assert isinstance(sweep.sessions["muon"].config.optimizer, MuonConfig)
+    assert sweep.sessions["soap"].config.optimizer.name == "soap"
+
+    with pytest.raises(ConfigError) as caught:
+        prepare_sweep(TINY, options("gpus", "3", "4", "5"))
+    assert [problem.value for problem in caught.value.problems] == [3, 5]
+    for kind, tp in (("alpha", 4), ("c_max", 1)):
+        with pytest.raises(ConfigError, match="this layout has"):
+            prepare_sweep(["recipe=tiny", "gpus=4", f"parallel.tp={tp}"], options(kind))

@@ -1,0 +1,185 @@
+"""Scaling on paper: every size, strategy and number of GPUs, those that are impossible with the reason."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.results import STRATEGIES
+from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.errors import ConfigError
+from canzona_cli.report.bench_simulated import SimulationView, draw
+from canzona_cli.run.words import json_text
+from canzona_cli.simulate.compare import study_run
+from canzona_cli.simulate.simulate import assumptions
+from tests.report.test_bench import PNG, line_of, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("8..1024", (8, 16, 32, 64, 128, 256, 512, 1024)),
+        ("8,64,256", (8, 64, 256)),
+        ("256, 8, 8", (8, 256)),
+        ("6..24,8", (6, 8, 12, 24)),
+        ("4..4", (4,)),
+        ("1", (1,)),
+    ],
+)
+def test_numbers_of_gpus(text: str, gpus: tuple[int, ...]) -> None:
+    assert parse_gpus(text) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("8..1000", "doubling 8 does not lead to 1000, but to 512 and 1024"),
+        ("64..8", "ends before it begins"),
+        ("0..8", "counted from 1"),
+        ("8..", "no number of GPUs"),
+        ("-8", "no number of GPUs"),
+        ("eight", "no number of GPUs"),
+        ("", "no number of GPUs"),
+        ("8,,16", "no number of GPUs"),
+        ("٨", "no number of GPUs"),
+        (f"1..{2 * MOST_GPUS}", "more than the"),
+    ],
+)
+def test_bad_numbers_of_gpus(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_gpus(text)
+    (problem,) = raised.value.problems
+    assert problem.key == "--gpus"
+    assert reason in problem.reason
+    assert problem.fix
+
+
+def test_every_bad_number_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_gpus("x,8,0,9..8")
+    assert [problem.value for problem in raised.value.problems] == ["x", "0", "9..8"]
+
+
+@pytest.fixture(scope="module")
+def muon() -> Simulation:
+    return run_simulation([], (8, 256), ["0.6b", "32b"])
+
+
+def test_a_cell_is_what_the_plan_of_that_very_run_says(muon: Simulation) -> None:
+    config, layout = resolve(compose_run(["recipe=32b", "gpus=256"], training=False).config)
+    study = study_run(config, layout)
+    cell = muon.of("qwen3-32b")[1]
+    assert cell.layout == layout
+    assert list(cell.strategies) == list(STRATEGIES)
+    for name, found in cell.strategies.items():
+        assert found.iteration_s == study.strategies[name].result.iteration_s
+        assert found.optimizer_exposed_s == study.strategies[name].result.optimizer_exposed_s
+        assert found.overhead_over_adamw == study.overhead(name)
+        assert found.fits == study.strategies[name].fits
+    assert cell.ratio("sc") == study.optimizer_speedup("sc")
+    assert cell.strategies["adamw"].overhead_over_adamw == 0
+
+
+def test_all_of_qwen3_is_the_default_and_a_recipe_names_one() -> None:
+    assert run_simulation(["recipe=1.7b"], (8,)).recipes == ("qwen3-1.7b",)
+    assert len(run_simulation([], (64,)).recipes) == 6
+
+
+def test_what_does_not_fit_is_said_not_dropped() -> None:
+    simulation = run_simulation(["recipe=32b"], (1, 64))
+    impossible, possible = simulation.cells
+    assert impossible.layout is None
+    assert "needs at least" in impossible.reason
+    assert impossible.ratio("sc") is None
+    assert possible.strategies
+    text = shown(SimulationView(simulation))
+    assert "1: no layout: gpus: qwen3-32b needs at least" in text
+    assert line_of(text, "1 ").split()[1] == "-"
+
+
+def test_a_number_of_gpus_that_cannot_share_the_batch_is_said() -> None:
+    simulation = run_simulation(["recipe=tiny"], (2, 11))
+    assert simulation.cells[0].strategies
+    assert not simulation.cells[1].strategies
+    assert simulation.cells[1].reason
+
+
+def test_a_mistake_is_no_cell() -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_simulation(["recipe=0.6b", "optimizer.lrr=1"], (8, 16))
+    assert [problem.key for problem in raised.value.problems] == ["optimizer.lrr"]
+    with pytest.raises(ConfigError) as raised:
+        run_simulation(["recipe=0.6b", "gpus=8"], (8, 16))
+    assert raised.value.problems[0].fix == "write --gpus 8"
+    with pytest.raises(ConfigError, match="no matrices to plan"):
+        run_simulation(["recipe=0.6b", "optimizer=adamw"], (8,))
+    with pytest.raises(ConfigError, match="twice"):
+        run_simulation(["recipe=0.6b"], (8,), ["8b"])
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
+def test_preconditioners_gain_most(muon: Simulation, optimizer: str) -> None:
+    """Their updates take longer than Muon's, so what repeating them costs weighs more."""
+    simulation = run_simulation(["recipe=32b", f"optimizer={optimizer}"], (256,))
+    found, ours = simulation.cells[0].ratio("sc"), muon.of("qwen3-32b")[1].ratio("sc")
+    assert found is not None
+    assert ours is not None
+    assert found > 30
+    text = shown(SimulationView(simulation))
+    assert f"{found:.0f}x" in text
+    assert "Megatron has it for muon alone" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(muon: Simulation, width: int) -> None:
+    text = shown(SimulationView(muon), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "not measured" in text.splitlines()[0]
+    assert shown(SimulationView(muon), width, encoding="ascii").isascii()
+
+
+def test_what_the_numbers_rest_on_is_printed(muon: Simulation) -> None:
+    text = shown(SimulationView(muon), 400)
+    assert muon.assumptions == assumptions()
+    assert all(line in " ".join(text.split()) for line in muon.assumptions)
+    assert "not calibrated" in text
+
+
+def test_strategies_that_do_not_fit_are_marked(muon: Simulation) -> None:
+    text = shown(SimulationView(muon))
+    assert not muon.of("qwen3-32b")[1].strategies["sc"].fits
+    assert "!" in line_of(text.partition("qwen3-32b")[2], "256")
+    assert "! does not fit into memory" in text
+
+
+def test_json_holds_every_cell(muon: Simulation) -> None:
+    found = json.loads(json_text(muon.as_json()))
+    assert found["simulated"] is True
+    assert [(cell["recipe"], cell["gpus"]) for cell in found["cells"]] == [
+        (name, gpus) for name in ("qwen3-0.6b", "qwen3-32b") for gpus in (8, 256)
+    ]
+    for cell in found["cells"]:
+        for name, ratio in cell["optimizer_over_canzona"].items():
+            mine = cell["strategies"]["canzona"]["optimizer_s"]
+            assert math.isclose(ratio, cell["strategies"][name]["optimizer_s"] / mine)
+
+
+def test_the_curves_are_drawn(muon: Simulation, tmp_path: Path) -> None:
+    draw(muon, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)
+    draw(run_simulation(["recipe=32b"], (1,)), tmp_path / "none.png")
+    assert (tmp_path / "none.png").read_bytes().startswith(PNG)
+
+
+def test_simulating_needs_no_torch() -> None:
+    code = (
+        "import sys, canzona_cli.bench.simulated, canzona_cli.report.bench, canzona_cli.report.bench_sweep, "
+        "canzona_cli.report.bench_simulated; "
+        "print([name for name in ('torch', 'megatron', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,147 @@
+"""From what ranks have measured to a profile: each number in its place, the rest the base profile's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.calibrate.calibrate import prepared
+from canzona_cli.calibrate.measurement import Recorder, parts, read_record
+from canzona_cli.calibrate.profile import profile_of, shortened
+from canzona_cli.cluster.machine import cores, processor_name, torch_version
+from canzona_cli.config.compose import compose_run
+from canzona_cli.errors import ConfigError
+from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.links import Group, Links
+from canzona_cli.run.files import RunFiles
+from canzona_cli.simulate.model_time import stage_time
+from tests.calibrate.calibrations import ALL, MEASUREMENTS, RECORD, calibration, cut_off, number, profile, run
+
+
+def test_measured_numbers_stand_in_place_of_the_base_profiles() -> None:
+    base = run()[0].cluster
+    found = profile()
+    assert found.matmul_tflops == ((64, 0.03), (512, 0.9), (2048, 0.8))
+    assert found.bf16_tflops == 0.9, "no datasheet tells a processor's peak: the fastest product"
+    assert (found.fp32_tflops, found.qr_tflops, found.eigh_tflops) == (0.2, 0.04, 0.1)
+    assert found.launch_us == 0.9123, "four significant digits"
+    assert found.adamw_ns == 3.5
+    assert memory_rate(found) == pytest.approx(0.9 * 17e9)
+    assert found.measured_updates == (
+        ("megatron/muon/standard/5", 256, 768, 3.5e-3),
+        ("muon/standard/5", 256, 768, 2.5e-3),
+    )
+    assert ("all_reduce", 2, 8.0, 2e-5, 1.25) in found.collectives
+    assert (found.name, found.cores, found.not_measured) == ("here", cores(), ())
+    assert found.measured_on == {
+        "processor": "A",
+        "cores": 2,
+        "base": "cpu",
+        "torch": "2.10.0",
+        "backend": "gloo",
+        "threads": 1,
+        "workers": 2,
+    }
+    assert (found.memory_gib, found.inter_node_gb_per_s) == (base.memory_gib, base.inter_node_gb_per_s)
+
+
+def test_latency_and_bandwidth_say_of_two_ranks_what_was_measured() -> None:
+    links = Links(cluster=replace(profile(), collectives=()))
+    pair = Group(size=2, per_machine=2)
+    for size, seconds in ((8, 1e-4), (8 << 20, 5.1e-3)):
+        assert links.all_to_all([size, size], [size, size], pair).seconds == pytest.approx(seconds, rel=0.01)
+
+
+def test_factors_make_the_model_say_what_was_measured() -> None:
+    config, layout = run()
+    found = profile()
+    plain = replace(found, forward_factor=1.0, backward_factor=1.0)
+    predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
+    assert predicted.forward_s * found.forward_factor == pytest.approx(0.2, rel=1e-3)
+    assert predicted.backward_s * found.backward_factor == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_calibration_that_was_cut_off_keeps_what_it_has_and_names_the_rest() -> None:
+    found, base = cut_off(), run()[0].cluster
+    assert found.profile.not_measured == ("collectives", "model", "updates")
+    assert found.profile.fp32_tflops == 0.2
+    assert found.profile.collectives, "half a part is kept"
+    assert (found.profile.forward_factor, found.profile.measured_updates) == (base.forward_factor, ())
+    assert any("not measured: collectives, model, updates" in warning for warning in found.warnings)
+
+
+def test_nothing_measured_is_the_base_profile() -> None:
+    base = run()[0].cluster
+    found = profile(replace(RECORD, measurements=(), done=(), facts=None))
+    assert found == replace(
+        base,
+        name="here",
+        measured_on={"processor": "A", "cores": 2, "base": "cpu"},
+        not_measured=ALL,
+        cores=cores(),
+        nodes=None,
+    )
+
+
+def test_rows_of_the_base_stay_if_it_was_measured_here() -> None:
+    config, layout = run()
+    here: dict[str, str | int | float] = {
+        "processor": processor_name(),
+        "cores": cores(),
+        "torch": torch_version(),
+    }
+    row = ("soap", 64, 64, 1e-3)
+    theirs = {**here, "processor": "another"}
+    for measured_on, kept in ((here, True), (theirs, False), (dict[str, str | int | float](), False)):
+        base = replace(config.cluster, measured_updates=(row,), measured_on=measured_on)
+        found = profile_of(replace(config, cluster=base), layout, RECORD, name="new", facts={})
+        assert (row in found.measured_updates) == kept, measured_on
+        assert len(found.measured_updates) == 2 + kept
+
+
+def test_spread_and_load_are_warned_of() -> None:
+    quiet = replace(calibration(), load=0.0)
+    assert quiet.warnings == ("spread above 20%: adamw_ns 50%",)
+    assert "other programs are running" in replace(quiet, load=cores() + 1.0).warnings[0]
+
+
+def test_ranks_write_lines_that_the_launcher_reads(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    pen, silent = Recorder(files, writes=True), Recorder(files, writes=False)
+    silent.add(number("launch_us", 7.0))
+    assert RECORD.facts is not None
+    pen.facts(RECORD.facts)
+    for measurement in MEASUREMENTS:
+        pen.add(measurement)
+    for part in ALL:
+        pen.done(part)
+    pen.skipped("soap of 9 x 9: too long")
+    with (tmp_path / "measured.jsonl").open("a") as file:
+        file.write('{"measurement": {"quantity": "launch')  # the rank was killed here
+    assert read_record(files) == replace(RECORD, skipped=("soap of 9 x 9: too long",))
+
+
+def test_one_rank_has_no_collectives() -> None:
+    assert tuple(parts(2)) == ALL
+    assert tuple(parts(1)) == tuple(part for part in ALL if part != "collectives")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["recipe=tiny", "gpus=1"], "gpus=4"),
+        (["recipe=tiny", "gpus=9"], "gpus=8"),
+        (["recipe=32b", "gpus=64"], "gpus=8"),
+    ],
+)
+def test_too_few_and_too_many_ranks_are_refused(overrides: list[str], fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(compose_run(overrides, training=False).config)
+    [problem] = caught.value.problems
+    assert problem.key == "gpus"
+    assert fix in problem.fix
+
+
+def test_one_gpu_is_enough() -> None:
+    config, layout = prepared(compose_run(["recipe=8b", "gpus=1"], training=False).config)
+    assert (layout.world_size, config.parallel.tp) == (1, 1)

@@ -1,0 +1,84 @@
+"""What calibration measures of updates is what plans look up, and what Megatron runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.calibrate.effort import FULL, QUICK, Orders
+from canzona_cli.calibrate.team import LEAST, MOST, repeat
+from canzona_cli.calibrate.updates import expected, shapes, ways
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import MuonConfig
+from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
+from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.optimizers.muon import Muon
+from canzona_cli.planner.cost import algorithm, label
+from canzona_cli.run.files import RunFiles
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "shampoo", "adamw"])
+def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
+    config = compose_run(["recipe=tiny", f"optimizer={optimizer}"]).config
+    found = {way.label: way for way in ways(config)}
+    assert set(found) == {
+        *("muon/standard/5", "muon/standard/5/stacked", "megatron/muon/standard/5"),
+        *("soap", "shampoo"),
+    }
+    for name, way in found.items():
+        assert name.removeprefix("megatron/") == label(algorithm(way.config))
+
+
+def test_a_recipes_own_settings_are_measured() -> None:
+    config = compose_run(["recipe=tiny", "optimizer.ns_steps=7"]).config
+    assert {way.label for way in ways(config)} >= {"muon/standard/7", "megatron/muon/standard/7"}
+
+
+def test_shapes_are_those_of_both_splittings() -> None:
+    config = compose_run(["recipe=tiny"]).config
+    found = shapes(config)
+    assert set(found) == {*layer_shapes(config.model, "qkv"), *layer_shapes(config.model, "split")}
+    assert len(found) == len(set(found))
+    soap = next(way for way in ways(config) if way.label == "soap")
+    assert expected(soap, 1536, 256) > expected(soap, 256, 256), "decompositions grow with the longer side"
+
+
+def test_megatrons_muon_by_itself_makes_the_update_that_ours_makes() -> None:
+    settings = MuonConfig(name="muon", lr=0.02)
+    generator = torch.Generator().manual_seed(1)
+    start, grad = (torch.randn(48, 64, generator=generator) for _ in range(2))
+    theirs, ours = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    theirs.grad, ours.grad = grad.clone(), grad.clone()
+    megatron_muon([theirs], settings, "fp32").step()
+    Muon([ours], settings.lr, weight_decay=settings.weight_decay, scale_factor=0.2, precision="fp32").step()
+    torch.testing.assert_close(theirs.detach(), ours.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_megatrons_adam_decays_weights_apart() -> None:
+    settings = replace(MuonConfig(name="muon", lr=0.1), weight_decay=0.5)
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.zeros(4)
+    megatron_adam([weight], settings).step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 0.95))
+
+
+def test_a_number_is_repeated_within_its_budget() -> None:
+    calls = 0
+
+    def work() -> None:
+        nonlocal calls
+        calls += 1
+        torch.ones(1 << 20).sum()
+
+    assert len(repeat(work, CPU, 1e-9)) == 1, "a call that is four times its budget is not repeated"
+    assert LEAST <= len(repeat(work, CPU, 0.05)) <= MOST
+    assert calls > LEAST
+
+
+def test_orders_reach_the_ranks(tmp_path: Path) -> None:
+    for effort in (FULL, QUICK):
+        Orders(effort=effort, workers=2).write(RunFiles(tmp_path))
+        assert Orders.read(RunFiles(tmp_path)) == Orders(effort=effort, workers=2)

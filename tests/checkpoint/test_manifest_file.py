@@ -1,0 +1,111 @@
+"""Manifests come back exactly; no changed bit goes unseen; no name in one leads out of its folder."""
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.checkpoint.manifest import Header, Manifest, Scalar, StoredFile, StoredTensor
+from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
+from tests.checkpoint.checkpoints import header
+
+HASH = "0f" * 32
+FIELDS = {name: getattr(header(30), name) for name in Header.__dataclass_fields__}
+MANIFEST = Manifest(
+    **FIELDS,
+    files={"rank-00000.safetensors": StoredFile(bytes=400, blake3=HASH)},
+    tensors={
+        "layers.0.q/master": StoredTensor(file="rank-00000.safetensors", dtype="F32", shape=(4, 8)),
+        "layers.0.q/scale": StoredTensor(file="rank-00000.safetensors", dtype="BF16", shape=()),
+    },
+    scalars={"layers.0.q/step": 30},
+)
+
+
+def signed(value: dict[str, object]) -> bytes:
+    """A manifest that somebody made, with the right hash."""
+    body = json.dumps(value, indent=0)[2:].encode()
+    return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
+
+
+def plain(manifest: Manifest) -> dict[str, object]:
+    value: dict[str, object] = json.loads(manifest_text(manifest))
+    return {key: value for key, value in value.items() if key != "sha256"}
+
+
+def test_a_manifest_comes_back_as_it_was_and_is_json() -> None:
+    assert parse_manifest(manifest_text(MANIFEST).encode()) == MANIFEST
+    assert parse_manifest(signed(plain(MANIFEST))) == MANIFEST
+    assert plain(MANIFEST)["progress"] == {"step": 30, "samples": 960, "tokens": 245760, "skipped": 0, "fallbacks": 0}
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, 0, 1, -(1 << 70), 1.0, 0.1, 5e-324, math.inf, -math.inf, None, "", "é\n\x00", "1"]
+)
+def test_scalars_keep_their_value_and_their_type(value: Scalar) -> None:
+    found = parse_manifest(manifest_text(replace(MANIFEST, scalars={"x": value})).encode()).scalars["x"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_scalar_that_is_not_a_number_stays_one() -> None:
+    found = parse_manifest(manifest_text(replace(MANIFEST, scalars={"x": math.nan})).encode()).scalars["x"]
+    assert isinstance(found, float)
+    assert math.isnan(found)
+
+
+def test_no_changed_bit_and_no_missing_byte_goes_unseen() -> None:
+    text = manifest_text(MANIFEST).encode()
+    for place in range(len(text)):
+        for bit in range(8):
+            changed = bytearray(text)
+            changed[place] ^= 1 << bit
+            with pytest.raises(ValueError, match="damaged"):
+                parse_manifest(bytes(changed))
+        with pytest.raises(ValueError, match="damaged"):
+            parse_manifest(text[:place])
+    with pytest.raises(ValueError, match="damaged"):
+        parse_manifest(text + b"\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "manifest.json", "a\n", "-rf", "x" * 101, "a\\b"]
+)
+def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not a name of a file in a checkpoint"):
+        parse_manifest(manifest_text(replace(MANIFEST, files={name: StoredFile(bytes=1, blake3=HASH)})).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "other"}, "not the manifest of a checkpoint"),
+        ({"version": 2}, "version 2; this canzona reads version 1"),
+        ({"world_size": 0}, "negative"),
+        ({"world_size": "4"}, "world_size"),
+        ({"progress": {"step": -1, "samples": 0, "tokens": 0}}, "negative"),
+        ({"files": {"a": {"bytes": -1, "blake3": HASH}}}, "files.a"),
+        ({"files": {"a": {"bytes": 1, "blake3": "0F" * 32}}}, "files.a"),
+        ({"files": {}}, "not among the files"),
+        ({"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "F32", "shape": [101]}}}, "smaller than"),
+        (
+            {"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "F32", "shape": [-1, -1]}}},
+            "no type and shape",
+        ),
+        ({"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "object", "shape": [1]}}}, "no type and shape"),
+        ({"scalars": {"s": {"__reduce__": 1}}}, "scalars.s"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused_in_words_though_its_hash_is_right(
+    change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_manifest(signed(plain(MANIFEST) | change))
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'"format": 1', b"\xff}"])
+def test_a_manifest_that_is_no_json_is_refused_in_words(body: bytes) -> None:
+    text = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
+    with pytest.raises(ValueError, match="not JSON"):
+        parse_manifest(text)

@@ -1,0 +1,167 @@
+"""Properties every resolved layout has, whatever the model, the GPU count and what the user has set."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.layout_rules import layout_problems
+from canzona_cli.config.schema import ParallelConfig, RunConfig
+from canzona_cli.errors import ConfigError, DoesNotFit
+from canzona_cli.planner.memory import estimate
+from tests.sizes import Size, run
+
+SIZES: tuple[Size, ...] = ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")
+
+runs = st.builds(
+    run,
+    st.sampled_from(SIZES),
+    st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 40, 64, 256, 1000, 1024)),
+    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "canzona")),
+    tp=st.sampled_from((None, None, 1, 2, 4)),
+    pp=st.sampled_from((None, None, 1, 2, 4)),
+    micro_batch_size=st.sampled_from((None, None, 1, 3)),
+    recompute=st.sampled_from((None, None, "none", "selective", "full")),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(config=runs)
+def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
+    try:
+        resolved, layout = fit.resolve(config)
+    except (ConfigError, DoesNotFit):
+        assume(False)
+    assert layout.world_size == config.gpus
+    assert layout.global_batch_size == layout.dp * layout.micro_batch_size * layout.num_microbatches
+    assert layout.num_microbatches >= 1
+    target = config.train.batch_tokens / config.train.seq_length
+    assert abs(layout.global_batch_size - target) <= fit.BATCH_TOLERANCE * target
+    assert estimate(resolved, layout).fits
+    # What the user set is kept, and nothing is left open.
+    for ours, theirs in ((resolved.parallel, config.parallel), (resolved.train, config.train)):
+        for name in ("tp", "pp", "sequence_parallel", "micro_batch_size", "global_batch_size", "recompute"):
+            if hasattr(ours, name):
+                assert getattr(ours, name) is not None
+                assert getattr(theirs, name) in (None, getattr(ours, name))
+    assert resolved.cluster.nodes == -(-config.gpus // 8)
+    assert layout_problems(resolved) == []
+    # The resolved values, set explicitly, are a fixed point; and the same question has the same answer.
+    assert fit.resolve(resolved) == (resolved, layout)
+    assert fit.resolve(config) == (resolved, layout)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    config=st.builds(
+        run,
+        st.sampled_from(("4b", "8b", "14b", "32b")),
+        st.sampled_from((1, 2, 7, 8)),
+        strategy=st.sampled_from(("adamw", "sc", "layerwise")),
+        tp=st.sampled_from((None, 1)),
+        pp=st.sampled_from((None, 1)),
+        recompute=st.sampled_from((None, "none")),
+    )
+)
+def test_what_does_not_fit_says_what_would(config: RunConfig) -> None:
+    try:
+        fit.resolve(config)
+    except DoesNotFit as error:
+        (problem,) = error.problems
+    else:
+        assume(False)
+    assert not any(candidate.fits for candidate in fit.candidates(config))
+    for suggestion in fit.suggestions(config):
+        assert suggestion.override in problem.fix
+        _, layout = fit.resolve(suggestion.config)
+        assert layout == suggestion.candidate.layout
+        assert estimate(suggestion.config, layout).fits
+
+
+@pytest.mark.parametrize("size", ["8b", "14b", "32b"])
+def test_more_gpus_are_suggested_and_the_fewest(size: Size) -> None:
+    config = run(size, 1)
+    counts = [way.config.gpus for way in fit.suggestions(config) if way.override.startswith("gpus=")]
+    assert len(counts) == 1
+    for fewer in range(1, counts[0]):
+        with pytest.raises(DoesNotFit):
+            fit.resolve(replace(config, gpus=fewer))
+
+
+def test_the_layout_of_the_paper_is_found_for_32b_on_256_gpus() -> None:
+    """Canzona (arXiv 2602.06079) trains Qwen3-32B on 256 GPUs with DP 32 x TP 8."""
+    _, layout = fit.resolve(run("32b", 256))
+    assert (layout.tp, layout.pp, layout.dp) == (8, 1, 32)
+    assert layout.sequence_parallel
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_tiny_prefers_data_parallelism_on_a_laptop(gpus: int) -> None:
+    _, layout = fit.resolve(run("tiny", gpus))
+    assert (layout.tp, layout.pp, layout.dp) == (1, 1, gpus)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, None, 2), (2, 2, 1), (4, 1, 1), (None, 2, 2), (1, 1, 4)])
+def test_tiny_keeps_what_is_set(tp: int | None, pp: int | None, dp: int) -> None:
+    _, layout = fit.resolve(run("tiny", 4, tp=tp, pp=pp))
+    assert (layout.tp, layout.pp, layout.dp) == (tp or 1, pp or 1, dp)
+
+
+def test_tensor_parallelism_stays_inside_a_machine_unless_asked() -> None:
+    pairs = replace(run("8b", 16).cluster, gpus_per_node=2)
+    assert max(candidate.layout.tp for candidate in fit.explain(run("8b", 16, cluster=pairs))) == 2
+    assert fit.resolve(run("8b", 16, tp=4, cluster=pairs))[1].tp == 4
+
+
+def test_candidates_are_explained_best_first() -> None:
+    config = run("14b", 8)
+    explained = fit.explain(config)
+    assert explained[0].layout == fit.resolve(config)[1]
+    flags = [candidate.fits for candidate in explained]
+    assert flags == sorted(flags, reverse=True)
+    assert all(sum(candidate.time.parts.values()) == candidate.time.total for candidate in explained)
+    assert {"compute", "recompute", "tp", "bubble", "dp", "matrix_update"} <= explained[0].time.parts.keys()
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        fit.resolve(run("tiny", 4, tp=3, pp=3))
+    assert {problem.key for problem in caught.value.problems} == {"parallel.tp", "parallel.pp", "gpus"}
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused_with_one_that_can() -> None:
+    with pytest.raises(ConfigError) as caught:
+        fit.resolve(run("tiny", 64, tp=1, pp=1))
+    (problem,) = caught.value.problems
+    assert problem.key == "train.batch_tokens"
+    assert "train.global_batch_size=64" in problem.fix
+    assert fit.resolve(run("tiny", 64, tp=1, pp=1, global_batch_size=64))[1].global_batch_size == 64
+
+
+def test_a_batch_no_layout_divides_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        fit.resolve(run("tiny", 8, tp=1, global_batch_size=3))
+    assert caught.value.problems[0].key == "train.global_batch_size"
+
+
+def test_context_parallelism_takes_its_ranks() -> None:
+    config = replace(run("8b", 16), parallel=ParallelConfig(cp=2))
+    _, layout = fit.resolve(config)
+    assert layout.cp == 2
+    assert layout.world_size == 16
+
+
+@pytest.mark.parametrize("strategy", ["layerwise", "canzona"])
+def test_resolving_a_thousand_gpus_takes_milliseconds(strategy: str) -> None:
+    """It runs on every dry run: 50 ms is the aim, 100 the bound on a busy machine (best of five, cold caches)."""
+    config = run("32b", 1024, strategy=strategy)  # type: ignore[arg-type]
+    fastest = float("inf")
+    for bucket in range(5):
+        fresh = replace(config, parallel=replace(config.parallel, bucket_elements=40_000_000 + bucket))
+        begin = time.perf_counter()
+        fit.resolve(fresh)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert fastest < 0.1

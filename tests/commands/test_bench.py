@@ -1,0 +1,96 @@
+"""`canzona bench` for real: workers under torchrun, JSON and files as promised, mistakes without a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.options import read_options
+from canzona_cli.bench.results_file import as_json, load
+from canzona_cli.commands.bench import hand_over
+from canzona_cli.planner.plan_file import read_plan
+from tests.bench.benches import bench, with_measured
+from tests.commands.support import canzona, importable
+
+RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, corpus_cache: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A bench of three strategies, two measured rounds of two steps, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, "-m", "canzona_cli.app", "bench", *RUN, "--strategies", "canzona,sc,adamw"]
+    command += ["--rounds", "2", "--steps-per-turn", "2", "--json", "--out", "out/r.json"]
+    environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
+    return folder, subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def test_json_has_every_strategy_measured_and_predicted(
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, finished = done
+    assert finished.returncode == 0, finished.stderr
+    content = json.loads(finished.stdout)
+    assert json.loads((folder / "out" / "r.json").read_text(encoding="utf-8")) == content
+    assert set(content["strategies"]) == set(content["predicted"]) == {"canzona", "sc", "adamw"}
+    assert set(content["speedup"]) >= {"optimizer_vs_sc", "iteration_vs_sc", "optimizer_vs_layerwise"}
+    assert content["speedup"]["optimizer_vs_layerwise"] is None
+    for name, value in content["speedup"].items():
+        assert (value is None) == (name in content["withheld"])
+    assert content["disagreements"] == []
+    assert content["layout"]["tp"] == 2
+    result = load(folder / "out" / "r.json")
+    assert result.reference == "canzona"
+    for found in result.strategies.values():
+        assert len(found.measured.iteration_s) == len(found.measured.optimizer_s) == 2
+        assert len(found.measured.losses) == 6
+
+
+def test_the_bench_directory_keeps_configurations_the_plan_and_the_result(
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = done
+    (run,) = (folder / "bench").iterdir()
+    assert run.name.startswith("qwen3-tiny-")
+    assert load(run / "bench.json") == load(folder / "out" / "r.json")
+    assert read_plan(run / "plan-canzona.json").subject.settings.splitting == "qkv"
+    assert not (run / "plan-sc.json").exists()
+    assert {path.name for path in run.glob("config-*.yaml")} == {
+        "config-adamw.yaml",
+        "config-canzona.yaml",
+        "config-sc.yaml",
+    }
+    assert json.loads((run / "sitting-0" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
+    assert "canzona_cli.bench.worker" in (run / "sitting-0" / "command.txt").read_text(encoding="utf-8")
+
+
+def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    told = canzona(
+        "bench", "recipe=tiny", "gpus=3", "parallel.tp=2", "--strategies", "best", "--rounds", "0", "--out", "taken",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert told.returncode == 2
+    for word in ("--strategies = best", "--rounds = 0", "--out = taken", "gpus = 3"):
+        assert word in told.stderr
+    assert "Traceback" not in told.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_simulation_runs_nothing(tmp_path: Path) -> None:
+    told = canzona("bench", "recipe=8b", "--simulate", "--gpus", "8,64", "--json", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert [cell["gpus"] for cell in json.loads(told.stdout)["cells"]] == [8, 64]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_strategies_that_disagree_are_written_all_the_same(tmp_path: Path) -> None:
+    result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
+    options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
+    hand_over(as_json(result), options, json=False)
+    assert load(tmp_path / "r.json") == result

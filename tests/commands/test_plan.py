@@ -1,0 +1,278 @@
+"""`canzona plan`: what it prints, what it writes, what it refuses; without torch, and the same every time."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands.support import canzona, importable
+
+LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
+SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
+SHAPES = """
+name: my model
+hidden_size: 512
+embedding: 512000
+layers: 4
+matrices:
+  - {name: qkv, rows: 768, cols: 512, shard: rows}
+  - {name: proj, rows: 512, cols: 512, shard: cols}
+  - {name: up, rows: 2048, cols: 512, shard: rows}
+  - {name: down, rows: 512, cols: 2048, shard: cols}
+"""
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, object]:
+    result = canzona(*LARGE, "--dry-run", "--json")
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert isinstance(content, dict)
+    return content
+
+
+def told(result: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_json_has_what_scripts_rely_on(large: dict[str, object]) -> None:
+    def keys(*path: str) -> set[str]:
+        found: object = large
+        for name in path:
+            assert isinstance(found, dict)
+            found = found[name]
+        assert isinstance(found, dict)
+        return set(found)
+
+    assert {"plan_hash", "planning_s", "assumptions"} <= keys()
+    assert {"tp", "pp", "dp"} <= keys("layout")
+    assert {"dp", "tp", "grid", "lower_bound"} <= keys("load_balance")
+    assert {"total", "weights", "gradients", "masters"} <= keys("memory", "per_gpu_bytes")
+    assert {"per_gpu_bytes", "worst_rank"} <= keys("memory")
+    assert {"dp_reduce_bytes", "dp_gather_bytes", "tp_exchange_bytes", "padding_fraction"} <= keys("communication")
+    assert keys("strategies") == {"sc", "layerwise", "asc", "canzona", "adamw"}
+    for strategy in keys("strategies"):
+        wanted = {"iteration_s", "optimizer_s", "optimizer_exposed_s", "phases"}
+        assert wanted <= keys("strategies", strategy)
+        assert {"forward", "backward", "matrix_update", "param_gather"} <= keys("strategies", strategy, "phases")
+    wanted = {f"{what}_vs_{over}" for what in ("optimizer", "iteration") for over in ("sc", "layerwise")}
+    assert wanted <= keys("speedup")
+
+
+def test_json_adds_up(large: dict[str, dict[str, dict[str, float]]]) -> None:
+    memory = dict(large["memory"]["per_gpu_bytes"])
+    assert memory.pop("total") == sum(memory.values())
+    assert large["load_balance"]["grid"] >= large["load_balance"]["lower_bound"]  # type: ignore[operator]
+    for compared in large["strategies"].values():
+        phases: dict[str, float] = compared["phases"]  # type: ignore[assignment]
+        parts = math.fsum(seconds for name, seconds in phases.items() if not name.endswith("_total"))
+        assert parts == pytest.approx(compared["iteration_s"])
+    optimizer = {name: compared["optimizer_s"] for name, compared in large["strategies"].items()}
+    assert large["speedup"]["optimizer_vs_sc"] == pytest.approx(optimizer["sc"] / optimizer["canzona"])
+
+
+def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str, dict[str, float]]]) -> None:
+    times = {name: compared["iteration_s"] for name, compared in large["strategies"].items()}
+    assert times["adamw"] < times["canzona"] < times["asc"] < times["layerwise"] < times["sc"]
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
+def test_the_report_fits_its_terminal_and_says_the_essentials(columns: str) -> None:
+    result = canzona(*LARGE, "--dry-run", environment={"COLUMNS": columns})
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= min(int(columns), 120)
+    text = " ".join(result.stdout.split())
+    for words in ("load balance", "no plan can be below", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
+        assert words in text
+    assert "nothing was written" in text
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    result = canzona(*SMALL, "--dry-run", environment={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    assert canzona(*SMALL, "--dry-run", cwd=tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_is_written_where_train_looks_and_reads_back(tmp_path: Path) -> None:
+    first = canzona(*SMALL, "--json", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    said = json.loads(first.stdout)
+    (path,) = (tmp_path / "plans").iterdir()
+    assert said["plan_file"] == f"plans/{path.name}"
+    assert path.name == f"qwen3-tiny-8gpus-{said['plan_hash'][:8]}.json"
+    from canzona_cli.planner.plan_file import read_plan
+
+    assert read_plan(path).hash == said["plan_hash"]
+    before = path.read_bytes()
+    assert canzona(*SMALL, cwd=tmp_path).returncode == 0
+    assert path.read_bytes() == before
+    assert len(list((tmp_path / "plans").iterdir())) == 1
+
+
+def test_out_names_another_place(tmp_path: Path) -> None:
+    result = canzona(*SMALL, "--out", "deep/er/my.json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "written to deep/er/my.json" in " ".join(result.stdout.split())
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*.json")] == [Path("deep/er/my.json")]
+
+
+def test_a_place_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = canzona(*SMALL, "--out", "file/plan.json", cwd=tmp_path)
+    assert result.returncode == 3
+    assert "file/plan.json" in told(result)
+
+
+def test_out_and_dry_run_contradict_each_other(tmp_path: Path) -> None:
+    result = canzona(*SMALL, "--dry-run", "--out", "x.json", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "a dry run writes no plan" in told(result)
+
+
+def test_plot_draws_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = canzona(*SMALL, "--dry-run", "--plot", "plan.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    picture = (tmp_path / "plan.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_plot_without_matplotlib_is_exit_3_before_planning(tmp_path: Path) -> None:
+    hide = "import importlib.util as u; real = u.find_spec\n"
+    hide += "u.find_spec = lambda name, *more: None if name == 'matplotlib' else real(name, *more)\n"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    path = f"{tmp_path}:{importable()['PYTHONPATH']}"
+    result = canzona(*SMALL, "--plot", "plan.png", cwd=tmp_path, environment={"PYTHONPATH": path})
+    assert result.returncode == 3
+    assert "pip install 'canzona[plot]'" in told(result)
+    assert not (tmp_path / "plans").exists()
+
+
+def test_other_pictures_than_png_are_refused(tmp_path: Path) -> None:
+    result = canzona(*SMALL, "--plot", "plan.pdf", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--plot plan.png" in told(result)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("strategies", ("Phases of the slowest rank", "parameter gathering")),
+        ("layouts", ("Alternatives", "owner", "contiguous", "aligned")),
+        ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
+    ],
+)
+def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:
+    result = canzona(*SMALL, "--dry-run", "--compare", what)
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    for word in words:
+        assert word in text
+
+
+def test_compared_layouts_are_in_the_json() -> None:
+    said = json.loads(canzona(*SMALL, "--dry-run", "--json", "--compare", "layouts").stdout)
+    assert [entry["name"] for entry in said["compared"]] == ["owner", "contiguous", "aligned"]
+
+
+def test_asc_is_planned_as_itself() -> None:
+    result = canzona(*SMALL, "engine=asc", "--dry-run", "--json")
+    said = json.loads(result.stdout)
+    assert said["settings"]["strategy"] == "asc"
+    assert said["speedup"]["optimizer_vs_asc"] == 1.0
+
+
+def test_megatrons_strategies_are_planned_as_canzona_with_a_word_about_it() -> None:
+    result = canzona(*SMALL, "engine.strategy=sc", "--dry-run", "--json")
+    assert json.loads(result.stdout)["settings"]["strategy"] == "canzona"
+    assert "engine.strategy=sc needs no plan" in told(result)
+
+
+@pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
+def test_optimizers_that_cannot_be_trained_yet_can_be_planned(optimizer: str) -> None:
+    result = canzona("plan", "recipe=8b", "gpus=64", f"optimizer={optimizer}", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert f"{optimizer} (refreshed every 10 steps)" in result.stdout
+
+
+def test_more_ranks_than_matrices_are_planned_and_priced() -> None:
+    result = canzona("plan", "recipe=tiny", "gpus=64", "cluster.gpus_per_node=64", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "more ranks than matrices" in " ".join(result.stdout.split())
+
+
+def test_own_shapes_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "shapes.yaml").write_text(SHAPES)
+    result = canzona("plan", "recipe=tiny", "gpus=4", "--shapes", "shapes.yaml", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert said["matrices"] == 16
+    assert said["plan_file"].startswith("plans/my-model-4gpus-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("optimizer=adamw",), 2, "no matrices to plan"),
+        (("optimizer=muno",), 2, "muon"),
+        (("cluster=h100",), 2, "h100-80g"),
+        (("engine.alpha=1.5",), 2, "from 0 to 1"),
+        (("engine.alpha=-0.1",), 2, "from 0 to 1"),
+        (("engine.c_max_mib=0",), 2, "above 0"),
+        (("engine.c_max_mib=0.1",), 2, "use engine.c_max_mib="),
+        (("engine.layout=diagonal",), 2, "contiguous"),
+        (("parallel.tp=3",), 2, "parallel.tp"),
+        (("--compare", "colours"), 2, "strategies"),
+        (("--shapes", "nowhere.yaml"), 2, "nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_refused_with_a_way_out(arguments: tuple[str, ...], code: int, words: str, tmp_path: Path) -> None:
+    result = canzona("plan", "recipe=tiny", "gpus=8", *arguments, "--dry-run", cwd=tmp_path)
+    assert result.returncode == code, result.stdout
+    assert words in told(result)
+
+
+def test_the_least_capacity_that_is_named_works() -> None:
+    refused = told(canzona(*SMALL, "engine.c_max_mib=0.1", "--dry-run"))
+    least = refused.split("use engine.c_max_mib=")[1].split()[0]
+    assert canzona(*SMALL, f"engine.c_max_mib={least}", "--dry-run").returncode == 0
+    assert canzona(*SMALL, f"engine.c_max_mib={float(least) - 0.02}", "--dry-run").returncode == 2
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    result = canzona("plan", "recipe=tiny", "gpus=8", "engine.alpha=2", "engine.c_max_mib=-1", "--dry-run")
+    assert result.returncode == 2
+    assert "engine.alpha" in result.stderr
+    assert "engine.c_max_mib" in result.stderr
+
+
+def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
+    result = canzona("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run")
+    assert result.returncode == 4
+    assert "gpus=" in told(result)
+
+
+def test_planning_imports_neither_torch_nor_numpy() -> None:
+    script = (
+        "import sys, atexit; from canzona_cli.app import main\n"
+        f"sys.argv = ['canzona', *{[*LARGE, '--dry-run']!r}]\n"
+        "heavy = ('torch', 'megatron', 'numpy', 'matplotlib')\n"
+        "atexit.register(lambda: print('LOADED', [name for name in heavy if name in sys.modules]))\n"
+        "main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=importable(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "LOADED []"

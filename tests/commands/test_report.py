@@ -1,0 +1,217 @@
+"""`canzona report` tells how any run went: finished, failed, interrupted, killed; and refuses what is no run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
+
+FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
+
+
+def canzona(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1"}
+    command = [sys.executable, "-m", "canzona_cli.app", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+def make_run(root: Path, *, status: str | None = "done", steps: int = STEPS) -> RunFiles:
+    """A run directory as the launcher and the workers leave it."""
+    files = RunFiles(root)
+    files.ranks.mkdir(parents=True)
+    files.config.write_text(dump_resolved(CONFIG))
+    write_json_atomic(files.layout, asdict(LAYOUT))
+    write_json_atomic(files.corpus, CORPUS)
+    append_json_line(files.validation, {"step": 0, "loss": 9.7213, "time": 1_700_000_000.0})
+    for record in metrics(steps):
+        append_json_line(files.metrics, record)
+    append_json_line(files.validation, {"step": steps, "loss": 4.8121, "time": 1_700_000_000.0 + steps * 0.4})
+    for rank in range(4):
+        write_json_atomic(files.rank(rank), {"rank": rank, "status": status or "running", "error": None, "time": 1.0})
+    if status is not None:
+        code = {"done": 0, "failed": 70, "interrupted": 130}[status]
+        write_json_atomic(files.result, {"status": status, "exit_code": code, "step": steps, "message": ""})
+    return files
+
+
+def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run")
+    shutil.copy(FIXTURE, files.breakdown)
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0, done.stderr
+    assert "done, exit code 0" in done.stdout
+    assert "300 of 300 in 2 min 00 s" in done.stdout
+    assert "9.7213 → 4.8121 (-50.5%), steps 0 → 300" in done.stdout
+    assert done.stdout.count("┤") == 8, "the loss curve"
+    assert "matrix update" in done.stdout
+    assert "!" not in done.stdout, "nothing to note"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> None:
+    files = make_run(tmp_path / ("long-" * 30))
+    shutil.copy(FIXTURE, files.breakdown)
+    done = canzona("report", str(files.root), columns=columns)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= columns
+
+
+def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status="failed", steps=7)
+    for rank, (message, when) in {0: ("connection reset [by] peer", 20.0), 2: ("token 900 >= 384", 10.0)}.items():
+        error = {"type": "ValueError", "message": message, "traceback": "Traceback ..."}
+        write_json_atomic(files.rank(rank), {"rank": rank, "status": "failed", "error": error, "time": when})
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == "rank 2: ValueError: token 900 >= 384"
+    assert "1 other rank failed after it" in " ".join(done.stdout.split())
+    assert "failed, exit code 70" in done.stdout
+    assert "no breakdown: there is no breakdown.json" in " ".join(done.stdout.split())
+
+
+def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status=None, steps=40)
+    with files.metrics.open("a") as file:
+        file.write('{"step": 41, "lo')
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    assert "unfinished" in text
+    assert "there is no result.json" in text
+    assert "metrics.jsonl: 1 damaged line left out" in text
+    assert "40 of 300" in text
+
+
+def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=40)
+    assert "not finite" not in canzona("report", str(files.root)).stdout
+    append_json_line(files.metrics, {"step": 41, "loss": 4.0, "grad_norm": None, "skipped": 3, "fallbacks": 2})
+    shown = canzona("report", str(files.root)).stdout
+    assert "3 steps skipped: gradients not finite" in shown
+    assert "2 matrix updates replaced: see logs" in shown
+    report = json.loads(canzona("report", str(files.root), "--json").stdout)
+    assert (report["skipped"], report["fallbacks"]) == (3, 2)
+
+
+def test_what_was_said_aloud_is_said_again_the_newest_of_many(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=40)
+    append_json_line(files.events, {"event": "checkpoint", "step": 30, "seconds": 1.0, "stall_s": 0.1, "bytes": 1})
+    for rank in range(7):
+        words = f"rank {rank} is slow"
+        append_json_line(files.events, {"event": "straggler", "rank": rank, "detail": words, "level": "warning"})
+    shown = canzona("report", str(files.root)).stdout
+    assert "2 earlier warnings in events.jsonl" in shown
+    assert [f"rank {rank} is slow" in shown for rank in range(7)] == [False] * 2 + [True] * 5
+    warnings = json.loads(canzona("report", str(files.root), "--json").stdout)["warnings"]
+    assert warnings == [f"rank {rank} is slow" for rank in range(7)], "a checkpoint is no warning"
+
+
+def test_an_error_written_for_the_user_promises_no_traceback(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status="failed", steps=7)
+    error = {"type": "PlanRefused", "message": "plan: it is for tp = 2, these ranks have tp = 1", "traceback": ""}
+    write_json_atomic(files.rank(1), {"rank": 1, "status": "failed", "error": error, "time": 1.0})
+    shown = " ".join(canzona("report", str(files.root)).stdout.split())
+    assert "plan: it is for tp = 2" in shown
+    assert "traceback" not in shown
+    assert "written in" in shown
+
+
+def test_json_is_complete_and_stable(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status="interrupted", steps=40)
+    append_json_line(files.metrics, {"step": 41, "loss": None})
+    shutil.copy(FIXTURE, files.breakdown)
+    done = canzona("report", str(files.root), "--json")
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert set(report) == {
+        *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
+        *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
+        "warnings",
+    }
+    assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
+    assert report["loss"]["last"]["step"] == 40, "the last finite loss"
+    assert report["validation"]["first"] == {"step": 0, "loss": 9.7213}
+    assert report["breakdown"]["phases"]["forward"]["in_step"] is True
+
+
+def test_what_is_no_run_is_refused_with_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for place in (tmp_path, tmp_path / "absent", tmp_path / "notes.txt"):
+        done = canzona("report", str(place))
+        assert done.returncode == 2
+        assert "RUN_DIR" in done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_run_nearby_is_suggested(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "real", steps=3)
+    done = canzona("report", str(tmp_path / "reel"), columns=300)
+    assert done.returncode == 2
+    assert str(files.root) in done.stdout + done.stderr
+
+
+def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", steps=40)
+    shutil.copy(FIXTURE, one.breakdown)
+    done = canzona("report", "--compare", str(one.root), str(other.root))
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "all settings are equal" in text
+    assert "step 40 (last of both)" in text
+    assert "B: no breakdown" in text
+    content = json.loads(canzona("report", "--compare", str(one.root), str(other.root), "--json").stdout)
+    assert content["runs"]["b"]["step"] == 40
+    assert content["loss"]["first"]["change"] == 0
+    assert content["settings"] == {}
+
+
+def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None:
+    done = canzona("report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), columns=300)
+    assert done.returncode == 2
+    assert "2 problems" in done.stderr
+    assert str(tmp_path / "one") in done.stderr
+    assert str(tmp_path / "other") in done.stderr
+    files = make_run(tmp_path / "run", steps=3)
+    for arguments, fix in (
+        (("--compare", str(files.root)), "--compare RUN_A RUN_B"),
+        ((str(files.root),) * 3, "canzona report RUN_DIR"),
+    ):
+        done = canzona("report", *arguments)
+        assert done.returncode == 2
+        assert fix in " ".join(done.stderr.split())
+
+
+def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=3)
+    done = canzona("report", "--compare", *(str(files.root),) * 2, "--trace", str(tmp_path / "t.json"), "--json")
+    assert done.returncode == 2
+    text = " ".join(done.stderr.split())
+    assert "2 problems" in text
+    assert "a trace is of one run" in text
+    assert "writing a trace prints nothing" in text
+
+
+def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=3)
+    done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"))
+    assert done.returncode == 2
+    assert "there are no timelines in it" in " ".join(done.stderr.split())
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run")
+    shutil.copy(FIXTURE, files.breakdown)
+    files.predicted.write_text("{")
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0
+    assert "no plan beside it: predicted.json" in " ".join(done.stdout.split())
+    assert "matrix update" in done.stdout

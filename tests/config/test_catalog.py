@@ -1,0 +1,42 @@
+"""The quick list of recipes agrees with what Hydra composes."""
+
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.catalog import list_recipes
+from canzona_cli.config.compose import compose_run
+from canzona_cli.model.qwen3 import parameter_count
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_each_line_agrees_with_the_composed_recipe(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - qwen3-8b\n  - override /optimizer: adamw\nmodel: {num_layers: 3}\n"
+    )
+    dirs = (tmp_path,) if own else ()
+    recipes = list_recipes(dirs)
+    assert len(recipes) == (9 if own else 8)
+    for info in recipes:
+        config = compose_run([f"recipe={info.name}"], recipes_dirs=dirs).config
+        assert info.parameters == parameter_count(config.model).total
+        assert (info.gpus, info.cluster) == (config.gpus, config.cluster.name)
+        assert (info.optimizer, info.description) == (config.optimizer.name, config.description)
+        assert not info.error
+
+
+def test_own_recipes_come_first_and_shadowing_shows(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "qwen3-tiny.yaml").write_text("defaults:\n  - qwen3-tiny\n")
+    first = list_recipes((tmp_path,))[0]
+    assert (first.name, first.builtin, first.shadows) == ("qwen3-tiny", False, True)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\x00"])
+def test_a_file_that_cannot_be_read_is_listed_with_the_reason(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "broken.yaml").write_text(text)
+    first = list_recipes((tmp_path,))[0]
+    assert first.name == "broken"
+    assert first.error

@@ -1,0 +1,87 @@
+"""What a layout must obey, each rule broken alone and several at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
+from canzona_cli.config.schema import RunConfig
+from tests.sizes import model, run
+
+
+def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
+TINY = run("tiny", 4)
+GPU = run("8b", 16)
+
+BROKEN = {
+    "no GPUs": (replace(TINY, gpus=0), "gpus"),
+    "negative GPUs": (replace(TINY, gpus=-4), "gpus"),
+    "tp 0": (changed(TINY, "parallel", tp=0), "parallel.tp"),
+    "pp negative": (changed(TINY, "parallel", pp=-1), "parallel.pp"),
+    "kv heads % tp": (replace(changed(TINY, "parallel", tp=8), gpus=8), "parallel.tp"),
+    "tp 3": (replace(changed(TINY, "parallel", tp=3), gpus=3), "parallel.tp"),
+    "ffn % tp": (changed(changed(TINY, "parallel", tp=4), "model", ffn_hidden_size=770), "parallel.tp"),
+    "vocabulary % tp": (changed(changed(TINY, "parallel", tp=4), "model", vocab_size=257), "parallel.tp"),
+    "layers % pp": (replace(changed(TINY, "parallel", pp=3), gpus=3), "parallel.pp"),
+    "gpus % (tp * pp)": (replace(changed(TINY, "parallel", tp=2, pp=2), gpus=6), "gpus"),
+    "half a machine": (replace(GPU, gpus=12), "gpus"),
+    "heads % groups": (changed(TINY, "model", num_query_groups=3), "model.num_query_groups"),
+    "batch % micro": (changed(TINY, "train", global_batch_size=10, micro_batch_size=4), "train.global_batch_size"),
+    "batch % dp": (
+        changed(changed(TINY, "parallel", tp=1, pp=1), "train", global_batch_size=10),
+        "train.global_batch_size",
+    ),
+    "cp without TE": (changed(TINY, "parallel", cp=2), "parallel.cp"),
+    "cp slices": (changed(changed(GPU, "parallel", cp=2), "train", seq_length=4094), "train.seq_length"),
+    "sequence parallel without TE": (changed(TINY, "parallel", sequence_parallel=True), "parallel.sequence_parallel"),
+    "sequence parallel with tp 1": (
+        changed(GPU, "parallel", sequence_parallel=True, tp=1),
+        "parallel.sequence_parallel",
+    ),
+    "sequence % tp": (
+        changed(changed(GPU, "parallel", sequence_parallel=True, tp=8), "train", seq_length=4100),
+        "train.seq_length",
+    ),
+    "uneven nodes": (changed(GPU, "cluster", nodes=3), "cluster.nodes"),
+    "crowded nodes": (changed(GPU, "cluster", nodes=1), "cluster.nodes"),
+}
+
+
+@pytest.mark.parametrize(("config", "key"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_rule_names_its_key_and_a_way_out(config: RunConfig, key: str) -> None:
+    problems = layout_problems(config)
+    assert [problem.key for problem in problems] == [key]
+    assert problems[0].reason
+    assert problems[0].fix
+
+
+def test_all_problems_come_at_once() -> None:
+    config = changed(changed(TINY, "parallel", tp=3, pp=3, cp=2), "train", global_batch_size=7, micro_batch_size=2)
+    keys = {problem.key for problem in layout_problems(config)}
+    assert keys == {"parallel.tp", "parallel.pp", "parallel.cp", "gpus", "train.global_batch_size"}
+
+
+@pytest.mark.parametrize("config", [TINY, GPU, run("tiny", 7), run("32b", 1024, tp=8, pp=4, global_batch_size=256)])
+def test_what_can_work_has_no_problems(config: RunConfig) -> None:
+    assert layout_problems(config) == []
+
+
+def test_the_fix_for_a_gpu_count_is_itself_fine() -> None:
+    problem = layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=6))[0]
+    assert "gpus=8" in problem.fix
+    assert "gpus=4" in problem.fix
+    for gpus in (4, 8):
+        assert layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=gpus)) == []
+
+
+def test_divisors() -> None:
+    assert divisors(1) == (1,)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+
+
+def test_tensor_parallel_sizes_of_the_published_models() -> None:
+    assert possible_tp(model("tiny")) == (1, 2, 4)
+    assert possible_tp(model("32b")) == (1, 2, 4, 8)

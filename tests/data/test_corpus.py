@@ -1,0 +1,211 @@
+"""A run gets an intact corpus that fits its model, made once however many runs ask for it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.build import Built
+from canzona_cli.data.indexed import bin_path, idx_path
+from canzona_cli.data.locks import Busy, exclusive
+from canzona_cli.data.prepare import PrepareRequest, cache_root, ensure_corpus, prepare
+from canzona_cli.data.sidecar import sidecar_path
+from canzona_cli.data.stdlib import stdlib_sources
+from canzona_cli.errors import ConfigError, EnvironmentProblem
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    return compose_run(["recipe=qwen3-tiny", f"data.cache_dir={tmp_path / 'cache'}", *overrides]).config
+
+
+def prepared(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, Built]:
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
+    request = PrepareRequest(inputs=(str(tmp_path / "in.txt"),), output=str(tmp_path / "p"), document="line")
+    built = prepare(request, lambda progress: None)
+    return config(tmp_path, "data=prepared", f"data.path={tmp_path / 'p'}", *overrides), built
+
+
+def problems(run: RunConfig) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        ensure_corpus(run)
+    return {p.key: f"{p.reason}; {p.fix}" for p in caught.value.problems}
+
+
+LONG = "".join(f"line {i} of a text that is long enough to train and to validate on\n" for i in range(2000))
+
+
+def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    first = ensure_corpus(config(tmp_path), lambda what, share: told.append((what, share)))
+    stamp = bin_path(first.prefix).stat().st_mtime_ns
+    assert first.tokens == bin_path(first.prefix).stat().st_size // 2 > 5_000_000
+    assert first.tokens == sum(source.size or 0 for source in stdlib_sources()) + first.documents
+    assert (first.tokenizer, first.vocab_size, first.eod, first.max_token_id) == ("byte", 257, 256, 256)
+    assert first.train_tokens + first.validation_tokens == first.tokens
+    assert 0.005 < first.validation_tokens / first.tokens < 0.05
+    assert told
+    assert all(0 <= share <= 1 for _, share in told)
+    assert ensure_corpus(config(tmp_path)) == first
+    assert bin_path(first.prefix).stat().st_mtime_ns == stamp
+    assert not [path for path in first.prefix.parent.iterdir() if path.name.startswith(".")]
+
+    # Damage in the cache is ours to mend, and the result is the same.
+    content = bin_path(first.prefix).read_bytes()
+    bin_path(first.prefix).write_bytes(content[:1000])
+    assert ensure_corpus(config(tmp_path)) == first
+    assert bin_path(first.prefix).read_bytes() == content
+
+
+def test_two_runs_at_once_share_one_preparation(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.data.test_corpus import config, ensure_corpus\n"
+        "told = set()\n"
+        "corpus = ensure_corpus(config(Path(sys.argv[1])), lambda what, share: told.add(what.split()[0]))\n"
+        "print(corpus.tokens, 'tokenising' in told)"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [run.communicate(timeout=120)[0].split() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len({tokens for tokens, _ in said}) == 1
+    assert [made for _, made in said].count("True") == 1
+    folder = tmp_path / "cache" / "corpora"
+    assert sorted(path.suffix for path in folder.iterdir()) == [".bin", ".idx", ".json"]
+
+
+def test_the_cache_is_where_the_setting_the_variable_or_the_home_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CANZONA_CACHE", raising=False)
+    bare = compose_run(["recipe=qwen3-tiny"]).config
+    assert cache_root(bare) == Path.home() / ".cache" / "canzona"
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
+    assert cache_root(bare) == tmp_path
+    assert cache_root(config(tmp_path)) == tmp_path / "cache"
+
+
+def test_a_cache_that_cannot_be_made_is_an_environment_problem(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(EnvironmentProblem) as caught:
+        ensure_corpus(config(tmp_path))
+    assert caught.value.problems[0].key == "data.cache_dir"
+    assert "CANZONA_CACHE" in caught.value.problems[0].fix
+
+
+def test_prepared_data_comes_with_what_its_sidecar_says(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG)
+    corpus = ensure_corpus(run)
+    assert (corpus.tokens, corpus.documents, corpus.eod) == (built.sidecar.tokens, 2000, 256)
+    assert built.sidecar.inputs[0].bytes == len(LONG)
+
+
+def test_ids_beyond_the_vocabulary_are_told_with_the_least_size(tmp_path: Path) -> None:
+    run, _ = prepared(tmp_path, LONG, "model.vocab_size=256")
+    text = problems(run)["model.vocab_size"]
+    assert "257 is the least" in text
+    assert "model.vocab_size=384" in text
+
+
+def test_several_misfits_are_told_at_once(tmp_path: Path) -> None:
+    run, _ = prepared(tmp_path, "short\n", "model.vocab_size=256")
+    assert set(problems(run)) == {"model.vocab_size", "train.seq_length"}
+
+
+def test_a_split_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None:
+    run, _ = prepared(tmp_path, LONG, "data.validation_fraction=0.0002")
+    text = problems(run)["data.validation_fraction"]
+    assert "data.validation_fraction=0.01" in text
+    share = float(text.split("data.validation_fraction=")[1].split(",")[0])
+    assert ensure_corpus(prepared_again(tmp_path, share)).validation_tokens > 256
+
+
+def prepared_again(tmp_path: Path, share: float) -> RunConfig:
+    return config(tmp_path, "data=prepared", f"data.path={tmp_path / 'p'}", f"data.validation_fraction={share}")
+
+
+def test_without_validation_all_tokens_train(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG, "train.eval_interval=0", "data.validation_fraction=0.0002")
+    corpus = ensure_corpus(run)
+    assert (corpus.train_tokens, corpus.validation_tokens) == (built.sidecar.tokens, 0)
+
+
+def test_a_pair_of_another_tool_is_scanned_once(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG)
+    sidecar_path(built.prefix).unlink()
+    scans: list[str] = []
+    corpus = ensure_corpus(run, lambda what, share: scans.append(what))
+    assert (corpus.tokenizer, corpus.eod, corpus.max_token_id, corpus.vocab_size) == ("unknown", None, 256, 257)
+    assert len(scans) == 1
+    ensure_corpus(run, lambda what, share: scans.append(what))
+    assert len(scans) == 1
+    os.utime(bin_path(built.prefix), ns=(1, 1))  # other content would have another time
+    ensure_corpus(run, lambda what, share: scans.append(what))
+    assert len(scans) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 2}', "[]", "\xff"])
+def test_a_damaged_sidecar_is_told(tmp_path: Path, content: str) -> None:
+    run, built = prepared(tmp_path, LONG)
+    sidecar_path(built.prefix).write_text(content)
+    assert "damaged" in problems(run)["data.path"]
+
+
+def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG)
+    said = json.loads(sidecar_path(built.prefix).read_text()) | {"tokens": 1}
+    sidecar_path(built.prefix).write_text(json.dumps(said))
+    assert "it speaks of 1 tokens" in problems(run)["data.path"]
+
+
+def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
+    assert "no such file" in problems(config(tmp_path, "data=prepared", f"data.path={tmp_path}/none"))["data.path"]
+    run, built = prepared(tmp_path, LONG)
+    idx_path(built.prefix).write_bytes(b"")
+    assert "empty" in problems(run)["data.path"]
+
+
+def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
+    path = tmp_path / ".p.lock"
+    code = (
+        "import sys, time; from pathlib import Path; from canzona_cli.data.locks import exclusive\n"
+        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(Busy), exclusive(path):
+        pass
+    waits: list[float] = []
+
+    def on_wait() -> None:
+        if not waits:
+            holder.kill()
+        waits.append(time.monotonic())
+
+    with exclusive(path, on_wait=on_wait):
+        assert waits
+        assert path.exists()
+    assert not path.exists()
+    holder.wait()
+
+
+def test_asking_for_a_corpus_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from canzona_cli.data.prepare import prepare, PrepareRequest\n"
+        "request = PrepareRequest(inputs=(sys.argv[1],), output=sys.argv[2], tokenizer='bpe', vocab_size=300)\n"
+        "print(prepare(request, lambda progress: None).sidecar.tokens)\n"
+        "print(sorted({'torch', 'megatron', 'hydra'} & set(sys.modules)))"
+    )
+    (tmp_path / "a.txt").write_text(LONG)
+    command = [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "p")]
+    tokens, imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert int(tokens) > 1000
+    assert imported == "[]"

@@ -1,0 +1,137 @@
+"""Every tokenizer gives back the text it was given, and text never ends a document."""
+
+import json.decoder
+import json.encoder
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.data.bpe import MIN_VOCAB_SIZE, train_bpe
+from canzona_cli.data.tokenizers import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    JsonTokenizer,
+    load_json_tokenizer,
+    token_dtype,
+)
+from canzona_cli.errors import ConfigError
+
+SAMPLE = [Path(json.decoder.__file__).read_bytes(), Path(json.encoder.__file__).read_bytes(), "größer 数\n".encode()]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> JsonTokenizer:
+    return train_bpe(SAMPLE, 400)
+
+
+def save(tokenizer: JsonTokenizer, path: Path, *, rename_eod: str = END_OF_TEXT) -> Path:
+    path.write_text(tokenizer.to_json().replace(END_OF_TEXT, rename_eod), encoding="utf-8")
+    return path
+
+
+@given(st.binary(max_size=200))
+def test_byte_ids_are_the_bytes_themselves(data: bytes) -> None:
+    (ids,) = ByteTokenizer().encode_batch([data])
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == list(data)
+
+
+@given(text=st.text(max_size=200))
+def test_bpe_gives_back_any_text(bpe: JsonTokenizer, text: str) -> None:
+    (ids,) = bpe.encode_batch([text.encode()])
+    assert bpe.decode(ids.tolist()) == text
+    assert ids.max(initial=0) < bpe.vocab_size
+
+
+def test_bpe_compresses_what_it_learnt_from_and_has_the_size_asked_for(bpe: JsonTokenizer) -> None:
+    ids = bpe.encode_batch(SAMPLE)
+    assert bpe.vocab_size == 400
+    assert sum(len(one) for one in ids) < sum(map(len, SAMPLE)) / 2
+
+
+def test_bpe_training_is_the_same_in_another_process_with_other_hashes_and_threads(bpe: JsonTokenizer) -> None:
+    code = "from tests.data.test_tokenizers import SAMPLE, train_bpe; print(train_bpe(SAMPLE, 400, workers=1).name)"
+    env = os.environ | {"PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == bpe.name
+
+
+def test_a_small_sample_yields_a_smaller_vocabulary_not_a_padded_one() -> None:
+    tokenizer = train_bpe([b"ab ab ab"], 1000)
+    assert MIN_VOCAB_SIZE <= tokenizer.vocab_size < 300
+
+
+def test_text_that_spells_the_end_of_a_document_does_not_end_it(bpe: JsonTokenizer) -> None:
+    text = f"before {END_OF_TEXT} after"
+    (ids,) = bpe.encode_batch([text.encode()])
+    assert bpe.eod not in ids.tolist()
+    assert bpe.decode(ids.tolist()) == text
+
+
+def test_invalid_utf8_is_replaced_and_counted(bpe: JsonTokenizer) -> None:
+    before = bpe.replaced
+    (ids,) = bpe.encode_batch([b"a\xffb\xfec \xef\xbf\xbd"])  # the last one is a genuine U+FFFD
+    assert bpe.decode(ids.tolist()) == "a\ufffdb\ufffdc \ufffd"
+    assert bpe.replaced - before == 2
+
+
+def test_a_tokenizer_file_that_truncates_and_pads_does_neither_here(bpe: JsonTokenizer, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    hub_like = RustTokenizer.from_str(bpe.to_json())
+    hub_like.enable_truncation(max_length=4)
+    hub_like.enable_padding(length=64)
+    hub_like.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_json_tokenizer(str(tmp_path))  # the folder is enough
+    assert loaded.name == tmp_path.name
+    for ours, theirs in zip(bpe.encode_batch(SAMPLE[:3]), loaded.encode_batch(SAMPLE[:3]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("token", ["</s>", "<|im_end|>", "<eos>"])
+def test_the_end_of_a_document_is_found_by_its_usual_names(bpe: JsonTokenizer, tmp_path: Path, token: str) -> None:
+    path = save(bpe, tmp_path / "t.json", rename_eod=token)
+    assert load_json_tokenizer(str(path)).eod == bpe.eod
+
+
+def test_an_unusual_end_of_document_is_named_in_the_error_and_accepted_with_eod(
+    bpe: JsonTokenizer, tmp_path: Path
+) -> None:
+    path = save(bpe, tmp_path / "t.json", rename_eod="<stop-here>")
+    with pytest.raises(ConfigError) as caught:
+        load_json_tokenizer(str(path))
+    assert "--eod" in caught.value.problems[0].fix
+    assert "<stop-here>" in caught.value.problems[0].fix
+    assert load_json_tokenizer(str(path), "<stop-here>").eod == bpe.eod
+
+
+def test_a_misspelt_eod_is_answered_with_the_right_one(bpe: JsonTokenizer, tmp_path: Path) -> None:
+    path = save(bpe, tmp_path / "t.json")
+    with pytest.raises(ConfigError) as caught:
+        load_json_tokenizer(str(path), "<|endoftxt|>")
+    assert END_OF_TEXT in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])
+def test_a_file_that_is_no_tokenizer_is_a_config_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="not a tokenizer file"):
+        load_json_tokenizer(str(path))
+
+
+def test_a_hub_name_is_told_that_nothing_is_downloaded() -> None:
+    with pytest.raises(ConfigError, match="nothing is downloaded") as caught:
+        load_json_tokenizer("Qwen/Qwen3-0.6B")
+    assert "hf download Qwen/Qwen3-0.6B" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (65_499, "uint16"), (65_500, "int32")])
+def test_ids_are_stored_as_narrow_as_megatron_does(vocab_size: int, dtype: str) -> None:
+    assert token_dtype(vocab_size).__name__ == dtype

@@ -1,0 +1,60 @@
+"""What optimizers could not do is logged under the matrix's name and counted until it is asked for."""
+
+import logging
+
+import pytest
+import torch
+
+from canzona_cli.engine.fallbacks import Fallbacks
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.optimizers.shampoo import Shampoo
+from tests.sizes import layout, model
+
+MATRICES = matrices_of(model("tiny"), layout(), "split")[:3]
+
+
+def _masters() -> dict[int, torch.nn.Parameter]:
+    return {matrix.index: torch.nn.Parameter(torch.ones(4, 6)) for matrix in MATRICES}
+
+
+def test_counted_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    masters = _masters()
+    fallbacks = Fallbacks(MATRICES, masters)
+    assert fallbacks.take() == 0
+    with caplog.at_level(logging.WARNING):
+        fallbacks(masters[MATRICES[1].index], "no convergence")
+        fallbacks(masters[MATRICES[2].index], "no convergence")
+    assert caplog.messages == [f"{matrix.name}: no convergence" for matrix in MATRICES[1:]]
+    assert fallbacks.take() == 2
+    assert fallbacks.take() == 0
+
+
+def test_matrices_are_told_apart_by_identity(caplog: pytest.LogCaptureFixture) -> None:
+    """Masters that are equal in value are not the same matrix; what is none of ours is not given a name."""
+    masters = _masters()
+    fallbacks = Fallbacks(MATRICES, masters)
+    with caplog.at_level(logging.WARNING):
+        for matrix in MATRICES:
+            fallbacks(masters[matrix.index], "x")
+        fallbacks(torch.ones(4, 6), "x")
+    assert caplog.messages == [*(f"{matrix.name}: x" for matrix in MATRICES), "a matrix: x"]
+
+
+def test_an_optimizer_tells_the_masters_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    masters = _masters()
+    fallbacks = Fallbacks(MATRICES, masters)
+    optimizer = Shampoo(list(masters.values()), 0.01, on_fallback=fallbacks)
+
+    def give_up(matrix: torch.Tensor) -> object:
+        raise torch.linalg.LinAlgError("no convergence")  # type: ignore[attr-defined]
+
+    masters[MATRICES[1].index].grad = torch.randn(4, 6)
+    monkeypatch.setattr(torch.linalg, "eigh", give_up)
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    # One for each side of the one matrix that had a gradient.
+    assert fallbacks.take() == 2
+    assert {message.split(":")[0] for message in caplog.messages} == {MATRICES[1].name}
+    assert all(bool(master.isfinite().all()) for master in masters.values())

@@ -1,0 +1,212 @@
+"""Which rank holds a run up, and when it counts as held up at all."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.launch import hang
+from canzona_cli.launch.hang import HangWatch, blame, watched
+from canzona_cli.run.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.training import records
+
+NOW = 1000.0
+
+
+def sign(
+    rank: int, *, ago: float = 70.0, beat_ago: float = 0.1, where: str = "train/forward", waiting: bool = False
+) -> Sign:
+    """Of a process that last went on `ago` seconds before `NOW`."""
+    return Sign(
+        rank=rank,
+        pid=100 + rank,
+        step=7,
+        steps=7,
+        where=where,
+        waiting=waiting,
+        progress=NOW - ago,
+        beat=NOW - beat_ago,
+        ended=False,
+    )
+
+
+def blamed(*signs: Sign, state: str = "sleeping") -> tuple[int, str]:
+    found = blame(signs, now=NOW, began=NOW - 300, state=lambda _: state)
+    assert found.rank is not None
+    assert found.elsewhere == ("as all do here" in found.reason)
+    return found.rank, found.reason
+
+
+def test_a_stopped_process_is_the_culprit_though_others_have_waited_longer() -> None:
+    reduce = partial(sign, where="train/grad_reduce", waiting=True)
+    rank, reason = blamed(reduce(0, ago=75), reduce(1, ago=75), sign(2, beat_ago=70), reduce(3), state="stopped")
+    assert rank == 2
+    assert reason == (
+        "is stopped (SIGSTOP; SIGCONT lets it go on), for 70 s, in train/forward of step 7; "
+        "ranks 0 1 3 waiting in train/grad_reduce of step 7"
+    )
+
+
+def test_a_rank_stuck_in_its_own_work_is_the_culprit_not_those_that_wait_for_it() -> None:
+    rank, reason = blamed(sign(0, ago=80, waiting=True), sign(1, ago=70, where="train/data"))
+    assert rank == 1
+    assert reason == "is stuck in train/data of step 7 for 70 s; rank 0 waiting in train/forward of step 7"
+
+
+def test_a_process_that_never_started_is_named_with_the_time_since_the_launch() -> None:
+    absent = Sign(
+        rank=1, pid=0, step=0, steps=0, where="start workers", waiting=False, progress=0.0, beat=0.0, ended=False
+    )
+    rank, reason = blamed(sign(0, where="start workers", waiting=True), absent)
+    assert rank == 1
+    assert reason == "has not started, for 300 s: no sign of life from its process; rank 0 waiting in start workers"
+
+
+def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_the_network_suspected() -> None:
+    rank, reason = blamed(sign(0, waiting=True, ago=65), sign(1, waiting=True, ago=66))
+    assert rank == 1
+    assert "waits for other ranks in train/forward of step 7 for 66 s, as all do here: the network" in reason
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hearts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heartbeats, list[Heart]]]:
+    beats = Heartbeats(range(2))
+    monkeypatch.setenv(VARIABLE, str(beats.folder))
+    both = [Heart(rank) for rank in range(2)]
+    yield beats, both
+    for heart in both:
+        heart.end()
+
+
+def test_ranks_say_what_they_do_and_leave_no_file(hearts: tuple[Heartbeats, list[Heart]]) -> None:
+    beats, (first, second) = hearts
+    assert not beats.folder.exists()
+    first.stage("train")
+    first.step(31)
+    first.phase("grad_reduce")
+    with second.waiting():
+        signs = beats.signs()
+    assert [(s.pid, s.step, s.steps, s.where, s.waiting) for s in signs] == [
+        (os.getpid(), 31, 1, "train/grad_reduce", False),
+        (os.getpid(), 0, 0, "start workers", True),
+    ]
+    assert not beats.signs()[1].waiting
+    first.end()
+    assert [s.ended for s in beats.signs()] == [True, False]
+
+
+def seconds_until_hang(watch: HangWatch, clock: Clock, *, most: int = 1000) -> int:
+    for passed in range(most):
+        if watch.look() is not None:
+            return passed
+        clock.now += 1
+    raise AssertionError("never")
+
+
+def test_only_a_later_step_is_held_to_the_limit_itself(hearts: tuple[Heartbeats, list[Heart]]) -> None:
+    beats, both = hearts
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=10, clock=clock)
+    assert seconds_until_hang(watch, clock) - 10 * PATIENCE in (1, 2), "start-up"
+    for heart in both:
+        heart.stage("train")
+        heart.step(31)
+    assert seconds_until_hang(watch, clock) - 10 * PATIENCE in (1, 2), "the first step of a resumed run may compile"
+    for heart in both:
+        heart.step(32)
+    assert seconds_until_hang(watch, clock) - 10 in (1, 2)
+
+
+def test_one_rank_that_goes_on_keeps_the_run_alive_and_one_that_has_ended_does_not_count(
+    hearts: tuple[Heartbeats, list[Heart]],
+) -> None:
+    beats, (first, second) = hearts
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=10, clock=clock)
+    for _ in range(100):
+        first.progress()
+        assert watch.look() is None
+        clock.now += 1
+    first.end()
+    for _ in range(PATIENCE * 10):
+        assert watch.look() is None
+        second.progress()
+        clock.now += 1
+    second.end()
+    assert seconds_until_hang(watch, clock) in (10, 11)
+    stopped = watch.look()
+    assert stopped is not None
+    assert (stopped.name, stopped.rank) == ("torchrun", None)
+    assert stopped.reason.startswith("does not end, though all ranks have, ")
+
+
+def test_a_machine_that_slept_does_not_hang(hearts: tuple[Heartbeats, list[Heart]]) -> None:
+    beats, _ = hearts
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=10, clock=clock)
+    assert watch.look() is None
+    clock.now += 10_000
+    assert watch.look() is None
+
+
+def test_the_folder_goes_with_the_watch_and_without_a_limit_there_is_none() -> None:
+    with watched(range(4), timeout_s=10) as watch:
+        assert watch is not None
+        folder = Path(watch.environment[VARIABLE])
+        assert len(list(folder.iterdir())) == 4
+    assert not folder.exists()
+    with watched(range(4), timeout_s=None) as none:
+        assert none is None
+
+
+def test_where_one_place_is_full_the_next_is_taken_and_where_all_are_it_is_told(tmp_path: Path) -> None:
+    beats = Heartbeats(range(1), places=("/proc", str(tmp_path)))
+    assert beats.folder.parent == tmp_path
+    beats.close()
+    with pytest.raises(EnvironmentProblem, match="=null does without"):
+        Heartbeats(range(1), places=("/proc",))
+
+
+def test_the_journal_has_no_stage_and_a_timer_no_phase_that_a_heart_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    heart = Heart(0)
+    for stage in get_args(records.Stage):
+        heart.stage(stage)
+    for phase in IN_STEP:
+        heart.phase(phase)
+    assert set(STAGES) == set(get_args(records.Stage))
+
+
+def test_signs_of_life_need_nothing_heavy() -> None:
+    code = "import sys, canzona_cli.launch.hang; print({'torch', 'numpy', 'megatron'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_machine_whose_ranks_all_wait_lets_the_one_with_the_culprit_speak_first(
+    hearts: tuple[Heartbeats, list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "_NO_BEAT_S", 1e9)  # the test's clock is faster than the hearts
+    beats, both = hearts
+    for heart in both:
+        heart.waits(True)
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=10, clock=clock)
+    assert seconds_until_hang(watch, clock) > 10 * PATIENCE + 5

@@ -1,0 +1,315 @@
+"""What a launch goes on from is decided before anything is moved, and what earlier launches left is kept."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.checkpoint.commit import begin, finish, write_part
+from canzona_cli.checkpoint.manifest import Header, Progress, Shard
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
+from canzona_cli.errors import CheckpointInvalid, ConfigError
+from canzona_cli.launch.resume import read_lines, reordered, resumption
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
+from tests.checkpoint.checkpoints import buffer
+from tests.faults.support import LAYOUT, run_config
+
+INTERVAL = 2
+"""Steps between two validations."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    found = run_config(run_dir=tmp_path / "run")
+    return replace(found, train=replace(found.train, steps=40, eval_interval=INTERVAL))
+
+
+def files_of(config: RunConfig) -> RunFiles:
+    return RunFiles(Path(str(config.run.dir)))
+
+
+def save(config: RunConfig, step: int, *, layout: Layout = LAYOUT, samples: int | None = None) -> Path:
+    """A checkpoint of one rank, as a run of this configuration writes it."""
+    files = files_of(config)
+    files.root.mkdir(parents=True, exist_ok=True)
+    batch = layout.global_batch_size
+    header = Header(
+        progress=Progress(step=step, samples=step * batch if samples is None else samples, tokens=step * batch * 32),
+        optimizer=config.optimizer.name,
+        strategy=config.engine.strategy,
+        splitting=config.engine.splitting,
+        world_size=1,
+        created=1000.0 + step,
+        canzona="0",
+    )
+    partial = begin(files.checkpoints, step)
+    write_part(partial, 0, Shard(tensors={"a/master": buffer("F32", (4,), bytes(16))}, scalars={}))
+    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(layout))}
+    return finish(partial, 1, header, texts, 5.0)
+
+
+def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None:
+    """What a run leaves that was killed after `steps` steps."""
+    with_claim = RunDirectory.create(config, goes_on=True)
+    files = with_claim.files
+    files.config.write_text(dump_resolved(config))
+    files.command.write_text("torchrun\n")
+    (files.logs / "node-0.log").write_text("log\n")
+    append_json_line(files.events, {"time": 999.0, "event": "stage", "stage": "train"})
+    append_json_line(files.validation, {"time": 1000.0, "step": 0, "loss": 9.0})
+    for step in range(1, steps + 1):
+        append_json_line(files.metrics, {"time": 1000.0 + step, "step": step, "loss": 9.0 / step})
+        if step % INTERVAL == 0:
+            append_json_line(files.validation, {"time": 1000.0 + step, "step": step, "loss": 8.0 / step})
+    append_json_line(files.events, {"time": 1000.5 + steps, "event": "stage", "stage": "validate"})
+    for step in saved:
+        append_json_line(files.events, {"time": 1000.1 + step, "event": "checkpoint", "step": step})
+        save(config, step)
+
+
+def going_on(config: RunConfig, name: str) -> RunConfig:
+    return replace(config, checkpoint=CheckpointConfig(resume=name))
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(config: RunConfig) -> None:
+    train(config, steps=7, saved=(3, 5))
+    with files_of(config).metrics.open("a") as file:
+        file.write('{"step": 8, "lo')  # killed while writing
+    files_of(config).request_stop("preempted")
+    (files_of(config).checkpoints / ".step-00000006.partial").mkdir()
+    run = RunDirectory.create(config, goes_on=True)
+    found = run.go_on(config, LAYOUT)
+    assert found is not None
+    assert (found.checkpoint, found.progress.samples) == (run.files.checkpoints / "step-00000005", 10)
+    assert run.earlier is not None
+    assert (run.earlier.step, run.earlier.origin) == (5, "step-00000005")
+    assert [line["step"] for line in run.earlier.metrics] == [1, 2, 3, 4, 5]
+    steps = {path.name: [line.get("step") for line in read_lines(path)] for path in run.path.glob("*.jsonl")}
+    assert steps == {
+        "metrics.jsonl": [1, 2, 3, 4, 5],
+        "validation.jsonl": [0, 2, 4],
+        "events.jsonl": [None, 3, 5],
+    }
+    aside = run.files.attempts / "1"
+    assert [line["step"] for line in read_lines(aside / "metrics.jsonl")] == [6, 7]
+    assert (aside / "metrics.jsonl").read_text().endswith('{"step": 8, "lo')
+    assert [line["step"] for line in read_lines(aside / "validation.jsonl")] == [6]
+    assert (aside / "logs" / "node-0.log").read_text() == "log\n"
+    assert {"command.txt", "config.yaml", "stop", "ranks"} <= {path.name for path in aside.iterdir()}
+    assert not run.files.stop_requested()
+    assert {path.name for path in run.files.checkpoints.iterdir()} == {"step-00000003", "step-00000005"}
+    assert read_json(run.files.resume) == {
+        "checkpoint": str(found.checkpoint), "step": 5, "validate": False, "asked": "auto"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "validated", "due"), [(4, True, False), (4, False, True), (5, False, False)])
+def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
+    config: RunConfig, step: int, validated: bool, due: bool
+) -> None:
+    train(config, steps=5, saved=(step,))
+    if not validated:
+        lines = [line for line in files_of(config).validation.read_text().splitlines() if '"step": 4' not in line]
+        files_of(config).validation.write_text("\n".join(lines) + "\n")
+    run = RunDirectory.create(config, goes_on=True)
+    run.go_on(config, LAYOUT)
+    told = read_json(run.files.resume)
+    assert told is not None
+    assert told["validate"] is due
+
+
+def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(config: RunConfig) -> None:
+    train(config, steps=3)
+    run = RunDirectory.create(config, goes_on=True)
+    assert run.go_on(config, LAYOUT) is None
+    assert run.earlier is None
+    assert "starts over" in run.notes[0]
+    assert not run.files.metrics.exists()
+    assert len(read_lines(run.files.attempts / "1" / "metrics.jsonl")) == 3
+    assert not run.files.resume.exists()
+    assert not any(run.files.logs.iterdir())
+
+
+def test_going_back_moves_the_later_checkpoints_out_of_the_way(config: RunConfig) -> None:
+    train(config, steps=9, saved=(3, 6, 9))
+    back = going_on(config, "step-00000003")
+    run = RunDirectory.create(back, goes_on=True)
+    found = run.go_on(back, LAYOUT)
+    assert found is not None
+    assert found.step == 3
+    assert [path.name for path in run.files.checkpoints.iterdir()] == ["step-00000003"]
+    aside = run.files.attempts / "1" / "checkpoints"
+    assert {path.name for path in aside.iterdir()} == {"step-00000006", "step-00000009"}
+    assert str(aside) in run.notes[0]
+
+
+def test_a_requeued_job_that_went_back_once_does_not_go_back_again(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config, steps=9, saved=(3, 6))
+    back = going_on(config, "step-00000003")
+    RunDirectory.create(back, goes_on=True).go_on(back, LAYOUT)
+    save(config, 5)
+    again = resumption(back, LAYOUT)
+    assert again is not None
+    assert again.step == 3, "a person who asks for it gets it"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    requeued = resumption(back, LAYOUT)
+    assert requeued is not None
+    assert requeued.step == 5
+
+
+def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfig, tmp_path: Path) -> None:
+    train(config, steps=4, saved=(4,))
+    new = replace(going_on(config, str(tmp_path / "run")), run=replace(config.run, dir=str(tmp_path / "new")))
+    run = RunDirectory.create(new, goes_on=True)
+    found = run.go_on(new, LAYOUT)
+    assert found is not None
+    assert (found.own, found.origin) == (False, str(tmp_path / "run" / "checkpoints" / "step-00000004"))
+    assert (read_json(run.files.resume) or {})["validate"] is True, "before its first step, as every new run does"
+    del run
+    save(new, 6)
+    again = resumption(new, LAYOUT)
+    assert again is not None
+    assert (again.own, again.step) == (True, 6)
+    other = replace(new, checkpoint=CheckpointConfig(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")))
+    with pytest.raises(ConfigError, match="checkpoints of its own"):
+        resumption(other, LAYOUT)
+
+
+def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> None:
+    train(config, steps=40, saved=(40,))
+    write_json_atomic(files_of(config).result, {"status": "done", "step": 40})
+    with pytest.raises(ConfigError) as refused:
+        resumption(config, LAYOUT)
+    [problem] = refused.value.problems
+    assert "has finished, 40 steps" in problem.reason
+    assert "train.steps=80" in problem.fix
+    assert f"run.dir={files_of(config).root}-2" in problem.fix
+    grown = resumption(replace(config, train=replace(config.train, steps=60)), LAYOUT)
+    assert grown is not None
+    assert grown.step == 40
+    assert [warning.split(" is ")[0] for warning in grown.warnings] == [
+        "schedule.decay_steps", "schedule.warmup_steps"
+    ], "a longer run has another schedule"  # fmt: skip
+
+
+def test_another_model_or_optimizer_is_refused_with_every_difference(config: RunConfig) -> None:
+    train(config, steps=3, saved=(3,))
+    other = replace(config, model=replace(config.model, hidden_size=512, num_layers=7))
+    with pytest.raises(ConfigError) as refused:
+        resumption(other, replace(LAYOUT, global_batch_size=4))
+    assert [problem.key for problem in refused.value.problems] == [
+        "model.hidden_size", "model.num_layers", "train.global_batch_size"
+    ]  # fmt: skip
+    assert "inside a batch" in refused.value.problems[-1].reason
+
+
+def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(config: RunConfig) -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine")
+    saved = replace(config, optimizer=own)
+    train(saved, steps=3, saved=(3,))
+    for optimizer, key in (
+        (config.optimizer, "optimizer.name"),
+        (replace(own, source="mine.py:Its"), "optimizer.source"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resumption(replace(config, optimizer=optimizer), LAYOUT)
+        assert key in [problem.key for problem in refused.value.problems]
+    moved = resumption(replace(config, optimizer=replace(own, source="lib/mine.py:Mine")), LAYOUT)
+    assert moved is not None
+    assert moved.warnings == ("optimizer.source is lib/mine.py:Mine now; up to step 3 it was mine.py:Mine",)
+
+
+def test_what_bends_the_curve_is_said_and_what_does_not_is_one_line(config: RunConfig) -> None:
+    train(config, steps=4, saved=(4,))
+    assert isinstance(config.optimizer, AdamWConfig)
+    other = replace(
+        config,
+        gpus=4,
+        optimizer=replace(config.optimizer, lr=5e-4),
+        data=replace(config.data, validation_fraction=0.1),
+        engine=replace(config.engine, alpha=0.5),
+        run=replace(config.run, tensorboard=True),
+    )
+    found = resumption(other, replace(LAYOUT, tp=2, dp=2))
+    assert found is not None
+    assert found.warnings == (
+        "data.validation_fraction is 0.1 now; up to step 4 it was 0.02",
+        "optimizer.lr is 0.0005 now; up to step 4 it was 0.001",
+    )
+    assert found.spread == "DP 2 -> TP 2 x DP 2, gpus 2 -> 4, engine.alpha 1 -> 0.5"
+    same = resumption(config, LAYOUT)
+    assert same is not None
+    assert (same.warnings, same.spread) == ((), "")
+
+
+def test_a_checkpoint_that_is_damaged_is_refused_and_the_one_before_offered(config: RunConfig) -> None:
+    train(config, steps=5, saved=(3, 5))
+    newest = files_of(config).checkpoints / "step-00000005"
+    text = (newest / "config.yaml").read_text()
+    (newest / "config.yaml").write_text(text.replace("lr: 0.001", "lr: 0.009"))
+    for broken in (newest / "config.yaml", newest / "rank-00000.safetensors"):
+        with pytest.raises(CheckpointInvalid) as refused:
+            resumption(config, LAYOUT)
+        assert any(f"step-00000005/{broken.name}" == problem.key for problem in refused.value.problems)
+        assert "checkpoint.resume=step-00000003" in refused.value.problems[0].fix
+        (newest / "config.yaml").write_text(text)
+        (newest / "rank-00000.safetensors").unlink(missing_ok=True)
+    found = resumption(going_on(config, "step-00000003"), LAYOUT)
+    assert found is not None
+    assert found.step == 3
+
+
+def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config: RunConfig) -> None:
+    first = RunDirectory.create(config)
+    with pytest.raises(ConfigError) as refused:
+        RunDirectory.create(config, goes_on=True)
+    assert "is training in it" in refused.value.problems[0].reason
+    del first
+    holder = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()",
+            str(files_of(config).claim),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match="is training in it"):
+            RunDirectory.create(config, goes_on=True)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert RunDirectory.create(config, goes_on=True).path == files_of(config).root
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run(config: RunConfig) -> None:
+    train(config, steps=5, saved=(5,))
+    short = replace(config, train=replace(config.train, steps=4))
+    with pytest.raises(ConfigError, match="the run ends at step 4"):
+        resumption(short, LAYOUT)
+    exact = resumption(replace(config, train=replace(config.train, steps=5)), LAYOUT)
+    assert exact is not None, "killed after its last save: what is left is to say that it is done"
+
+
+@pytest.mark.parametrize(("steps", "tokens", "said"), [(60, 10**6, False), (60, 3000, True), (40, 3000, False)])
+def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
+    config: RunConfig, steps: int, tokens: int, said: bool
+) -> None:
+    """40 steps of 64 tokens fit into 3,000; 60 do not."""
+    train(config, steps=5, saved=(5,))
+    longer = replace(config, train=replace(config.train, steps=steps))
+    found = resumption(longer, LAYOUT)
+    assert found is not None
+    warning = reordered(found, longer, LAYOUT, tokens)
+    assert (warning is not None) is said
+    assert warning is None or "reads the data 2 times, 40 steps 1 times" in warning

@@ -1,0 +1,123 @@
+"""A run directory belongs to one launch, and holds no secrets."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.errors import ConfigError, EnvironmentProblem
+from canzona_cli.launch import torchrun
+from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment
+from canzona_cli.run.files import read_json
+from tests.faults.support import LAYOUT, run_config
+
+
+@dataclass(frozen=True)
+class Corpus:
+    prefix: Path
+    tokens: int
+
+
+def test_of_many_launches_at_once_exactly_one_gets_the_directory(tmp_path: Path) -> None:
+    config = run_config(run_dir=tmp_path / "new" / "run")
+    got: list[object] = []
+    gate = threading.Barrier(8)
+
+    def claim() -> None:
+        gate.wait()
+        try:
+            got.append(RunDirectory.create(config))
+        except ConfigError as error:
+            got.append(error)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 8
+    assert sum(isinstance(one, RunDirectory) for one in got) == 1
+
+
+def test_a_used_directory_is_refused_and_a_free_one_suggested(tmp_path: Path) -> None:
+    config = run_config(run_dir=tmp_path / "run")
+    RunDirectory.create(config)
+    (tmp_path / "run-2").mkdir()
+    for attempt in (check_free, RunDirectory.create):
+        with pytest.raises(ConfigError) as refused:
+            attempt(config)
+        [problem] = refused.value.problems
+        assert (problem.key, problem.value) == ("run.dir", str(tmp_path / "run"))
+        assert f"run.dir={tmp_path / 'run-3'}" in problem.fix
+
+
+def test_an_existing_directory_with_other_files_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "slurm-12.out").write_text("")
+    check_free(run_config(run_dir=tmp_path))
+    assert RunDirectory.create(run_config(run_dir=tmp_path)).path == tmp_path
+
+
+def test_runs_without_a_name_never_collide(tmp_path: Path) -> None:
+    config = run_config(root=tmp_path)
+    paths = {RunDirectory.create(config).path for _ in range(5)}
+    assert len(paths) == 5
+    assert all(path.parent == tmp_path and path.name.startswith("tiny-2") for path in paths)
+
+
+@pytest.mark.parametrize("check", [check_free, RunDirectory.create])
+def test_a_place_that_cannot_be_written_is_an_environment_problem(tmp_path: Path, check: object) -> None:
+    assert callable(check)
+    file = tmp_path / "file"
+    file.write_text("")
+    for config in (run_config(run_dir=file / "run"), run_config(root=file), run_config(run_dir=file)):
+        with pytest.raises(EnvironmentProblem) as refused:
+            check(config)
+        assert refused.value.problems[0].key in ("run.dir", "run.root")
+        assert "file" in refused.value.problems[0].reason
+
+
+def test_a_kernel_file_system_is_refused_too() -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot be created"):
+        RunDirectory.create(run_config(run_dir=Path("/proc/run")))
+
+
+def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    config = run_config(run_dir=tmp_path / "run")
+    run = RunDirectory.create(config)
+    command = torchrun.build(config, LAYOUT, run.path)
+    run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=Corpus(tmp_path / "c", 9), command=command)
+    assert read_json(run.files.layout) == {
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "dp": 2,
+        "micro_batch_size": 1,
+        "num_microbatches": 1,
+        "global_batch_size": 2,
+        "recompute": "none",
+        "sequence_parallel": False,
+    }
+    assert read_json(run.files.corpus) == {"prefix": str(tmp_path / "c"), "tokens": 9}
+    assert run.files.config.read_text() == "name: tiny\n"
+    assert run.files.command.read_text() == command.shell() + "\n"
+    everything = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
+    assert "hf_secret" not in everything
+    variables = describe_environment()["variables"]
+    assert isinstance(variables, dict)
+    assert variables["SLURM_JOB_ID"] == "42"
+    assert "HOME" in os.environ
+    assert "HOME" not in variables
+
+
+def test_what_breaks_before_the_workers_start_is_in_the_result(tmp_path: Path) -> None:
+    for error, status, code in ((KeyboardInterrupt(), "interrupted", 130), (RuntimeError("no"), "failed", 70)):
+        run = RunDirectory.create(run_config(root=tmp_path))
+        with pytest.raises(type(error)), run.never_without_result():
+            raise error
+        result = read_json(run.files.result)
+        assert result is not None
+        assert (result["status"], result["exit_code"]) == (status, code)

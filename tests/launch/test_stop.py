@@ -1,0 +1,102 @@
+"""What signals mean to the launcher, and whether there is a checkpoint that a preempted run can go on from."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.stop import (
+    Preempted,
+    Requests,
+    SaveWatch,
+    before_workers,
+    handled,
+    sound_checkpoint,
+    unsaved,
+)
+from canzona_cli.run.files import RunFiles
+from tests.checkpoint.checkpoints import save
+
+
+def test_the_first_signal_says_why_and_only_people_are_counted() -> None:
+    requests = Requests()
+    with handled(requests.add):
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+    assert (requests.reason, requests.interrupts) == ("preempted", 1)
+    by_hand = Requests()
+    with handled(by_hand.add):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (by_hand.reason, by_hand.interrupts) == ("interrupted", 1)
+
+
+def test_what_the_launcher_was_started_to_ignore_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        requests = Requests()
+        with handled(requests.add):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.reason is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, Preempted), (signal.SIGINT, KeyboardInterrupt)])
+def test_while_nobody_can_be_asked_a_signal_ends_what_is_done(number: int, error: type[BaseException]) -> None:
+    requests = Requests(raising=True)
+    with handled(requests.add), pytest.raises(KeyboardInterrupt) as raised:
+        os.kill(os.getpid(), number)
+    assert raised.type is error
+
+
+def test_a_save_is_under_way_while_there_is_half_a_checkpoint_and_moves_while_it_grows(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    watch = SaveWatch(files)
+    assert not watch.look()
+    save(files.checkpoints, 3)
+    assert not watch.look()
+    assert watch.moved == 0
+    partial = files.checkpoints / ".step-00000004.partial"
+    partial.mkdir()
+    (partial / "rank-00000.safetensors").write_bytes(b"1")
+    assert watch.look()
+    first = watch.moved
+    assert first > 0
+    assert watch.look()
+    assert watch.moved == first, "nothing has been written since"
+    (partial / "rank-00000.safetensors").write_bytes(b"12")
+    assert watch.look()
+    assert watch.moved > first
+
+
+def test_a_preempted_run_ends_with_75_only_where_a_whole_checkpoint_is(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    stopped = Outcome(status="interrupted", exit_code=130, message="stopped")
+    assert sound_checkpoint(files) is None
+    assert "no checkpoint to go on from" in unsaved(stopped, None).message
+    save(files.checkpoints, 3)
+    path = save(files.checkpoints, 5)
+    assert sound_checkpoint(files) == "step-00000005"
+    told = unsaved(stopped, "step-00000005")
+    assert (told.status, told.exit_code) == ("preempted", 75)
+    shard = path / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert sound_checkpoint(files, thorough=False) == "step-00000005"
+    assert sound_checkpoint(files) is None, "the one before is for a person to choose"
+    shard.unlink()
+    assert sound_checkpoint(files, thorough=False) is None
+
+
+def test_before_the_workers_start_an_older_checkpoint_decides(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    assert before_workers(None, Preempted()).exit_code == 130
+    assert before_workers(files, Preempted()).exit_code == 130
+    save(files.checkpoints, 3)
+    assert before_workers(files, Preempted()).exit_code == 75
+    assert before_workers(files, KeyboardInterrupt()).exit_code == 130

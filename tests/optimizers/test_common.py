@@ -1,0 +1,202 @@
+"""What all algorithms promise: state that restarts, decompositions that may fail, refreshes spread evenly."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.optimizers import SOAP, Muon, Shampoo, stagger
+from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
+from canzona_cli.optimizers.registry import OPTIMIZERS
+
+from . import reference as reference
+
+SHAPES = [(8, 12), (12, 8), (8, 12)]
+MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
+    "muon": lambda p: Muon(p, 0.02),
+    "muon-stacked": lambda p: Muon(p, 0.02, stack=True),
+    "shampoo": lambda p: Shampoo(p, 0.02, precondition_frequency=2),
+    "soap": lambda p: SOAP(p, 0.02, precondition_frequency=2),
+}
+every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP])
+
+
+def test_the_registry_has_them_all() -> None:
+    assert {"muon": Muon, "shampoo": Shampoo, "soap": SOAP} == OPTIMIZERS
+
+
+@every
+def test_deleting_a_state_restarts_that_matrix_alone(
+    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
+) -> None:
+    """Afterwards it moves as one that was never stepped; its neighbours as if nothing had happened."""
+    grads = reference.gradients(SHAPES, 5)
+    params, undisturbed = reference.weights(SHAPES), reference.weights(SHAPES)
+    optimizer, other = make(params), make(undisturbed)
+    reference.step_through(optimizer, params, grads[:3])
+    reference.step_through(other, undisturbed, grads[:3])
+    fresh = torch.nn.Parameter(params[1].detach().clone())
+    del optimizer.state[params[1]]
+    reference.step_through(optimizer, params, grads[3:])
+    reference.step_through(other, undisturbed, grads[3:])
+    reference.step_through(make([fresh]), [fresh], [[of_step[1]] for of_step in grads[3:]])
+    torch.testing.assert_close(params[1], fresh)
+    assert torch.equal(params[0], undisturbed[0])
+    assert torch.equal(params[2], undisturbed[2])
+    assert not torch.equal(params[1], undisturbed[1])
+
+
+@every
+def test_state_is_tensors_and_ints_and_goes_through_a_checkpoint(
+    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
+) -> None:
+    grads = reference.gradients(SHAPES, 6)
+    params = reference.weights(SHAPES)
+    optimizer = make(params)
+    reference.step_through(optimizer, params, grads[:3])
+    assert {type(value) for _, value in reference.states(optimizer)} <= {torch.Tensor, int}
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = make(copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    reference.step_through(optimizer, params, grads[3:])
+    reference.step_through(resumed, copies, grads[3:])
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+
+
+@every
+def test_a_matrix_without_gradient_is_skipped(make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer]) -> None:
+    params = reference.weights(SHAPES)
+    before = [p.detach().clone() for p in params]
+    optimizer = make(params)
+    params[0].grad = torch.randn(SHAPES[0])
+    optimizer.step()
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[1], before[1])
+    assert list(optimizer.state) == [params[0]]
+
+
+@every
+def test_a_closure_is_refused(make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer]) -> None:
+    with pytest.raises(ValueError, match="takes no closure"):
+        make(reference.weights(SHAPES)).step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    with products("tf32"):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.get_float32_matmul_precision() == before
+
+
+@preconditioned
+def test_a_failed_eigendecomposition_is_done_in_fp64(
+    kind: type[Shampoo] | type[SOAP], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.linalg.eigh
+
+    def fails_in_fp32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
+        values, vectors = real(x)
+        return values, vectors
+
+    grads = reference.gradients([(8, 8)], 3)
+    usual, _ = reference.run(lambda p: kind(p, 0.02, eps=1e-2), [(8, 8)], grads)
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_fp32)
+    told: list[str] = []
+    fallen, _ = reference.run(
+        lambda p: kind(p, 0.02, eps=1e-2, on_fallback=lambda _, reason: told.append(reason)), [(8, 8)], grads
+    )
+    # Inverse roots and bases of eigenvalues that fp32 and fp64 see 1e-6 apart.
+    torch.testing.assert_close(fallen[0], usual[0], rtol=1e-3, atol=1e-4)
+    assert [reason.partition(" failed")[0] for reason in told] == [
+        "the eigendecomposition of L",
+        "the eigendecomposition of R",
+    ]
+    assert all("did not converge" in reason and reason.endswith("it was computed in fp64") for reason in told)
+
+
+@preconditioned
+@pytest.mark.parametrize("how", ["raises", "not finite"])
+def test_what_fails_altogether_keeps_the_previous_one(
+    kind: type[Shampoo] | type[SOAP], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[torch.Tensor, str]] = []
+    (p,) = reference.weights([(8, 10)])
+    optimizer = kind([p], 0.02, precondition_frequency=2, on_fallback=lambda q, reason: told.append((q, reason)))
+    grads = reference.gradients([(8, 10)], 5)
+    reference.step_through(optimizer, [p], grads[:2])
+    names = ("root_L", "root_R") if kind is Shampoo else ("Q_L", "Q_R")
+    before = [optimizer.state[p][name].clone() for name in names]
+
+    def failing(x: torch.Tensor) -> object:
+        if how == "raises":
+            raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
+        return torch.return_types.linalg_eigh((x[0] * torch.nan, x * torch.nan))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    monkeypatch.setattr(torch.linalg, "qr", lambda x: type("QR", (), {"Q": failing(x)[1]}))  # type: ignore[index]
+    reference.step_through(optimizer, [p], grads[2:3])
+    assert len(told) == 2
+    assert all(q is p and reason.endswith("the previous one is kept") for q, reason in told)
+    assert all(torch.equal(optimizer.state[p][name], old) for name, old in zip(names, before, strict=True))
+    assert p.isfinite().all()
+    monkeypatch.undo()
+    reference.step_through(optimizer, [p], grads[3:])
+    assert not torch.equal(optimizer.state[p][names[0]], before[0])
+    assert len(told) == 2
+
+
+@preconditioned
+def test_failing_at_first_leaves_the_identity(
+    kind: type[Shampoo] | type[SOAP], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(x: torch.Tensor) -> None:
+        raise torch.linalg.LinAlgError("no")  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    (p,) = reference.weights([(6, 6)])
+    (q,) = reference.weights([(6, 6)])
+    grads = reference.gradients([(6, 6)], 1)
+    reference.step_through(kind([p], 0.02), [p], grads)
+    # What is left is Adam: Shampoo's grafted norm on the gradient itself, SOAP's Adam without rotation.
+    adam = grads[0][0].sign() if kind is SOAP else grads[0][0] * 6 / grads[0][0].norm()
+    torch.testing.assert_close(p.detach(), q.detach() * (1 - 0.002) - 0.02 * adam, rtol=1e-5, atol=1e-6)
+
+
+@preconditioned
+def test_offsets_have_to_fit(kind: type[Shampoo] | type[SOAP]) -> None:
+    with pytest.raises(ValueError, match="2 entries for 3 parameters"):
+        kind(reference.weights(SHAPES), 0.02, refresh_offsets=[0, 1])
+    with pytest.raises(ValueError, match="precondition_frequency is 0"):
+        kind(reference.weights(SHAPES), 0.02, precondition_frequency=0)
+    with pytest.raises(ValueError, match=r"betas\[1\] is 1.0"):
+        kind(reference.weights(SHAPES), 0.02, betas=(0.9, 1.0))
+
+
+@given(
+    costs=st.lists(st.floats(min_value=0, max_value=1e3), max_size=40),
+    period=st.integers(min_value=1, max_value=12),
+)
+def test_staggered_refreshes_are_balanced(costs: list[float], period: int) -> None:
+    """The dearest step is at most 4/3 of any schedule's, so of neither the mean nor the dearest matrix alone; greedy in
+    any order is at most mean + dearest."""
+    offsets = stagger(costs, period)
+    assert len(offsets) == len(costs)
+    assert all(0 <= offset < period for offset in offsets)
+    loads = [sum(cost for cost, at in zip(costs, offsets, strict=True) if at == offset) for offset in range(period)]
+    assert max(loads) <= sum(costs) / period + max(costs, default=0.0) * (1 - 1 / period) + 1e-6
+    assert offsets == stagger(costs, period)
+
+
+def test_equal_costs_take_turns() -> None:
+    assert sorted(stagger([1.0] * 6, 3)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_period_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="period is 0"):
+        stagger([1.0], 0)

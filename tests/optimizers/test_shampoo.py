@@ -1,0 +1,98 @@
+"""Shampoo is its papers' rule."""
+
+import pytest
+import torch
+
+from canzona_cli.optimizers import Shampoo
+from canzona_cli.optimizers.decompositions import inverse_root
+from canzona_cli.optimizers.shampoo import Grafting
+
+from . import reference as reference
+
+SHAPES = [(10, 10), (8, 14), (14, 8)]
+
+
+@pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
+@pytest.mark.parametrize("period", [1, 3])
+def test_is_the_papers_rule(grafting: Grafting, period: int) -> None:
+    """eps 1e-2 keeps an inverse fourth root's condition below 1e2^(1/4) a side, so fp32 keeps six digits."""
+    grads = reference.gradients(SHAPES, 7)
+    settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-8, "shampoo_eps": 1e-2}
+    ours, _ = reference.run(
+        lambda p: Shampoo(p, 0.02, precondition_frequency=period, grafting=grafting, **settings),  # type: ignore[arg-type]
+        SHAPES,
+        grads,
+    )
+    for index, (mine, start) in enumerate(zip(ours, reference.weights(SHAPES), strict=True)):
+        naive = reference.shampoo(
+            start.detach(),
+            [of_step[index] for of_step in grads],
+            lr=0.02,
+            period=period,
+            grafting=grafting,
+            **settings,  # type: ignore[arg-type]
+        )
+        torch.testing.assert_close(mine.double(), naive, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
+@pytest.mark.parametrize(("max_dim", "left", "right"), [(10, True, False), (7, False, False)])
+def test_long_sides_are_left_alone(grafting: Grafting, max_dim: int, left: bool, right: bool) -> None:
+    grads = reference.gradients([(8, 14)], 5)
+    (mine,), optimizer = reference.run(
+        lambda p: Shampoo(
+            p, 0.02, max_preconditioner_dim=max_dim, grafting=grafting, shampoo_eps=1e-2, weight_decay=0.0
+        ),
+        [(8, 14)],
+        grads,
+    )
+    naive = reference.shampoo(
+        reference.weights([(8, 14)])[0].detach(),
+        [of_step[0] for of_step in grads],
+        lr=0.02,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        shampoo_beta=0.95,
+        eps=1e-8,
+        shampoo_eps=1e-2,
+        period=10,
+        grafting=grafting,
+        left=left,
+        right=right,
+    )
+    torch.testing.assert_close(mine.double(), naive, rtol=2e-5, atol=2e-6)
+    assert {name for name, _ in reference.states(optimizer)} & {"L", "R"} == ({"L"} if left else set())
+
+
+def test_diagonal_gradient_has_a_closed_form() -> None:
+    """G = diag(d) gives L = R = diag(d^2), so L^-1/4 G R^-1/4 = sign(d): the first update moves each by lr."""
+    d = torch.tensor([5.0, -2.0, 0.5, -0.1])
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    p.grad = torch.diag(d)
+    Shampoo([p], 0.1, weight_decay=0.0, grafting="none").step()
+    torch.testing.assert_close(p.detach(), -0.1 * torch.diag(d.sign()), rtol=1e-5, atol=1e-7)
+
+
+def test_grafting_gives_the_other_methods_norm() -> None:
+    """Adam's first update is sign(G): its norm is sqrt(numel)."""
+    grads = reference.gradients([(9, 12)], 1)
+    for grafting, norm in (("adam", (9 * 12) ** 0.5), ("sgd", float(grads[0][0].norm()))):
+        p = torch.nn.Parameter(torch.zeros(9, 12))
+        reference.step_through(Shampoo([p], 1.0, weight_decay=0.0, grafting=grafting), [p], grads)  # type: ignore[arg-type]
+        torch.testing.assert_close(float(p.detach().norm()), norm, rtol=1e-5, atol=0)
+
+
+def test_noise_below_rounding_is_not_amplified() -> None:
+    """A factor of one gradient has rank 4 of 32; what is beyond gets no more than the root of rounding."""
+    g = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    root = inverse_root(g @ g.T, 0.25, 1e-12)
+    largest = torch.linalg.matrix_norm(g @ g.T, 2)
+    assert torch.linalg.matrix_norm(root, 2) <= (largest * 32**0.5 * 2**-23) ** -0.25 * 1.001
+
+
+def test_zero_gradients_stay_finite_and_teach_later_steps_nothing() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 6))
+    optimizer = Shampoo([p], 0.1)
+    reference.step_through(optimizer, [p], [[torch.zeros(4, 6)], [torch.ones(4, 6)]])
+    assert p.isfinite().all()
+    assert torch.equal(optimizer.state[p]["root_L"], torch.eye(4))

@@ -1,0 +1,145 @@
+"""SOAP is emerging-optimizers' rule at a period of one, and the paper's at any."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from emerging_optimizers.soap import SOAP as EmergingSOAP
+
+from canzona_cli.optimizers import SOAP
+
+from . import reference as reference
+
+# One gradient's factor has rank min(rows, cols). In the null space a basis is arbitrary and Adam divides rounding by
+# rounding; eps far above rounding (1e-7) keeps that out of a comparison. From the second step on the rank is full.
+SHAPES = [(10, 10), (8, 14), (14, 8)]
+SQUARES = [(10, 10), (13, 13)]
+EPS = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """emerging-optimizers compiles its Adam; seconds that change nothing."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.5, 0.99)])
+def test_refreshed_at_every_step_it_is_emergings(betas: tuple[float, float]) -> None:
+    grads = reference.gradients(SHAPES, 8)
+    ours, mine = reference.run(
+        lambda p: SOAP(p, 0.02, betas=betas, eps=EPS, shampoo_beta=0.9, precondition_frequency=1), SHAPES, grads
+    )
+    theirs, other = reference.run(
+        lambda p: EmergingSOAP(
+            p,
+            0.02,
+            betas=betas,
+            eps=EPS,
+            shampoo_beta=0.9,
+            weight_decay=0.1,
+            fp32_matmul_prec="highest",
+            qr_fp32_matmul_prec="highest",
+        ),
+        SHAPES,
+        grads,
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    for one, two in zip(mine.state.values(), other.state.values(), strict=True):
+        assert one.keys() == two.keys()
+        assert one["step"] == two["step"] == 8
+        torch.testing.assert_close(one["L"], two["L"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one["R"], two["R"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("period", [2, 3, 10])
+def test_is_the_papers_rule_at_any_period(period: int) -> None:
+    """The first moment is the plain average of gradients, turned at each use: keeping it turned is the
+    same. Square matrices: in a null space the bases of fp32 and fp64 would have nothing in common."""
+    grads = reference.gradients(SQUARES, 9)
+    settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.9, "eps": EPS}
+    ours, _ = reference.run(
+        lambda p: SOAP(p, 0.02, precondition_frequency=period, **settings),  # type: ignore[arg-type]
+        SQUARES,
+        grads,
+    )
+    for index, (mine, start) in enumerate(zip(ours, reference.weights(SQUARES), strict=True)):
+        naive = reference.soap(
+            start.detach(),
+            [of_step[index] for of_step in grads],
+            lr=0.02,
+            period=period,
+            **settings,  # type: ignore[arg-type]
+        )
+        torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("period", "offset"), [(3, 0), (3, 1), (4, 3)])
+def test_bases_change_at_their_turn_alone(period: int, offset: int) -> None:
+    (p,) = reference.weights([(8, 10)])
+    optimizer = SOAP([p], 0.02, precondition_frequency=period, refresh_offsets=[offset])
+    bases = [torch.eye(8)]
+    for of_step in reference.gradients([(8, 10)], 9):
+        reference.step_through(optimizer, [p], [of_step])
+        bases.append(optimizer.state[p]["Q_L"].clone())
+    changed = [not torch.equal(old, new) for old, new in itertools.pairwise(bases)]
+    turns = [step for step in range(9) if step == 0 or (step >= period and (step + offset) % period == 0)]
+    assert [step for step, new in enumerate(changed) if new] == turns
+
+
+def test_first_moment_is_the_average_gradient_whatever_was_refreshed() -> None:
+    (p,) = reference.weights([(8, 10)])
+    optimizer = SOAP([p], 0.02, betas=(0.6, 0.9), precondition_frequency=2)
+    average = torch.zeros(8, 10)
+    for of_step in reference.gradients([(8, 10)], 7):
+        reference.step_through(optimizer, [p], [of_step])
+        average = 0.6 * average + 0.4 * of_step[0]
+    state = optimizer.state[p]
+    torch.testing.assert_close(state["Q_L"] @ state["exp_avg"] @ state["Q_R"].T, average, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state["Q_L"].T @ state["Q_L"], torch.eye(8), rtol=0, atol=1e-5)
+
+
+def test_bias_is_corrected() -> None:
+    """The same gradient each time: averages corrected for their start are that gradient's from the first step on, and
+    every update is the first one."""
+    grad = reference.gradients([(9, 9)], 1)[0]
+    (p,) = reference.weights([(9, 9)])
+    optimizer = SOAP([p], 0.02, weight_decay=0.0, eps=EPS, precondition_frequency=100)
+    moves = []
+    for _ in range(4):
+        before = p.detach().clone()
+        reference.step_through(optimizer, [p], [grad])
+        moves.append(p.detach() - before)
+        torch.testing.assert_close(optimizer.state[p]["L"], grad[0] @ grad[0].T, rtol=1e-5, atol=1e-5)
+    for move in moves[1:]:
+        torch.testing.assert_close(move, moves[0], rtol=1e-4, atol=1e-6)
+
+
+def test_with_both_sides_long_it_is_adamw() -> None:
+    grads = reference.gradients(SHAPES, 6)
+    ours, _ = reference.run(lambda p: SOAP(p, 0.02, max_preconditioner_dim=4), SHAPES, grads)
+    adamw, _ = reference.run(lambda p: torch.optim.AdamW(p, 0.02, (0.9, 0.95), 1e-8, 0.1), SHAPES, grads)
+    for a, b in zip(ours, adamw, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_long_side_is_not_rotated() -> None:
+    """Adam of Q_L^T G alone; nothing mixes columns, so a column's update knows its own gradients only."""
+    (p,) = reference.weights([(8, 14)])
+    optimizer = SOAP([p], 0.02, max_preconditioner_dim=10, eps=EPS, precondition_frequency=1)
+    reference.step_through(optimizer, [p], reference.gradients([(8, 14)], 3))
+    assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq", "L", "Q_L"}
+    before = p.detach().clone()
+    state = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in optimizer.state[p].items()
+    }
+    grad = reference.gradients([(8, 14)], 1, seed=5)[0][0]
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    reference.step_through(optimizer, [p], [[grad]])
+    q, turned = optimizer.state[p]["Q_L"], None
+    turned = q.T @ (state["Q_L"] @ state["exp_avg"])
+    turned = 0.9 * turned + 0.1 * q.T @ grad
+    adam = (turned / (1 - 0.9**4)) / ((optimizer.state[p]["exp_avg_sq"] / (1 - 0.95**4)).sqrt() + EPS)
+    torch.testing.assert_close(p.detach(), before - 0.02 * q @ adam, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,101 @@
+"""Problems for tests of the planner: hand-made matrices, and exact answers to small ones."""
+
+import itertools
+from collections.abc import Sequence
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.model.matrix import Kind, Matrix
+from tests.sizes import layout
+
+LAYER: tuple[tuple[Kind, str, int], ...] = (
+    ("proj", "self_attention.linear_proj.weight", 0),
+    ("q", "self_attention.linear_qkv.weight", 1),
+    ("k", "self_attention.linear_qkv.weight", 1),
+    ("v", "self_attention.linear_qkv.weight", 1),
+    ("gate", "mlp.linear_fc1.weight", 2),
+    ("up", "mlp.linear_fc1.weight", 3),
+    ("down", "mlp.linear_fc2.weight", 4),
+)
+"""Kind, parameter and unit of the matrices of one layer, in registration order."""
+FUSED_FC1: tuple[tuple[Kind, str, int], ...] = (
+    *LAYER[:4],
+    ("fc1", "mlp.linear_fc1.weight", 2),
+    ("down", "mlp.linear_fc2.weight", 3),
+)
+"""The same with splitting qkv."""
+
+
+def transformer(
+    layers: int, hidden: int, ffn: int, kv: int, *, stages: int = 1, fused_fc1: bool = False
+) -> tuple[Matrix, ...]:
+    """A Llama-like model, qkv split, and fc1 too if not told otherwise; `kv` rows of k and of v."""
+    layer_of: tuple[tuple[Kind, str, int], ...] = FUSED_FC1 if fused_fc1 else LAYER
+    shapes: dict[str, tuple[int, int]] = {
+        "proj": (hidden, hidden),
+        "q": (hidden, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "fc1": (2 * ffn, hidden),
+        "down": (hidden, ffn),
+    }
+    return tuple(
+        Matrix(
+            index=layer * len(layer_of) + position,
+            name=f"layers.{layer}.{kind}",
+            kind=kind,
+            layer=layer,
+            stage=layer * stages // layers,
+            rows=shapes[kind][0],
+            cols=shapes[kind][1],
+            shard_dim=1 if kind in ("proj", "down") else 0,
+            parameter=f"decoder.layers.{layer}.{parameter}",
+            unit=layer * (layer_of[-1][2] + 1) + unit,
+        )
+        for layer in range(layers)
+        for position, (kind, parameter, unit) in enumerate(layer_of)
+    )
+
+
+def newton_schulz(matrices: Sequence[Matrix]) -> list[float]:
+    """Seconds of five standard Newton-Schulz steps on each, at 700 TFLOP/s."""
+    sides = [(min(matrix.rows, matrix.cols), max(matrix.rows, matrix.cols)) for matrix in matrices]
+    return [5 * (4 * m * m * n + 2 * m**3) / 700e12 for m, n in sides]
+
+
+def grid(tp: int, dp: int, pp: int = 1) -> Layout:
+    return layout(tp=tp, pp=pp, dp=dp)
+
+
+def least_height(costs: Sequence[float], bins: int) -> float:
+    """Height of the best packing, by trying all."""
+    best = float("inf")
+
+    def place(item: int, heights: list[float]) -> None:
+        nonlocal best
+        if max(heights) >= best:
+            return
+        if item == len(costs):
+            best = max(heights)
+            return
+        for height in sorted(set(heights)):  # bins of one height are alike
+            index = heights.index(height)
+            heights[index] += costs[item]
+            place(item + 1, heights)
+            heights[index] = height
+
+    place(0, [0.0] * bins)
+    return best
+
+
+def least_makespan(units: Sequence[Sequence[float]], dp: int, tp: int) -> float:
+    """Busiest cell of the best assignment of units to owners and of their matrices to hosts, by trying all."""
+    best = float("inf")
+    for owner_of in itertools.product(range(dp), repeat=len(units)):
+        held = [
+            [cost for unit, o in zip(units, owner_of, strict=True) if o == owner for cost in unit]
+            for owner in range(dp)
+        ]
+        best = min(best, max((least_height(costs, tp) if costs else 0.0) for costs in held))
+    return best

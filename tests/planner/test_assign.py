@@ -1,0 +1,225 @@
+"""Assignments are complete, balanced, within their caps, the same everywhere, and follow alpha."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.schema import BufferLayout, Grouping, Layout
+from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.bounds import lower_bound
+from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.geometry import stage_parameters
+from canzona_cli.planner.types import Assignment, PlanSettings
+from canzona_cli.simulate.baselines import imbalance, layerwise, padding_fraction, paper_contiguous
+from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
+from tests.sizes import Size, run
+
+CANZONA = PlanSettings(strategy="canzona")
+MODELS = st.builds(
+    transformer,
+    layers=st.integers(1, 6),
+    hidden=st.sampled_from([64, 128, 192]),
+    ffn=st.sampled_from([64, 192, 384]),
+    kv=st.sampled_from([1, 16, 64]),
+    fused_fc1=st.booleans(),
+)
+GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
+PLANS = st.builds(
+    PlanSettings,
+    strategy=st.sampled_from(["canzona", "asc"]),
+    layout=st.sampled_from(get_args(BufferLayout)),
+    alpha=st.sampled_from([0.0, 0.4, 1.0]),
+    grouping=st.sampled_from(get_args(Grouping)),
+)
+BUCKET = st.sampled_from([None, 20_000, 100_000])
+
+
+def _busiest(found: Assignment, matrices: tuple[Matrix, ...], costs: Sequence[float], dp: int, tp: int) -> float:
+    return max(max(found.loads(matrices, costs, stage, dp, tp)) for stage in {matrix.stage for matrix in matrices})
+
+
+@given(matrices=MODELS, mesh=GRIDS, plan=PLANS, bucket=BUCKET)
+@settings(max_examples=80, deadline=None)
+def test_every_matrix_has_a_cell_and_every_unit_one_owner(
+    matrices: tuple[Matrix, ...], mesh: Layout, plan: PlanSettings, bucket: int | None
+) -> None:
+    found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=bucket)
+    assert len(found.cells) == len(matrices)
+    assert all(0 <= cell.owner < mesh.dp and 0 <= cell.host < mesh.tp for cell in found.cells)
+    owners: dict[int | str, set[int]] = defaultdict(set)
+    for matrix, cell in zip(matrices, found.cells, strict=True):
+        owners[matrix.unit].add(cell.owner)
+        if plan.layout == "aligned" and plan.strategy == "canzona":
+            owners[matrix.parameter].add(cell.owner)
+    assert all(len(those) == 1 for those in owners.values())
+
+
+@given(matrices=MODELS, mesh=GRIDS, layout=st.sampled_from(get_args(BufferLayout)), bucket=BUCKET)
+@settings(max_examples=50, deadline=None)
+def test_alpha_trades_bytes_for_compute_monotonically(
+    matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
+) -> None:
+    costs = newton_schulz(matrices)
+    compute, travel = [], []
+    for alpha in (0.0, 0.2, 0.5, 0.8, 1.0):
+        plan = replace(CANZONA, layout=layout, alpha=alpha)
+        found = assign(matrices, costs, mesh, plan, bucket_elements=bucket)
+        compute.append(_busiest(found, matrices, costs, mesh.dp, mesh.tp))
+        total = 0
+        for held in buckets(matrices, found, mesh, plan, bucket):
+            shares = [0] * mesh.dp
+            for part in held.ranges:
+                shares[part.owner] += sum(matrices[index].fragment_elements(mesh.tp) for index in part.matrices)
+            total += max(shares)
+        travel.append(total)
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(compute))
+    assert all(after >= before for before, after in pairwise(travel))
+
+
+@given(
+    units=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    dp=st.integers(1, 3),
+    tp=st.integers(1, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_small_grids_come_close_to_the_exact_optimum(units: list[int], dp: int, tp: int) -> None:
+    model = transformer(1, 64, 192, 16)
+    by_unit = [[matrix for matrix in model if matrix.unit == unit] for unit in units]
+    matrices = tuple(
+        replace(matrix, index=index, unit=unit, parameter=str(unit))
+        for index, (unit, matrix) in enumerate((unit, m) for unit, members in enumerate(by_unit) for m in members)
+    )
+    costs = newton_schulz(matrices)
+    per_unit = [[cost for m, cost in zip(matrices, costs, strict=True) if m.unit == unit] for unit in range(len(units))]
+    found = _busiest(assign(matrices, costs, grid(tp, dp), CANZONA), matrices, costs, dp, tp)
+    optimum = least_makespan(per_unit, dp, tp)
+    assert optimum * (1 - 1e-9) <= found <= optimum * 4 / 3
+    assert lower_bound(matrices, costs, 0, dp, tp) <= optimum * (1 + 1e-9)
+
+
+@given(matrices=MODELS, mesh=GRIDS, spare=st.sampled_from([0.5, 1.0, 2.0]))
+@settings(max_examples=60, deadline=None)
+def test_no_cell_holds_more_than_its_cap(matrices: tuple[Matrix, ...], mesh: Layout, spare: float) -> None:
+    elements = [float(matrix.elements) for matrix in matrices]
+    units: dict[int, float] = defaultdict(float)
+    for matrix in matrices:
+        units[matrix.unit] += matrix.elements
+    cap = int(sum(elements) / (mesh.dp * mesh.tp) + spare * max(units.values()))
+    try:
+        found = assign(matrices, newton_schulz(matrices), mesh, CANZONA, cap)
+    except DoesNotFit:
+        if spare < 2:
+            reject()
+        # The emptiest cell is below the mean, so twice the largest unit on top always suffices.
+        raise
+    assert max(found.loads(matrices, elements, 0, mesh.dp, mesh.tp)) <= cap
+
+
+def test_a_cap_below_the_largest_matrix_does_not_fit() -> None:
+    matrices = transformer(2, 64, 192, 16)
+    with pytest.raises(DoesNotFit, match="need 12,288 or more"):
+        assign(matrices, newton_schulz(matrices), grid(8, 8), CANZONA, 12_287)
+
+
+def test_a_cap_moves_matrices_that_balance_alone_would_pile_up() -> None:
+    # One matrix costs as much as all others together: alone they would be in one cell, however large.
+    matrices = transformer(2, 64, 192, 16)
+    costs = [float(len(matrices) - 1), *[1.0] * (len(matrices) - 1)]
+    elements = [float(matrix.elements) for matrix in matrices]
+    free = assign(matrices, costs, grid(1, 2), CANZONA)
+    cap = int(sum(elements) * 0.6)
+    assert max(free.loads(matrices, elements, 0, 2, 1)) > cap
+    assert max(assign(matrices, costs, grid(1, 2), CANZONA, cap).loads(matrices, elements, 0, 2, 1)) <= cap
+
+
+def test_asc_takes_the_even_share_a_unit_starts_in_and_hosts_in_turn() -> None:
+    matrices = transformer(1, 64, 128, 64)
+    # Backwards: down (8192), fc1 (8192 + 8192), qkv (12288), proj (4096): 40,960 elements, 10,240 for each owner.
+    found = assign(matrices, newton_schulz(matrices), grid(1, 4), PlanSettings(strategy="asc"))
+    assert {m.kind: cell.owner for m, cell in zip(matrices, found.cells, strict=True)} == {
+        "down": 0, "gate": 0, "up": 1, "q": 2, "k": 2, "v": 2, "proj": 3,
+    }  # fmt: skip
+    hosts = [
+        cell.host
+        for cell in assign(matrices, newton_schulz(matrices), grid(2, 1), replace(CANZONA, strategy="asc")).cells
+    ]
+    assert hosts == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_contiguous_owners_ascend_in_every_bucket() -> None:
+    matrices = transformer(6, 64, 192, 16)
+    plan = replace(CANZONA, layout="contiguous")
+    found = assign(matrices, newton_schulz(matrices), grid(2, 3), plan, bucket_elements=100_000)
+    laid_out = buckets(matrices, found, grid(2, 3), plan, 100_000)
+    assert len(laid_out) > 1
+    for bucket in laid_out:
+        owners = [part.owner for part in bucket.ranges]
+        assert owners == sorted(set(owners))
+    natural = [parameter.name for parameter in reversed(stage_parameters(matrices, 0, 2))]
+    assert [name for bucket in laid_out for name in bucket.parameters] == natural
+
+
+_DIGEST = """
+import hashlib
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.types import PlanSettings
+from tests.planner.planning import grid, newton_schulz, transformer
+matrices = transformer(9, 256, 704, 32)
+found = assign(matrices, newton_schulz(matrices), grid(2, 5), PlanSettings(strategy="canzona", alpha=0.6))
+print(hashlib.sha256(repr(found).encode()).hexdigest())
+"""
+
+
+def test_every_process_finds_the_same_assignment() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", _DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == len(hashlib.sha256().hexdigest())
+
+
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: Size) -> None:
+    """The promise: 1.03 of the bound in four cells of five, 1.10 in all, and nowhere worse than what it replaces."""
+    gaps = []
+    for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
+        config, mesh = resolve(run(size, gpus, strategy="canzona"))
+        matrices = matrices_of(config.model, mesh, "split")
+        costs, bucket = newton_schulz(matrices), max(40_000_000, 1_000_000 * mesh.dp)
+        found = assign(matrices, costs, mesh, CANZONA, bucket_elements=bucket)
+        busiest = _busiest(found, matrices, costs, mesh.dp, mesh.tp)
+        gaps.append(busiest / max(lower_bound(matrices, costs, stage, mesh.dp, mesh.tp) for stage in range(mesh.pp)))
+
+        paper = paper_contiguous(matrices, costs, mesh, 1.0, bucket)
+        assert busiest <= _busiest(paper, matrices, costs, mesh.dp, mesh.tp) * (1 + 1e-9)
+        megatron = layerwise(matrices, mesh, bucket)
+        for stage in range(mesh.pp):
+            loads = found.loads(matrices, costs, stage, mesh.dp, mesh.tp)
+            owners = [sum(loads[start : start + mesh.tp]) for start in range(0, len(loads), mesh.tp)]
+            theirs = megatron.loads(matrices, costs, stage, mesh.dp)
+            assert max(loads) <= max(theirs) * (1 + 1e-9)
+            assert imbalance(owners) <= imbalance(theirs) * (1 + 1e-9)
+        assert padding_fraction(buckets(matrices, found, mesh, CANZONA, bucket)) < 1e-4
+    assert max(gaps) <= 1.10
+    assert sum(gap <= 1.03 for gap in gaps) >= 0.8 * len(gaps)

@@ -1,0 +1,46 @@
+"""The bound on a grid holds against the exact optimum, with units that must share an owner."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.bounds import lower_bound
+from tests.planner.planning import least_makespan
+
+UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+def _matrices(units: list[list[int]]) -> tuple[tuple[Matrix, ...], list[float]]:
+    owned = [(unit, cost) for unit, costs in enumerate(units) for cost in costs]
+    return tuple(
+        Matrix(
+            index=index,
+            name=str(index),
+            kind="other",
+            layer=0,
+            stage=0,
+            rows=1,
+            cols=cost,
+            shard_dim=None,
+            parameter=str(unit),
+            unit=unit,
+        )
+        for index, (unit, cost) in enumerate(owned)
+    ), [float(cost) for _, cost in owned]
+
+
+@given(units=UNITS, dp=st.integers(1, 3), tp=st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_bound_is_at_most_the_exact_optimum(units: list[list[int]], dp: int, tp: int) -> None:
+    matrices, costs = _matrices(units)
+    assert lower_bound(matrices, costs, 0, dp, tp) <= least_makespan(units, dp, tp) * (1 + 1e-9)
+
+
+def test_units_raise_the_bound_where_one_cell_is_an_owner() -> None:
+    matrices, costs = _matrices([[5, 1, 1], [4]])
+    assert lower_bound(matrices, costs, 0, 2, 1) == 7.0
+
+
+def test_a_stage_without_matrices_needs_no_time() -> None:
+    matrices, costs = _matrices([[5]])
+    assert lower_bound(matrices, costs, 1, 2, 2) == 0.0

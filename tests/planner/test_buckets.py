@@ -1,0 +1,105 @@
+"""Buckets hold every fragment once, aligned, by owner in as few ranges as there are owners."""
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from canzona_cli.config.schema import BufferLayout, Layout
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.geometry import stage_parameters
+from canzona_cli.planner.types import Assignment, Cell, PlanSettings
+from tests.planner.planning import grid, newton_schulz, transformer
+
+MODELS = st.builds(
+    transformer,
+    layers=st.integers(1, 6),
+    hidden=st.sampled_from([64, 128, 192]),
+    ffn=st.sampled_from([64, 192, 384]),
+    kv=st.sampled_from([4, 16, 64]),
+    fused_fc1=st.booleans(),
+)
+GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
+BUCKET = st.sampled_from([None, 20_000, 100_000])
+
+
+@given(matrices=MODELS, mesh=GRIDS, layout=st.sampled_from(get_args(BufferLayout)), bucket=BUCKET)
+@settings(max_examples=80, deadline=None)
+def test_ranges_cover_every_fragment_once(
+    matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
+) -> None:
+    plan = PlanSettings(strategy="canzona", layout=layout)
+    found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=bucket)
+    laid_out = buckets(matrices, found, mesh, plan, bucket)
+    held = [index for one in laid_out for part in one.ranges for index in part.matrices]
+    assert sorted(held) == list(range(len(matrices)))
+    assert sorted(name for one in laid_out for name in one.parameters) == sorted({m.parameter for m in matrices})
+    for one in laid_out:
+        assert one.elements % mesh.dp == 0
+        fragments = sum(matrices[i].fragment_elements(mesh.tp) for part in one.ranges for i in part.matrices)
+        assert one.padding == one.elements - fragments
+        end = 0
+        for part in one.ranges:
+            assert end <= part.start < part.end <= one.elements
+            assert all(found.cells[index].owner == part.owner for index in part.matrices)
+            end = part.end
+        if layout == "aligned":
+            shard = one.elements // mesh.dp
+            assert all(part.start // shard == (part.end - 1) // shard == part.owner for part in one.ranges)
+        else:
+            # Nothing but the starts of parameters, and the end of a bucket, is aligned.
+            assert one.padding < 64 * len(one.parameters) + 64 * mesh.dp
+
+
+@pytest.mark.parametrize("bucket", [None, 100_000, 500_000])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 8), (4, 3)])
+def test_owners_have_one_range_in_a_bucket(tp: int, dp: int, bucket: int | None) -> None:
+    matrices = transformer(12, 128, 384, 32)
+    plan = PlanSettings(strategy="canzona")
+    found = assign(matrices, newton_schulz(matrices), grid(tp, dp), plan, bucket_elements=bucket)
+    for one in buckets(matrices, found, grid(tp, dp), plan, bucket):
+        owners = [part.owner for part in one.ranges]
+        assert len(owners) == len(set(owners))
+
+
+def test_a_ring_of_shared_parameters_costs_one_more_range() -> None:
+    matrices = transformer(2, 64, 128, 16)
+    # fc1 of layer 0 lies from owner 0 to 1, that of layer 1 from 1 to 0: a line has no room for both borders.
+    owner_of = {"layers.0.gate": 0, "layers.0.up": 1, "layers.1.gate": 1, "layers.1.up": 0}
+    found = Assignment(cells=tuple(Cell(owner=owner_of.get(m.name, m.layer), host=0) for m in matrices))
+    (one,) = buckets(matrices, found, grid(1, 2), PlanSettings(strategy="canzona"))
+    assert len(one.ranges) == 3
+
+
+@pytest.mark.parametrize("bucket", [None, 300_000])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 6)])
+def test_natural_order_has_the_buckets_of_megatron(tp: int, dp: int, bucket: int | None) -> None:
+    matrices = transformer(8, 128, 352, 32)
+    plan = PlanSettings(strategy="asc")
+    found = assign(matrices, newton_schulz(matrices), grid(tp, dp), plan, bucket_elements=bucket)
+    laid_out = buckets(matrices, found, grid(tp, dp), plan, bucket)
+    parameters = stage_parameters(matrices, 0, tp)
+    tensors = {p.name: torch.nn.Parameter(torch.empty(p.elements, device="meta")) for p in parameters}
+    theirs = DistributedOptimizer._compute_per_buffer_param_layout(
+        list(tensors.values()), bucket, dp, DistributedDataParallelConfig()
+    )
+    contents: list[list[str]] = [[] for _ in theirs.bucket_indices]
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for tensor, (_, _, number) in theirs.param_index_map.items():
+        contents[number].append(names[id(tensor)])
+    assert [list(one.parameters) for one in laid_out] == contents
+
+
+def test_later_stages_have_one_bucket() -> None:
+    matrices = transformer(8, 64, 128, 16, stages=2)
+    mesh, plan = grid(1, 2, pp=2), PlanSettings(strategy="canzona")
+    found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=50_000)
+    laid_out = buckets(matrices, found, mesh, plan, 50_000)
+    assert sum(one.stage == 0 for one in laid_out) > 1
+    assert sum(one.stage == 1 for one in laid_out) == 1

@@ -1,0 +1,246 @@
+"""What an update costs: FLOPs against hand counts and against counted runs, seconds against closed forms."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import CustomConfig
+from canzona_cli.model.matrices import matrices
+from canzona_cli.optimizers.soap import SOAP as OurSOAP
+from canzona_cli.planner.cost import (
+    MEMORY_EFFICIENCY,
+    adamw_seconds,
+    algorithm,
+    costs,
+    flops,
+    label,
+    matmul_rate,
+    matmul_seconds,
+    peak_flops,
+    peak_seconds,
+    seconds,
+    work,
+)
+from canzona_cli.planner.types import Algorithm
+from tests.sizes import CPU, H100, layout, model, run
+
+MUON = Algorithm(name="muon")
+GRAM = Algorithm(name="muon", newton_schulz="gram")
+SHAMPOO = Algorithm(name="shampoo")
+SOAP = Algorithm(name="soap")
+ADAMW = Algorithm(name="adamw")
+EVERY = [MUON, GRAM, SHAMPOO, SOAP, ADAMW]
+IDEAL = replace(H100, matmul_tflops=((1024, 700.0),), memory_gb_per_s=1e15, launch_us=0.0)
+"""700 TFLOP/s from 1024 on, and nothing else takes time."""
+
+
+def counted(run_it: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run_it()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(24, 56), (56, 24), (32, 32), (1, 40), (37, 1)])
+@pytest.mark.parametrize("steps", [1, 5, 8])
+def test_newton_schulz_flops_equal_a_counted_run(rows: int, cols: int, steps: int) -> None:
+    x = torch.randn(rows, cols)
+    assert flops(replace(MUON, ns_steps=steps), rows, cols) == counted(lambda: newton_schulz(x, steps))
+
+
+def gram_newton_schulz(x: torch.Tensor, coefficients: list[tuple[float, float, float]], restarts: set[int]) -> object:
+    """The polynomials of Newton-Schulz carried in the Gram matrix r, applied to x at a restart and in the end."""
+    r, q = x @ x.T, None
+    last = len(coefficients) - 1
+    for step, (a, b, c) in enumerate(coefficients):
+        if step in restarts:
+            assert q is not None
+            x, q = q @ x, None
+            r = x @ x.T
+        z = b * r + c * (r @ r)
+        q = z + a * torch.eye(len(r), dtype=x.dtype) if q is None else a * q + q @ z
+        if step < last and step + 1 not in restarts:
+            rz = a * r + r @ z
+            r = a * rz + z @ rz
+    assert q is not None
+    return q @ x
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+def test_gram_newton_schulz_flops_equal_a_counted_run(steps: int) -> None:
+    x = torch.randn(24, 56, dtype=torch.float64)
+    x /= x.norm()
+    coefficients = [(3.4445, -4.7750, 2.0315)] * steps
+    restarts = {2} if steps > 2 else set()
+    assert flops(replace(GRAM, ns_steps=steps), 24, 56) == counted(
+        lambda: gram_newton_schulz(x, coefficients, restarts)
+    )
+    # and it is Newton-Schulz
+    expected = newton_schulz(x.float(), steps, "simple").double()
+    torch.testing.assert_close(gram_newton_schulz(x, coefficients, restarts), expected, atol=1e-4, rtol=0)
+
+
+def test_gram_newton_schulz_saves_where_matrices_are_long_and_falls_back_where_they_are_square() -> None:
+    assert flops(GRAM, 5120, 25600) / flops(MUON, 5120, 25600) == pytest.approx(68 / 110)
+    assert flops(GRAM, 5120, 5120) == flops(MUON, 5120, 5120)
+
+
+def test_soap_flops_equal_a_counted_run() -> None:
+    """Of the very class that is run, in a step that refreshes and in one that does not."""
+    rows, cols = 24, 40
+    weight = torch.nn.Parameter(torch.randn(rows, cols))
+    optimizer = OurSOAP([weight], 1e-3, precondition_frequency=3)
+
+    def update() -> None:
+        weight.grad = torch.randn(rows, cols)
+        optimizer.step()
+
+    update()  # the first bases are eigenvectors, which no later step computes
+    found = {counted(update) for _ in range(6)}
+    step, refresh = work(SOAP, rows, cols)
+    qr = 8 / 3 * (rows**3 + cols**3)  # the counter knows products only
+    assert sorted(found) == [step.flops, pytest.approx(step.flops + refresh.flops - qr)]
+    assert flops(SOAP, rows, cols) == pytest.approx(step.flops + refresh.flops / SOAP.refresh_period)
+    assert peak_flops(SOAP, rows, cols) == pytest.approx(step.flops + refresh.flops)
+
+
+def test_shampoo_flops_by_hand() -> None:
+    # 10 x 20: statistics 2 * 10 * 20 * (10 + 20), both roots applied as much again.
+    assert work(SHAMPOO, 10, 20)[0].flops == 2 * 12_000
+    # A refresh: eigenvectors 9 n^3 and one product 2 n^3 a side.
+    assert work(SHAMPOO, 10, 20)[1].flops == 11 * (1_000 + 8_000)
+    assert flops(SHAMPOO, 10, 20) == pytest.approx(24_000 + 99_000 / 10)
+
+
+def test_adamw_flops_by_hand() -> None:
+    # moments 3 + 4, bias-corrected root 3 and quotient 2, decay 1, weight 2
+    assert flops(ADAMW, 3, 7) == 15 * 21
+
+
+@pytest.mark.parametrize("a", [SHAMPOO, SOAP])
+def test_a_side_that_is_too_long_has_no_preconditioner(a: Algorithm) -> None:
+    short = replace(a, max_preconditioner_dim=16)
+    one_sided = 2 * 16 * 16 * 40 * (2 if a.name == "shampoo" else 3)
+    assert work(short, 16, 40)[0].flops == one_sided == work(short, 40, 16)[0].flops
+    assert peak_flops(replace(short, max_preconditioner_dim=8), 16, 40) == 0
+
+
+@pytest.mark.parametrize("a", EVERY)
+@given(rows=st.integers(1, 6000), cols=st.integers(1, 6000))
+def test_costs_are_positive_and_the_same_for_the_transpose(a: Algorithm, rows: int, cols: int) -> None:
+    assert seconds(a, rows, cols, H100) > 0
+    assert flops(a, rows, cols) == pytest.approx(flops(a, cols, rows))
+    assert seconds(a, rows, cols, H100) == pytest.approx(seconds(a, cols, rows, H100))
+    assert peak_seconds(a, rows, cols, H100) >= seconds(a, rows, cols, H100)
+
+
+@pytest.mark.parametrize("a", EVERY)
+@given(rows=st.integers(1, 6000), cols=st.integers(1, 6000), more=st.integers(1, 2000))
+def test_a_larger_matrix_costs_more(a: Algorithm, rows: int, cols: int, more: int) -> None:
+    # Gram Newton-Schulz differs from the standard one in kind: square matrices fall back.
+    if a is GRAM and (rows == cols or rows + more == cols):
+        return
+    assert flops(a, rows + more, cols) > flops(a, rows, cols)
+    assert seconds(a, rows + more, cols, H100) > seconds(a, rows, cols, H100)
+
+
+def test_without_memory_and_launches_seconds_are_flops_over_the_rate() -> None:
+    assert seconds(MUON, 5120, 25600, IDEAL) == pytest.approx(flops(MUON, 5120, 25600) / 700e12)
+
+
+def test_the_limits_of_qwen3_32b_on_256_gpus() -> None:
+    """At 700 TFLOP/s: 40 ms for the largest fused matrix alone, 19.8 ms for all, split and perfectly spread."""
+    fused = matrices(model("32b"), layout(tp=8, dp=32), "fused")
+    largest = max(costs(MUON, fused, IDEAL))
+    assert largest == pytest.approx(40e-3, rel=0.02)
+    split = matrices(model("32b"), layout(tp=8, dp=32), "split")
+    total = sum(costs(MUON, split, IDEAL))
+    assert sum(flops(MUON, m.rows, m.cols) for m in split) == pytest.approx(3.54e15, rel=0.01)
+    assert total / 256 == pytest.approx(19.8e-3, rel=0.01)
+    assert total / 32 == pytest.approx(158e-3, rel=0.01)
+    assert total == pytest.approx(5.06, rel=0.01)
+    assert max(costs(MUON, split, IDEAL)) < 22e-3
+
+
+def test_every_launch_and_every_byte_counts() -> None:
+    work_of = work(MUON, 512, 512)[0]
+    slow = replace(H100, launch_us=105.0)
+    assert seconds(MUON, 512, 512, slow) - seconds(MUON, 512, 512, H100) == pytest.approx(work_of.launches * 1e-4)
+    half = replace(H100, memory_gb_per_s=H100.memory_gb_per_s / 2)
+    moved = work_of.traffic / (MEMORY_EFFICIENCY * H100.memory_gb_per_s * 1e9)
+    assert seconds(MUON, 512, 512, half) - seconds(MUON, 512, 512, H100) == pytest.approx(moved)
+
+
+def test_rates_are_interpolated_between_measured_sizes() -> None:
+    profile = replace(H100, matmul_tflops=((1024, 200.0), (4096, 700.0)))
+    assert matmul_rate(profile, 1024, "bf16") == pytest.approx(200e12)
+    assert matmul_rate(profile, 2048, "bf16") == pytest.approx(450e12)  # half-way in log(size)
+    assert matmul_rate(profile, 4096, "bf16") == matmul_rate(profile, 1e6, "bf16") == 700e12
+    assert matmul_rate(profile, 256, "bf16") == pytest.approx(50e12)
+    assert matmul_seconds(profile, 1024, 4096, 2048, "bf16") == pytest.approx(2 * 2**33 / 450e12)
+
+
+def test_units_that_are_not_there_run_as_slow_as_what_is() -> None:
+    assert matmul_rate(H100, 4096, "fp32") == matmul_rate(H100, 4096, "tf32") == pytest.approx(989.4e12 / 16)
+    profile = replace(H100, fp32_tflops=50.0, tf32_tflops=400.0)
+    assert (matmul_rate(profile, 1, "fp32"), matmul_rate(profile, 1, "tf32")) == (50e12, 400e12)
+    assert seconds(SOAP, 2048, 2048, profile) < seconds(SOAP, 2048, 2048, replace(profile, tf32_tflops=None))
+    assert seconds(replace(MUON, precision="fp32"), 2048, 2048, H100) > seconds(MUON, 2048, 2048, H100)
+
+
+def test_a_measured_update_replaces_the_model() -> None:
+    profile = replace(H100, measured_updates=((label(MUON), 512, 256, 0.25), (label(SOAP), 512, 256, 0.5)))
+    assert seconds(MUON, 512, 256, profile) == peak_seconds(MUON, 512, 256, profile) == 0.25
+    assert seconds(MUON, 256, 512, profile) == seconds(MUON, 256, 512, H100)
+    assert seconds(replace(MUON, ns_steps=6), 512, 256, profile) == seconds(replace(MUON, ns_steps=6), 512, 256, H100)
+    ratio = peak_seconds(SOAP, 512, 256, H100) / seconds(SOAP, 512, 256, H100)
+    assert peak_seconds(SOAP, 512, 256, profile) == pytest.approx(0.5 * ratio)
+
+
+def test_adamw_is_memory_traffic() -> None:
+    # Fused: gradient 4, master and two moments 8 each, bf16 weight 2 bytes.
+    assert adamw_seconds(1e9, H100) == pytest.approx(30e9 / (0.9 * 3350e9))
+    assert adamw_seconds(1e9, replace(H100, transformer_engine=False)) > 2 * adamw_seconds(1e9, H100)
+    assert seconds(ADAMW, 1000, 1000, CPU) == adamw_seconds(1e6, CPU)
+
+
+def test_what_a_run_says_is_what_is_priced() -> None:
+    assert algorithm(run("32b", 256)) == MUON
+    assert algorithm(run("32b", 256, strategy="adamw")) == ADAMW
+    assert algorithm(run("tiny", 2, precision="fp32")).precision == "fp32"
+    soap = compose_run(["recipe=32b", "optimizer=soap", "optimizer.precondition_frequency=7"], training=False).config
+    assert algorithm(soap) == Algorithm(name="soap", refresh_period=7)
+    dims = ["optimizer.max_preconditioner_dim=64", "optimizer.grafting=sgd"]
+    shampoo = compose_run(["recipe=32b", "optimizer=shampoo", *dims], training=False).config
+    assert algorithm(shampoo) == Algorithm(name="shampoo", max_preconditioner_dim=64, grafting="sgd")
+
+
+def test_a_users_own_optimizer_is_priced_like_the_one_it_names_until_it_is_measured() -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like="soap")
+    how = algorithm(replace(run("32b", 256), optimizer=own))
+    assert (how.name, how.custom, label(how)) == ("soap", True, "custom")
+    assert seconds(how, 512, 256, H100) == seconds(SOAP, 512, 256, H100)
+    profile = replace(H100, measured_updates=(("custom", 512, 256, 0.25), ("soap", 512, 256, 0.5)))
+    assert seconds(how, 512, 256, profile) == 0.25
+
+
+def test_grafting_is_memory_traffic_on_top() -> None:
+    none, sgd, adam = (work(replace(SHAMPOO, grafting=g), 300, 200)[0] for g in ("none", "sgd", "adam"))
+    assert sgd.traffic - none.traffic == 16 * 300 * 200
+    assert adam.traffic - none.traffic == 64 * 300 * 200
+    assert none.flops == sgd.flops == adam.flops
+
+
+@pytest.mark.parametrize("profile", ["h100-80g", "h200", "cpu"])
+def test_built_in_profiles_are_complete_and_never_promise_more_than_the_peak(profile: str) -> None:
+    cluster = compose_run(["recipe=tiny", f"cluster={profile}"]).config.cluster
+    assert cluster.matmul_tflops
+    assert None not in (cluster.fp32_tflops, cluster.qr_tflops, cluster.eigh_tflops)
+    # The CPU's peak is itself a measurement, on another day.
+    assert max(rate for _, rate in cluster.matmul_tflops) <= cluster.bf16_tflops * (1.1 if profile == "cpu" else 1)

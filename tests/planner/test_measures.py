@@ -1,0 +1,171 @@
+"""A plan's balance, traffic and memory against sums over its matrices, and against figures worked out by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.errors import DoesNotFit
+from canzona_cli.planner.measures import balance, communication, plan_memory
+from canzona_cli.planner.memory import GIB, estimate
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import make_plan, plan_unbounded
+from tests import sizes
+
+
+def planned(
+    size: sizes.Size,
+    gpus: int,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    micro_batch_size: int | None = None,
+    recompute: Recompute | None = None,
+    **engine: object,
+) -> tuple[RunConfig, Layout, Plan]:
+    config = sizes.run(
+        size, gpus, strategy="canzona", tp=tp, pp=pp, micro_batch_size=micro_batch_size, recompute=recompute
+    )
+    config, layout = resolve(replace(config, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
+    return config, layout, make_plan(config, layout)
+
+
+def test_grid_balance_is_the_product_of_owners_and_hosts_where_it_is_worst() -> None:
+    _, layout, plan = planned("8b", 64, tp=4)
+    found = balance(plan)
+    loads = plan.loads(found.slowest.stage)
+    owner = loads[found.slowest.owner * 4 : found.slowest.owner * 4 + 4]
+    assert found.slowest_s == max(loads) == owner[found.slowest.host]
+    assert found.grid == pytest.approx(max(loads) / (math.fsum(plan.costs) / layout.world_size))
+    assert found.tp == pytest.approx(max(loads) / (math.fsum(owner) / 4))
+    assert found.grid <= found.dp * found.tp * (1 + 1e-12)
+    assert found.lower_bound <= found.grid
+
+
+def test_ranks_are_numbered_as_megatron_does() -> None:
+    _, layout, plan = planned("8b", 64, tp=2, pp=2)
+    place = balance(plan).slowest
+    assert place.rank == place.host + 2 * (place.owner + layout.dp * place.stage)
+
+
+def test_gradients_of_32b_on_256_gpus_are_15_9_gb() -> None:
+    config, layout, plan = planned("32b", 256, tp=8, pp=1)
+    moved = communication(config, layout, plan)
+    assert moved.dp_reduce_bytes / 1e9 == pytest.approx(15.9, abs=0.05)
+    assert moved.dp_gather_bytes * 2 == pytest.approx(moved.dp_reduce_bytes, abs=2)
+    assert moved.padding_fraction < 1e-6, "only what Megatron's alignment takes"
+
+
+def test_one_owner_moves_no_gradients_and_one_host_exchanges_nothing() -> None:
+    config, layout, plan = planned("tiny", 2, tp=2)
+    moved = communication(config, layout, plan)
+    assert (moved.dp_reduce_bytes, moved.dp_gather_bytes) == (0, 0)
+    assert moved.tp_exchange_bytes > 0
+    config, layout, plan = planned("tiny", 2, tp=1)
+    moved = communication(config, layout, plan)
+    assert moved.tp_exchange_bytes == 0
+    assert moved.dp_reduce_bytes > 0
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
+def test_exchange_is_every_fragment_that_is_not_on_its_host(splitting: str, width: int) -> None:
+    """Over all ranks, each fragment goes to its host as a gradient and comes back as a weight."""
+    from canzona_cli.planner.measures import _exchanged
+
+    config, _, plan = planned("tiny", 8, tp=4, splitting=splitting, exchange_dtype="bf16" if width == 2 else "fp32")
+    wanted = 0
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        if matrix.home is None:
+            wanted += (width + 2) * matrix.elements * 3 // 4
+        elif matrix.home != cell.host:
+            wanted += (width + 2) * matrix.elements
+    assert sum(_exchanged(config, plan)) == wanted
+
+
+@pytest.mark.parametrize("layout_name", ["owner", "contiguous", "aligned"])
+def test_memory_adds_up_and_agrees_with_the_estimate_that_chose_the_layout(layout_name: str) -> None:
+    config, layout, plan = planned("8b", 64, tp=4, layout=layout_name)
+    memory = plan_memory(config, layout, plan)
+    assert memory.total == sum(memory.parts.values())
+    stored = memory.parts["weights"] // 2
+    assert memory.parts["gradients"] == 4 * stored
+    hosted = sum(
+        matrix.elements
+        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
+        if (cell.owner, cell.host) == (memory.worst.owner, memory.worst.host)
+    )
+    assert memory.parts["matrix_state"] == 4 * hosted
+    if layout_name != "aligned":
+        assert memory.parts["padding"] < 1 << 20
+        assert memory.total == pytest.approx(estimate(config, layout).total, rel=0.03)
+
+
+def test_padding_of_the_aligned_layout_is_stored() -> None:
+    config, layout, plan = planned("8b", 64, tp=4, layout="aligned")
+    padding = sum(bucket.padding for bucket in plan.buckets)
+    assert plan_memory(config, layout, plan).parts["padding"] == (2 + 4) * padding > 0
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
+    from canzona_cli.config.schema import ShampooConfig, SoapConfig
+
+    config, layout, _ = planned("tiny", 4, tp=2)
+    kind = ShampooConfig if name == "shampoo" else SoapConfig
+    config = replace(config, optimizer=kind(name=name, lr=1e-3))  # type: ignore[arg-type]
+    plan = plan_unbounded(config, layout)
+    memory = plan_memory(config, layout, plan)
+    hosted = [
+        matrix
+        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
+        if (cell.owner, cell.host) == (memory.worst.owner, memory.worst.host)
+    ]
+    # SOAP's two moments; Shampoo's momentum and, for grafting, Adam's second one.
+    wanted = sum(8 * m.elements + 8 * (m.rows**2 + m.cols**2) for m in hosted)
+    assert memory.parts["matrix_state"] == wanted
+
+
+def test_the_memory_of_each_rank_is_capped() -> None:
+    """Unbalanced asc would overfill a rank; where there is no room for that, its assignment gives way."""
+    config, layout, balanced = planned("8b", 64, tp=4)
+    asc = replace(config, engine=replace(config.engine, strategy="asc"))
+    free = plan_memory(asc, layout, plan_unbounded(asc, layout)).total
+    least = plan_memory(config, layout, balanced).total
+    assert free > 1.02 * least
+    between = (free + least) / 2 / GIB
+    tight = replace(asc, cluster=replace(asc.cluster, memory_gib=between + asc.cluster.reserved_gib))
+    memory = plan_memory(tight, layout, make_plan(tight, layout))
+    assert memory.fits
+    assert memory.total < free
+
+
+def test_a_plan_that_no_rank_has_room_for_does_not_fit() -> None:
+    config, layout, plan = planned("8b", 64, tp=4)
+    needed = plan_memory(config, layout, plan).total - plan_memory(config, layout, plan).parts["matrix_state"] / 2
+    full = replace(config, cluster=replace(config.cluster, memory_gib=needed / GIB + config.cluster.reserved_gib))
+    with pytest.raises(DoesNotFit):
+        make_plan(full, layout)
+
+
+def test_a_hosted_matrix_has_a_master_with_fp32_weights_too() -> None:
+    config, layout = resolve(sizes.run("tiny", 4, strategy="canzona", tp=2, precision="fp32"))
+    memory = plan_memory(config, layout, make_plan(config, layout))
+    assert memory.parts["masters"] == memory.parts["matrix_state"] > 0
+    assert estimate(config, layout).parts["optimizer"] >= memory.parts["masters"] + memory.parts["matrix_state"]
+
+
+def test_a_plan_that_does_not_fit_with_its_groups_gets_smaller_ones() -> None:
+    config, layout, _ = planned("8b", 8, tp=8, micro_batch_size=1, recompute="full", grouping="balanced")
+    free = plan_unbounded(config, layout)
+    roomy = plan_memory(config, layout, free)
+    assert roomy.parts["exchange"] > GIB / 2
+    tight = replace(config.cluster, memory_gib=(roomy.total - GIB / 2) / GIB + config.cluster.reserved_gib)
+    config = replace(config, cluster=tight)
+    plan = make_plan(config, layout)
+    assert plan_memory(config, layout, plan).fits
+    assert len(plan.groups) > len(free.groups)
+    assert plan.assignment == free.assignment
+    assert plan.subject.settings.c_max_bytes is None

@@ -1,0 +1,238 @@
+"""The memory estimate against hand-computed cases and against what every honest estimate must obey."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import CustomConfig, Splitting
+from canzona_cli.model.qwen3 import fused_shapes, parameter_count, split_shapes
+from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.memory import (
+    GIB,
+    MemoryEstimate,
+    capacity,
+    estimate,
+    factor_bytes,
+    matrix_shapes,
+    moment_bytes,
+    placement,
+    stage_weights,
+)
+from canzona_cli.planner.placement import balance, layerwise
+from canzona_cli.planner.types import Algorithm
+from tests.sizes import layout, model, run
+
+N = 596_049_920
+MATRICES = 440_401_920
+OTHERS = N - MATRICES
+
+
+def test_adamw_on_one_gpu_keeps_eighteen_bytes_a_parameter() -> None:
+    parts = estimate(run("0.6b", 1, strategy="adamw"), layout()).parts
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (2 * N, 4 * N, 12 * N)
+
+
+def test_distributed_adamw_shards_its_state_and_nothing_else() -> None:
+    parts = estimate(run("0.6b", 8, strategy="adamw"), layout(dp=8)).parts
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (2 * N, 4 * N, 12 * N // 8)
+
+
+def test_fp32_weights_are_their_own_masters() -> None:
+    parts = estimate(run("0.6b", 1, strategy="adamw", precision="fp32"), layout()).parts
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (4 * N, 4 * N, 8 * N)
+
+
+def test_gradients_reduced_in_bf16_take_half() -> None:
+    assert estimate(run("0.6b", 1, grad_reduce_dtype="bf16"), layout()).parts["gradients"] == 2 * N
+
+
+def test_sc_muon_shards_no_state() -> None:
+    config = run("0.6b", 8, strategy="sc")
+    expected = 8 * MATRICES + 12 * OTHERS
+    assert estimate(config, layout()).parts["optimizer"] == expected
+    assert estimate(config, layout(dp=8)).parts["optimizer"] == expected
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
+def test_sc_by_the_engine_keeps_all_matrices_whole_on_every_rank(optimizer: str) -> None:
+    """Masters, moments and factors do not shrink with tp or dp; Megatron's sc of Muon holds fragments."""
+    configs = [
+        compose_run(["recipe=0.6b", f"optimizer={optimizer}", "engine.strategy=sc", f"parallel.tp={tp}"]).config
+        for tp in (1, 2)
+    ]
+    how = algorithm(configs[0])
+    factors = 28 * sum(factor_bytes(how, *shape) for shape in split_shapes(configs[0].model))
+    kept = (4 + moment_bytes(how)) * MATRICES + factors
+    for config, here in zip(configs, (layout(dp=4), layout(tp=2, dp=2)), strict=True):
+        others = stage_weights(config, here, 0).others
+        assert estimate(config, here).parts["optimizer"] == kept + 12 * others
+
+
+def test_layerwise_keeps_whole_parameters_on_some_rank() -> None:
+    # One rank a parameter and more: the fullest holds a single fc1, every buffer shard is as large as that one.
+    shards = 28 * 4 * 2
+    config = run("0.6b", shards)
+    fc1 = 2 * 3072 * 1024
+    held = placement(config, layout(dp=shards), 0)
+    assert held is not None
+    assert held.worst == fc1
+    assert held.padded == shards * fc1
+    parts = estimate(config, layout(dp=shards)).parts
+    assert parts["weights"] == 2 * (shards * fc1 + OTHERS)
+    assert parts["optimizer"] == 8 * fc1 + 12 * -(-OTHERS // shards)
+
+
+def test_canzona_spreads_whole_matrices_over_the_grid() -> None:
+    config = run("0.6b", 8, strategy="canzona", tp=2)
+    held = placement(config, layout(tp=2, dp=4), 0)
+    assert held is not None
+    assert MATRICES / 8 <= held.worst < MATRICES / 8 + 3072 * 1024
+    assert held.padded == 0
+
+
+@pytest.mark.parametrize(("dp", "padding"), [(32, 0.39), (64, 0.86)])
+def test_layerwise_padding_of_8b_is_what_megatron_lays_out(dp: int, padding: float) -> None:
+    """Measured with `LayerWiseDistributedOptimizer.compute_full_param_layout` of megatron-core 0.19.2 at tp 1."""
+    held = placement(run("8b", dp), layout(dp=dp), 0)
+    assert held is not None
+    assert held.padded / parameter_count(model("8b")).layer_matrices - 1 == pytest.approx(padding, abs=0.01)
+
+
+def test_pipeline_stages_hold_what_is_theirs() -> None:
+    config = run("8b", 4, strategy="adamw")
+    count = parameter_count(config.model)
+    first = estimate(config, layout(pp=4, count=16))
+    assert first.worst_rank == "pp stage 0"
+    assert first.parts["weights"] == 2 * ((count.layer_matrices + count.norms - 4096) // 4 + count.embedding)
+    assert first.parts["logits"] == 0
+    # With one micro-batch in flight everywhere, the stage with the logits needs most.
+    assert estimate(config, layout(pp=4, micro=8)).worst_rank == "pp stage 3"
+
+
+def test_activations_of_a_layer_counted_by_hand() -> None:
+    """0.6B, one sequence of 4096, flash attention: 4h + (4a + 3g)d + 3f elements a token and layer, then 2h."""
+    parts = estimate(run("0.6b", 1), layout()).parts
+    assert parts["activations"] == 2 * 4096 * (28 * (4 * 1024 + (4 * 16 + 3 * 8) * 128 + 3 * 3072) + 2 * 1024)
+    assert parts["logits"] == 8 * 4096 * 151_936
+
+
+def test_full_recomputation_keeps_one_input_a_layer() -> None:
+    parts = estimate(run("0.6b", 1), replace(layout(), recompute="full")).parts
+    assert parts["activations"] == 2 * 4096 * (28 * 1024 + 2 * 1024)
+
+
+def test_unfused_attention_keeps_the_scores_and_selective_recomputation_frees_them() -> None:
+    config = run("tiny", 1)
+    none, selective = (estimate(config, replace(layout(micro=4), recompute=r)) for r in ("none", "selective"))
+    scores = 4 * 8 * 256 * 256
+    repeated = 2 * 4 * 256 * 8 * 32
+    fused_qkv_and_rotated_k = 4 * 256 * ((8 + 2 * 4) + 4) * 32
+    saved = none.parts["activations"] - selective.parts["activations"]
+    assert saved == 4 * (scores * (4 + 2) + 2 * (repeated - fused_qkv_and_rotated_k))
+
+
+def test_flash_attention_gains_nothing_from_selective_recomputation() -> None:
+    config = run("8b", 1)
+    assert estimate(config, layout()).total == estimate(config, replace(layout(), recompute="selective")).total
+
+
+@given(
+    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "canzona")),
+    dp=st.sampled_from((1, 2, 8)),
+    tp=st.sampled_from((1, 2, 4)),
+    pp=st.sampled_from((1, 2, 4)),
+    micro=st.sampled_from((1, 2)),
+    splitting=st.sampled_from(get_args(Splitting)),
+)
+def test_more_of_anything_never_needs_less(
+    strategy: str, dp: int, tp: int, pp: int, micro: int, splitting: Splitting
+) -> None:
+    config = run("4b", dp * tp * pp, strategy=strategy)  # type: ignore[arg-type]
+    config = replace(config, engine=replace(config.engine, splitting=splitting))
+
+    def total(**changes: int) -> MemoryEstimate:
+        return estimate(config, layout(**{"tp": tp, "pp": pp, "dp": dp, "micro": micro, "count": 8, **changes}))
+
+    here = total()
+    assert total(micro=2 * micro).total > here.total
+    assert total(tp=2 * tp).total < here.total
+    # Padding aside, another data-parallel rank can only take state away.
+    assert total(dp=2 * dp).parts["optimizer"] <= here.parts["optimizer"]
+    assert all(size >= 0 for size in here.parts.values())
+    assert here.fits == (here.total <= here.capacity)
+
+
+def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
+    """canzona's matrices are what was asked for."""
+    for strategy in ("sc", "layerwise", "asc", "canzona"):
+        config = run("8b", 8, strategy=strategy)
+        shapes = {
+            splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)))
+            for splitting in get_args(Splitting)
+        }
+        assert shapes["fused"] == fused_shapes(config.model)
+        assert len(shapes["qkv"]) == 6
+        if strategy in ("sc", "layerwise"):
+            assert shapes["qkv"] == shapes["split"] == shapes["per_head"]
+        else:
+            assert shapes["split"] == split_shapes(config.model)
+            assert len(shapes["per_head"]) == 4 + 32 + 2 * 8
+
+
+def test_moments_of_each_algorithm() -> None:
+    expected = {"muon": 4, "soap": 8, "shampoo": 4, "adamw": 8}
+    for name, size in expected.items():
+        assert moment_bytes(Algorithm(name=name)) == size  # type: ignore[arg-type]
+    assert moment_bytes(Algorithm(name="shampoo", grafting="adam")) == 8
+    assert moment_bytes(Algorithm(name="shampoo", grafting="sgd")) == 4
+
+
+@pytest.mark.parametrize("like", ["muon", "shampoo", "soap", "adamw"])
+def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) -> None:
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like=like)  # type: ignore[arg-type]
+    config = replace(run("8b", 8, strategy="canzona"), optimizer=own)
+    parts = estimate(config, layout(tp=2, dp=4)).parts
+    held = placement(config, layout(tp=2, dp=4), 0)
+    assert held is not None
+    how = algorithm(config)
+    assert how.name == like
+    factors = sum(count * factor_bytes(how, *shape) for shape, count in held.worst_shapes.items())
+    others = stage_weights(config, layout(tp=2, dp=4), 0).others // 4
+    assert parts["optimizer"] == (4 + moment_bytes(how)) * held.worst + factors + 12 * others
+
+
+def test_capacity_leaves_out_what_is_reserved() -> None:
+    assert capacity(run("0.6b", 1)) == int((79.6 - 6.0) * GIB)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50).map(lambda n: 64 * n), min_size=1, max_size=6).map(tuple),
+    layers=st.integers(1, 12),
+    shards=st.integers(1, 40),
+    bucket=st.none() | st.integers(64, 10_000),
+)
+def test_layerwise_packing_loses_nothing(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> None:
+    held = layerwise(sizes, layers, shards, bucket)
+    total = layers * sum(sizes)
+    assert held.padded >= total
+    assert held.padded % shards == 0
+    assert max(max(sizes), -(-total // shards)) <= held.worst <= held.padded // shards
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=7).map(tuple),
+    layers=st.integers(1, 12),
+    cells=st.integers(1, 60),
+    in_order=st.booleans(),
+)
+def test_balancing_stays_within_a_matrix_of_the_mean(
+    shapes: tuple[tuple[int, int], ...], layers: int, cells: int, in_order: bool
+) -> None:
+    held = balance(shapes, layers, cells, in_order=in_order)
+    total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
+    assert max(largest, total / cells) <= held.worst <= total / cells + largest
+    assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst

@@ -1,0 +1,130 @@
+"""The plan a run executes: the file it names, else the newest that is for it, else a new one; the same in each case."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.schema import EngineConfig, Layout, RunConfig, SoapConfig
+from canzona_cli.errors import ConfigError, DoesNotFit
+from canzona_cli.planner.obtain import Obtained, executes_plan, obtain_plan
+from canzona_cli.planner.plan_file import default_path
+from canzona_cli.planner.subject import subject
+from canzona_cli.report.header import describe_plan, header_rows
+from tests import sizes
+
+
+def resolved(**engine: object) -> tuple[RunConfig, Layout]:
+    config = sizes.run("tiny", 4, strategy="canzona", tp=2)
+    return resolve(replace(config, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
+
+
+def obtained(config: RunConfig, layout: Layout, folder: Path) -> Obtained:
+    found = obtain_plan(config, layout, folder)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A file of the run's plan, where `canzona plan --out` was told to put it."""
+    path = tmp_path / "my plan.json"
+    path.write_text(obtained(*resolved(), tmp_path / "plans").plan.to_json(), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("strategy", ["sc", "layerwise", "adamw"])
+def test_megatrons_own_ways_execute_no_plan_even_if_one_is_named(strategy: str, tmp_path: Path) -> None:
+    config = sizes.run("tiny", 4, strategy=strategy, tp=2)  # type: ignore[arg-type]
+    config, layout = resolve(replace(config, engine=replace(config.engine, plan="absent.json")))
+    assert not executes_plan(config)
+    assert obtain_plan(config, layout, tmp_path) is None
+
+
+@pytest.mark.parametrize("strategy", ["asc", "canzona"])
+def test_without_any_file_a_plan_is_made_and_nothing_written(strategy: str, tmp_path: Path) -> None:
+    config, layout = resolved(strategy=strategy)
+    found = obtained(config, layout, tmp_path / "plans")
+    assert found.path is None
+    assert found.plan.subject == subject(config, layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_file_is_taken_and_naming_it_does_not_enter_the_hash(written: Path, tmp_path: Path) -> None:
+    new = obtained(*resolved(), tmp_path / "plans")
+    named = obtained(*resolved(plan=str(written)), tmp_path / "plans")
+    assert named.path == written
+    assert (named.plan, named.plan.hash) == (new.plan, new.plan.hash)
+
+
+def test_a_file_for_another_run_is_refused_by_the_setting_with_every_difference(written: Path, tmp_path: Path) -> None:
+    config, layout = resolved(plan=str(written), alpha=0.5, layout="aligned")
+    config = replace(config, optimizer=SoapConfig(name="soap", lr=1e-3))
+    with pytest.raises(ConfigError) as caught:
+        obtain_plan(config, layout, tmp_path)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("engine.plan", written)
+    for difference in (
+        "optimizer.name is muon in the plan, soap",
+        "alpha is 1.0 in the plan, 0.5",
+        "owner in the plan",
+    ):
+        assert difference in problem.reason
+    assert "leave engine.plan out" in problem.fix
+
+
+def test_a_file_that_was_altered_or_is_not_there_is_refused_not_replaced(written: Path, tmp_path: Path) -> None:
+    content = json.loads(written.read_text(encoding="utf-8"))
+    content["matrices"] = content["matrices"][:-1]
+    written.write_text(json.dumps(content), encoding="utf-8")
+    for path, why in ((written, "was altered"), (tmp_path / "absent.json", "cannot be read")):
+        with pytest.raises(ConfigError, match=why) as caught:
+            obtain_plan(*resolved(plan=str(path)), tmp_path)
+        assert caught.value.problems[0].key == "engine.plan"
+
+
+def test_the_newest_file_for_the_run_is_taken_from_plans_and_others_are_passed_over(tmp_path: Path) -> None:
+    config, layout = resolved()
+    plan = obtained(config, layout, tmp_path).plan
+    path = tmp_path / default_path(config, plan).name
+    path.write_text(plan.to_json(), encoding="utf-8")
+    older = tmp_path / f"{config.name}-{config.gpus}gpus-older.json"
+    older.write_text(plan.to_json(), encoding="utf-8")
+    os.utime(older, (1, 1))
+    (tmp_path / f"{config.name}-{config.gpus}gpus-zzz.json").write_text("no plan", encoding="utf-8")
+    assert obtained(config, layout, tmp_path).path == path
+    assert obtained(*resolved(alpha=0.5), tmp_path).path is None
+
+
+def test_what_cannot_be_planned_is_told_as_the_planner_tells_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.c_max_mib"):
+        obtain_plan(*resolved(c_max_mib=0.01), tmp_path)
+    config, layout = resolved()
+    small = replace(config, cluster=replace(config.cluster, memory_gib=0.51))
+    with pytest.raises(DoesNotFit):
+        obtain_plan(small, layout, tmp_path)
+
+
+def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_path: Path) -> None:
+    config, layout = resolved(plan=str(written))
+    found = obtained(config, layout, tmp_path)
+    told = describe_plan(found)
+    assert told.startswith(f"{found.plan.name}: load balance 1.")
+    assert told.endswith(f"from {written}")
+    assert "from" not in describe_plan(Obtained(plan=found.plan, path=None))
+    labels = [label for label, _ in header_rows(config, layout, tmp_path, None, plan=found)]
+    assert "plan" in labels
+    assert "plan" not in [label for label, _ in header_rows(config, layout, tmp_path, None)]
+
+
+def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
+    fields = {name for name in EngineConfig.__dataclass_fields__ if name not in ("plan", "strategy")}
+    other = {"layout": "aligned", "splitting": "fused", "alpha": 0.5, "grouping": "registration", "c_max_mib": 64.0}
+    other |= {"reduction": "reduce", "exchange_dtype": "bf16"}
+    assert fields == other.keys(), "a new setting: does it change the plan?"
+    plain = obtained(*resolved(), tmp_path).plan.hash
+    for name, value in other.items():
+        assert obtained(*resolved(**{name: value}), tmp_path).plan.hash != plain, name

@@ -1,0 +1,291 @@
+"""A plan goes through JSON unchanged, its hash is of its content alone, and only the run it was made for may use it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError
+from canzona_cli.model.shapes import load_shapes
+from canzona_cli.planner.plan import Plan, differences
+from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
+from canzona_cli.planner.planner import make_plan, plannable
+from canzona_cli.planner.subject import subject
+from canzona_cli.simulate.compare import study_run, with_shapes
+from tests import sizes
+from tests.commands.support import importable
+
+
+def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tuple[RunConfig, Layout]:
+    tp = 2 if size == "tiny" else None
+    config = sizes.run(size, gpus, strategy="canzona", tp=tp)
+    return resolve(replace(config, engine=replace(config.engine, **settings)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[RunConfig, Layout, Plan]:
+    config, layout = resolved()
+    return config, layout, make_plan(config, layout)
+
+
+@pytest.fixture
+def written(planned: tuple[RunConfig, Layout, Plan], tmp_path: Path) -> Path:
+    config, _, plan = planned
+    path = tmp_path / default_path(config, plan).name
+    path.write_text(plan.to_json(about={"recipe": config.name}), encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, config: RunConfig, layout: Layout) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_plan(path, config, layout)
+    (problem,) = caught.value.problems
+    assert str(problem.value) == str(path)
+    assert "canzona plan" in problem.fix
+    return problem.reason
+
+
+@pytest.mark.parametrize("layout_name", ["owner", "contiguous", "aligned"])
+@pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
+def test_json_round_trip(layout_name: str, splitting: str) -> None:
+    config, layout = resolved(layout=layout_name, splitting=splitting)
+    plan = make_plan(config, layout)
+    again = Plan.from_content(json.loads(plan.to_json()))
+    assert again == plan
+    assert again.hash == plan.hash
+    assert again.to_json() == plan.to_json()
+
+
+def test_a_file_has_a_line_for_every_matrix(planned: tuple[RunConfig, Layout, Plan]) -> None:
+    _, _, plan = planned
+    lines = plan.to_json().splitlines()
+    for matrix in plan.matrices:
+        assert len([line for line in lines if f'"name": "{matrix.name}"' in line]) == 1
+
+
+def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Path) -> None:
+    plan = read_plan(written)
+    assert json.loads(written.read_text())["hash"] == plan.hash
+    content = json.loads(written.read_text())
+    content["about"] = {"recipe": "another"}
+    written.write_text(json.dumps(content))
+    assert read_plan(written).hash == plan.hash
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4711"])
+def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, Plan], seed: str) -> None:
+    script = (
+        "from tests.planner.test_plan import resolved\n"
+        "from canzona_cli.planner.planner import make_plan\n"
+        "print(make_plan(*resolved()).hash)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=root,
+        env={**os.environ, **importable(), "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == planned[2].hash
+
+
+def test_planning_twice_gives_the_same_plan(planned: tuple[RunConfig, Layout, Plan]) -> None:
+    config, layout, plan = planned
+    assert make_plan(config, layout) == plan
+
+
+def test_the_file_of_this_very_run_is_read(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+    config, layout, plan = planned
+    assert load_plan(written, config, layout) == plan
+    assert find_plan(config, layout, written.parent) == written
+
+
+def test_names_steps_and_data_do_not_matter_for_a_plan(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+    config, layout, plan = planned
+    renamed = replace(
+        config,
+        name="another",
+        model=replace(config.model, name="another"),
+        train=replace(config.train, steps=99, seed=7),
+        cluster=replace(config.cluster, node_rank=1, rdzv_endpoint="node0:1"),
+    )
+    assert load_plan(written, renamed, layout) == plan
+
+
+CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "model.hidden_size": lambda c: replace(c, model=replace(c.model, hidden_size=512)),
+    "model.num_layers": lambda c: replace(c, model=replace(c.model, num_layers=8)),
+    "layout.tp": lambda c: replace(c, parallel=replace(c.parallel, tp=4)),
+    "layout.dp": lambda c: replace(c, gpus=4),
+    "optimizer.ns_steps": lambda c: replace(c, optimizer=replace(c.optimizer, ns_steps=6)),  # type: ignore[arg-type]
+    "settings.layout": lambda c: replace(c, engine=replace(c.engine, layout="contiguous")),
+    "settings.alpha": lambda c: replace(c, engine=replace(c.engine, alpha=0.5)),
+    "settings.splitting": lambda c: replace(c, engine=replace(c.engine, splitting="fused")),
+    "settings.exchange_dtype": lambda c: replace(c, engine=replace(c.engine, exchange_dtype="bf16")),
+    "settings.strategy": lambda c: replace(c, engine=replace(c.engine, strategy="asc")),
+    "buffers.bucket_elements": lambda c: replace(c, parallel=replace(c.parallel, bucket_elements=1 << 20)),
+    "buffers.precision": lambda c: replace(c, train=replace(c.train, precision="fp32")),
+    "profile.memory_gb_per_s": lambda c: replace(c, cluster=replace(c.cluster, memory_gb_per_s=99.0)),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_run_is_refused_by_name_of_the_difference(
+    planned: tuple[RunConfig, Layout, Plan], written: Path, key: str
+) -> None:
+    config, _, plan = planned
+    free = replace(config, train=replace(config.train, micro_batch_size=None, global_batch_size=None))
+    other, layout = resolve(CHANGES[key](free))
+    reason = refusal(written, other, layout)
+    had, want = plan.subject.flat()[key], subject(other, layout).flat()[key]
+    assert f"{key} is {had} in the plan, {want} in this run" in reason
+    assert plan.name in reason
+    assert find_plan(other, layout, written.parent) is None
+
+
+def test_many_differences_are_summed_up(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+    config, layout = resolved("8b", 64)
+    reason = refusal(written, config, layout)
+    found = len(differences(planned[2].subject, subject(config, layout)))
+    assert found > 6
+    assert f"; and {found - 6} more" in reason
+    assert "for another model, layout" in reason
+
+
+def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+    content = json.loads(written.read_text())
+    content["version"] = 99
+    written.write_text(json.dumps(content))
+    assert "version 99, this canzona reads version 2" in refusal(written, *planned[:2])
+
+
+def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+    content = json.loads(written.read_text())
+    content["matrices"][3]["owner"] = (content["matrices"][3]["owner"] + 1) % 4
+    written.write_text(json.dumps(content))
+    assert "was altered" in refusal(written, *planned[:2])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is not JSON"), ("[]", "is not a plan"), ('{"version": 1}', "is not a plan"), (None, "cannot be read")],
+)
+def test_what_is_no_plan_is_refused(
+    planned: tuple[RunConfig, Layout, Plan], tmp_path: Path, text: str | None, words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    assert words in refusal(path, *planned[:2])
+
+
+@pytest.mark.parametrize("part", ["subject", "matrices", "buckets", "micro_groups", "lower_bounds"])
+def test_a_plan_with_a_right_hash_but_without_a_part_is_damaged(
+    planned: tuple[RunConfig, Layout, Plan], part: str
+) -> None:
+    content = planned[2].content()
+    del content[part]
+    with pytest.raises(ValueError):
+        Plan.from_content(content)
+
+
+def test_a_matrix_outside_of_the_grid_or_in_two_groups_is_damaged(planned: tuple[RunConfig, Layout, Plan]) -> None:
+    def content() -> dict[str, list[dict[str, object]]]:
+        return json.loads(planned[2].to_json())  # type: ignore[no-any-return]
+
+    outside = content()
+    outside["matrices"][0]["owner"] = 4
+    with pytest.raises(ValueError, match="outside of the grid"):
+        Plan.from_content(outside)
+    twice = content()
+    twice["micro_groups"][0]["matrices"].append(twice["micro_groups"][1]["matrices"][0])  # type: ignore[attr-defined, index]
+    with pytest.raises(ValueError, match="exactly once"):
+        Plan.from_content(twice)
+
+
+def test_buckets_that_overlap_or_disagree_with_the_matrices_are_damaged(
+    planned: tuple[RunConfig, Layout, Plan],
+) -> None:
+    def content() -> dict[str, list[dict[str, list[list[object]]]]]:
+        return json.loads(planned[2].to_json())  # type: ignore[no-any-return]
+
+    changed = content()
+    changed["buckets"][0]["ranges"][0][2] = (planned[2].buckets[0].ranges[0].owner + 1) % 4
+    with pytest.raises(ValueError, match="to another owner"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["ranges"][1][0] = 0
+    with pytest.raises(ValueError, match="overlap"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["ranges"].pop()
+    with pytest.raises(ValueError, match="buckets do not have every matrix"):
+        Plan.from_content(changed)
+    changed = content()
+    changed["buckets"][0]["reduction"] = "magic"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not a way to reduce"):
+        Plan.from_content(changed)
+
+
+@pytest.mark.parametrize("layout_name", ["owner", "contiguous", "aligned"])
+@pytest.mark.parametrize(("tp", "dp"), [(4, 8), (1, 32)])
+def test_fewer_matrices_than_ranks(tp: int, dp: int, layout_name: str) -> None:
+    """Some cells update nothing, some owners have no micro-group, and buckets lack owners."""
+    config = sizes.run("tiny", tp * dp, strategy="canzona", tp=tp)
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=1),
+        engine=replace(config.engine, layout=layout_name),  # type: ignore[arg-type]
+        parallel=replace(config.parallel, bucket_elements=200_000),
+    )
+    config, layout = resolve(config)
+    plan = make_plan(config, layout)
+    assert Plan.from_content(json.loads(plan.to_json())) == plan
+    assert len(plan.matrices) == 7 < tp * dp == layout.world_size
+    assert sum(load > 0 for load in plan.loads(0)) <= 7
+    assert {group.owner for group in plan.groups} == {cell.owner for cell in plan.assignment.cells} < set(range(dp))
+    assert sorted(index for group in plan.groups for index in group.matrices) == list(range(7))
+    ranged = {part.owner for bucket in plan.buckets for part in bucket.ranges}
+    assert ranged == {cell.owner for cell in plan.assignment.cells}
+    wanted = "even" if layout_name == "aligned" else "reduce"
+    assert {bucket.reduction for bucket in plan.buckets} == {wanted}
+    study = study_run(config, layout)
+    assert study.balance.gap <= 1
+    assert study.memory.total > 0
+
+
+def test_fewer_matrices_of_ones_own_than_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "name: own\nhidden_size: 256\nembedding: 98304\nlayers: 1\nhead_dim: 32\nmatrices:\n"
+        "  - {name: up, rows: 512, cols: 256, shard: rows}\n  - {name: down, rows: 256, cols: 512, shard: cols}\n"
+    )
+    shapes = load_shapes(path)
+    config, layout = resolve(with_shapes(sizes.run("tiny", 32, strategy="canzona", tp=4), shapes))
+    plan = make_plan(config, layout, shapes)
+    assert len(plan.groups) == len(plan.matrices) == 2
+    assert study_run(config, layout, shapes=shapes).planned.result.iteration_s > 0
+
+
+def test_adamw_has_nothing_to_plan() -> None:
+    with pytest.raises(ConfigError, match="no matrices to plan"):
+        plannable(sizes.run("tiny", 4, strategy="adamw"))
+
+
+def test_megatrons_strategies_are_planned_as_canzona_and_asc_as_itself() -> None:
+    for strategy in ("sc", "layerwise"):
+        config, notes = plannable(sizes.run("tiny", 4, strategy=strategy))
+        assert (config.engine.strategy, notes) == ("canzona", ())
+        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.strategy"}))
+        assert strategy in notes[0]
+    assert plannable(sizes.run("tiny", 4, strategy="asc"))[0].engine.strategy == "asc"

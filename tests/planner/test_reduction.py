@@ -1,0 +1,135 @@
+"""How gradients get to owners: prices by hand, and all-to-all only where shares are alike and it is worth it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import ClusterConfig, Reduction
+from canzona_cli.errors import ConfigError
+from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.reduction import SIMILAR, WORTH, ReductionModel, scratch_bytes, shares
+from canzona_cli.planner.types import Bucket, PlanSettings, Range
+from tests.sizes import H100, layout, run
+
+CANZONA = PlanSettings(strategy="canzona")
+FAST_MEMORY = replace(H100, memory_gb_per_s=1e15, launch_us=0.0)
+MIB = 1 << 20
+MACHINE = 360e9
+"""Bytes per second inside a machine."""
+
+
+def model(dp: int = 4, cluster: ClusterConfig = H100, grad: str = "fp32") -> ReductionModel:
+    config = run("8b", dp, strategy="canzona", cluster=cluster, grad_reduce_dtype=grad)  # type: ignore[arg-type]
+    return ReductionModel(config, layout(dp=dp))
+
+
+def bucket(sizes: Sequence[int], owners: Sequence[int] | None = None, reduction: Reduction = "reduce") -> Bucket:
+    """Ranges of `sizes`, of owners 0, 1, ... if not told."""
+    ranges, start = [], 0
+    for place, (size, owner) in enumerate(zip(sizes, owners or range(len(sizes)), strict=True)):
+        ranges.append(Range(start=start, end=start + size, owner=owner, matrices=(place,)))
+        start += size
+    return Bucket(index=0, stage=0, parameters=(), elements=start, padding=0, ranges=tuple(ranges), reduction=reduction)
+
+
+def test_per_owner_reductions_pass_every_share_but_the_least_and_are_issued_by_range() -> None:
+    cluster = replace(FAST_MEMORY, launch_us=7.0)
+    one = bucket([4 * MIB, 3 * MIB, 2 * MIB, MIB, MIB], [0, 1, 2, 3, 0])
+    found = model(cluster=cluster).reduce(one)
+    assert found.link_s == pytest.approx(4 * 10 * MIB / MACHINE)
+    hops = 4 * H100.intra_node_latency_us * 1e-6 * 3 / 4
+    assert found.latency_s == pytest.approx(hops + 4 * 7e-6), "five ranges are four launches more than one"
+    assert model(cluster=cluster).gather(one).link_s == pytest.approx(found.link_s / 2)
+
+
+def test_an_all_to_all_takes_as_long_as_its_busiest_receiver_and_the_sum() -> None:
+    one = bucket([3 * MIB, MIB, MIB, MIB], reduction="all_to_all")
+    assert model(cluster=FAST_MEMORY).reduce(one).link_s == pytest.approx(3 * 3 * MIB * 4 / MACHINE)
+    slow = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0))
+    rate = memory_rate(replace(H100, memory_gb_per_s=1.0))
+    # Three additions of 12 bytes an element, and the sum written to the buffer.
+    assert slow.reduce(one).latency_s == pytest.approx(3 * MIB * (3 * 12 + 8) / rate, rel=1e-3)
+    rounded = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0), grad="bf16")
+    # The first widened, three additions, and the sum rounded into the buffer.
+    assert rounded.reduce(one).latency_s == pytest.approx(3 * MIB * (6 + 3 * 10 + 6) / rate, rel=1e-3)
+    swapped = bucket([3 * MIB, MIB, MIB, MIB], [1, 0, 2, 3], reduction="all_to_all")
+    packing = 2 * 4 * 6 * MIB / rate
+    assert slow.reduce(swapped).latency_s == pytest.approx(3 * MIB * 44 / rate + packing, rel=1e-3)
+
+
+def test_a_bucket_of_one_owner_floods_it_all_to_all() -> None:
+    one = bucket([8 * MIB])
+    prices = {how: model(8).reduce(replace(one, reduction=how)).seconds for how in ("reduce", "all_to_all")}
+    assert prices["all_to_all"] > 4 * prices["reduce"]
+    assert model(8).choose([one], CANZONA, scratch=True)[0].reduction == "reduce"
+
+
+def test_one_rank_reduces_nothing() -> None:
+    one = bucket([MIB])
+    for how in ("reduce", "all_to_all", "even"):
+        assert model(1).reduce(replace(one, reduction=how)).seconds == 0
+    assert model(1).choose([one], CANZONA, scratch=True) == (one,)
+
+
+@given(
+    dp=st.sampled_from([2, 4, 8, 16]),
+    sizes=st.lists(st.integers(1, 1 << 22), min_size=1, max_size=16),
+    scratch=st.booleans(),
+    strategy=st.sampled_from(["canzona", "asc"]),
+    latency=st.sampled_from([1.0, 10.0, 500.0]),
+)
+def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
+    dp: int, sizes: list[int], scratch: bool, strategy: str, latency: float
+) -> None:
+    prices = model(dp, cluster=replace(H100, intra_node_latency_us=latency))
+    one = bucket(sizes, [place % dp for place in range(len(sizes))])
+    wanted = PlanSettings(strategy=strategy)  # type: ignore[arg-type]
+    (chosen,) = prices.choose([one], wanted, scratch=scratch)
+    assert replace(chosen, reduction="reduce") == one
+    if chosen.reduction == "all_to_all":
+        assert scratch
+        assert strategy == "canzona"
+        held = shares(one)
+        assert len(held) == len(one.ranges) == dp
+        assert max(held.values()) <= SIMILAR * sum(held.values()) / dp
+        assert prices.reduce(chosen).seconds <= WORTH * prices.reduce(one).seconds
+
+
+def test_even_shares_on_links_of_long_hops_travel_all_to_all_where_there_is_memory() -> None:
+    prices = model(8, cluster=replace(H100, intra_node_latency_us=500.0))
+    one = bucket([MIB] * 8)
+    assert prices.choose([one], CANZONA, scratch=True)[0].reduction == "all_to_all"
+    assert prices.choose([one], CANZONA, scratch=False)[0].reduction == "reduce"
+    assert prices.choose([one], replace(CANZONA, strategy="asc"), scratch=True)[0].reduction == "reduce"
+
+
+def test_what_is_asked_for_is_what_is_done() -> None:
+    one = bucket([MIB, 5])
+    for asked in ("reduce", "all_to_all"):
+        for strategy in ("canzona", "asc"):
+            wanted = PlanSettings(strategy=strategy, reduction=asked)
+            assert model(2).choose([one], wanted, scratch=False)[0].reduction == asked
+    aligned = PlanSettings(strategy="canzona", layout="aligned")
+    assert model(2).choose([one], aligned, scratch=True)[0].reduction == "even"
+    assert model(2).choose([one], replace(aligned, reduction="reduce"), scratch=True)[0].reduction == "reduce"
+
+
+@pytest.mark.parametrize(("strategy", "layout_name"), [("canzona", "owner"), ("asc", "aligned")])
+def test_even_collectives_need_equal_shards(strategy: str, layout_name: str) -> None:
+    wanted = PlanSettings(strategy=strategy, layout=layout_name, reduction="even")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"engine\.reduction.*equal shards"):
+        model(2).choose([bucket([MIB])], wanted, scratch=True)
+
+
+def test_scratch_is_every_ranks_copy_of_ones_own_share_and_what_had_to_be_packed() -> None:
+    one = bucket([300, 100], [0, 2])
+    assert scratch_bytes(one, 4, 4) == {}
+    travelling = replace(one, reduction="all_to_all")
+    assert scratch_bytes(travelling, 4, 4) == {0: 4 * 4 * 300, 1: 0, 2: 4 * 4 * 100, 3: 0}
+    assert scratch_bytes(travelling, 4, 2)[0] == (4 * 2 + 4) * 300
+    packed = bucket([300, 100, 50], [0, 2, 0], reduction="all_to_all")
+    assert scratch_bytes(packed, 4, 4) == {0: 16 * 350 + 1800, 1: 1800, 2: 16 * 100 + 1800, 3: 1800}
+    assert scratch_bytes(travelling, 1, 4) == {}

@@ -1,0 +1,239 @@
+"""The bench's reports: they keep their widths, show what was measured beside what was predicted, and claim no more."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.report.bench import BenchView
+from canzona_cli.report.bench_plot import draw
+from canzona_cli.report.bench_words import error_text, overhead, predicted_overhead, quartiles, times
+from canzona_cli.report.columns import Group, tables
+from canzona_cli.run.statistics import Spread
+from tests.bench.benches import WOBBLE, bench, with_measured
+
+PNG = b"\x89PNG"
+
+
+def shown(view: RenderableType, width: int = 120, *, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, highlight=False)
+    console.print(view)
+    file.flush()
+    file.seek(0)
+    return file.read()
+
+
+def line_of(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(start))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_every_strategy_is_there(width: int) -> None:
+    text = shown(BenchView(bench()), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert all(line == line.rstrip() for line in text.splitlines())
+    for name in ("canzona", "asc", "layerwise", "sc", "adamw"):
+        assert name in text
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_without_unicode_everything_is_ascii(width: int) -> None:
+    assert shown(BenchView(bench()), width, encoding="ascii").isascii()
+
+
+def test_all_strategies_stand_side_by_side_where_there_is_room() -> None:
+    text = shown(BenchView(bench()), 120)
+    assert sum(line.startswith("iteration ") for line in text.splitlines()) == 1
+    assert sum(line.startswith("iteration ") for line in shown(BenchView(bench()), 60).splitlines()) == 3
+
+
+def test_measured_predicted_and_error_stand_side_by_side() -> None:
+    text = shown(BenchView(bench(("canzona",))))
+    assert line_of(text, "matrix update").split() == ["matrix", "update", "151", "166", "+10%"]
+    result = bench(("canzona",))
+    middle = Spread.of(result.strategies["canzona"].measured.optimizer_s).median
+    assert line_of(text, "optimizer step").split()[2:4] == [f"{1e3 * middle:.0f}", "219"]
+    assert line_of(text, "exposed communication").split()[2:] == ["43.0", "40.8", "-5%"]
+
+
+def test_errors_of_phases_that_take_no_time_are_left_out() -> None:
+    text = shown(BenchView(bench(("canzona",))))
+    assert line_of(text, "data").split() == ["data", "0.300", "0.285"]
+
+
+def test_a_phase_a_strategy_does_not_have_is_a_dash() -> None:
+    text = shown(BenchView(bench(("sc",))))
+    assert "exchange" not in text.replace("X exchange", "")
+    both = shown(BenchView(bench(("canzona", "sc"))))
+    assert line_of(both, "exchange").split()[-2:] == ["-", "-"]
+
+
+def test_a_speedup_has_its_quartiles_and_the_prediction_beside_it() -> None:
+    text = shown(BenchView(bench(("canzona", "sc"))))
+    row = line_of(text.partition("Compared")[2], "sc")
+    speedup = bench(("canzona", "sc")).optimizer_speedup("sc").ratio
+    assert f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}] 3.24x" in row
+
+
+def test_no_speedup_is_printed_where_intervals_overlap() -> None:
+    text = shown(BenchView(bench(("canzona", "asc"))))
+    row = line_of(text.partition("Compared")[2], "asc")
+    assert row.count("not told apart") == 2
+    assert "[" not in row
+    assert "not told apart: intervals overlap" in text
+
+
+def test_nothing_is_said_of_overlaps_where_all_are_apart() -> None:
+    assert "overlap," not in shown(BenchView(bench(("canzona", "sc"))))
+
+
+def test_overhead_is_over_adamws_iteration() -> None:
+    result = bench(("canzona", "sc", "adamw"))
+    found, planned = overhead(result, "sc"), predicted_overhead(result, "sc")
+    assert found is not None
+    assert planned is not None
+    row = line_of(shown(BenchView(result)).partition("Compared")[2], "sc")
+    assert row.endswith(f"{100 * (found.ratio.median - 1):+.1f}% {100 * planned:+.1f}%")
+    assert overhead(result, "adamw") is None
+    assert overhead(bench(("canzona", "sc")), "sc") is None
+
+
+def test_overhead_of_another_sitting_goes_by_way_of_the_reference() -> None:
+    """A second sitting on a machine that has become twice as slow shows the same overhead."""
+    result = bench(("canzona", "sc", "adamw"))
+    same = overhead(result, "sc")
+    ours, adamw = result.references[0], result.strategies["adamw"]
+    slow_ours = replace(ours, iteration_s=tuple(2 * s for s in ours.iteration_s))
+    slow = replace(adamw.measured, iteration_s=tuple(2 * s for s in adamw.measured.iteration_s))
+    moved = replace(
+        result,
+        strategies={**result.strategies, "adamw": replace(adamw, measured=slow, sitting=1)},
+        references=(ours, slow_ours),
+    )
+    other = overhead(moved, "sc")
+    assert same is not None
+    assert other is not None
+    assert other.ratio.median == pytest.approx(same.ratio.median, rel=0.01)
+    assert other.distinct
+
+
+def test_the_phase_that_differs_most_is_explained() -> None:
+    result = bench(("canzona", "sc"))
+    found = result.strategies["canzona"]
+    forward = replace(found.measured.phases["forward"], min_s=0.5, mean_s=0.5, max_s=0.5)
+    slow = with_measured(result, "canzona", phases={**found.measured.phases, "forward": forward})
+    text = shown(BenchView(slow))
+    assert "canzona: forward took 500 ms, planned 201 ms" in text
+
+
+def test_losses_are_shown_with_how_far_they_are_from_the_references() -> None:
+    text = shown(BenchView(bench(("canzona", "sc", "adamw")))).partition("Losses")[2]
+    assert "9.7000 to 6.9000 in 8 steps, at most 0.00045% from canzona's" in line_of(text, "  sc")
+    assert "not compared" in line_of(text, "  adamw")
+
+
+def test_losses_are_compared_among_those_that_compute_the_same() -> None:
+    result = bench(("canzona", "layerwise", "sc"))
+    others = {name: replace(result.strategies[name], arithmetic="qkv") for name in ("layerwise", "sc")}
+    text = shown(BenchView(replace(result, strategies={**result.strategies, **others}))).partition("Losses")[2]
+    assert "not compared" not in line_of(text, "  layerwise")
+    assert "from layerwise's" in line_of(text, "  sc")
+    assert "canzona's" not in text
+
+
+def test_a_profile_by_hand_is_said_to_be_one() -> None:
+    assert "not calibrated" in shown(BenchView(replace(bench(), calibrated=False)))
+
+
+def test_control_characters_of_users_do_not_reach_the_terminal() -> None:
+    text = shown(BenchView(replace(bench(), recipe="mine\x1b[2J", notes=("a\x07b",), overrides=("data.path=\x1bc",))))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_one_strategy_alone_is_compared_with_nothing() -> None:
+    text = shown(BenchView(bench(("adamw",))))
+    assert "Compared" not in text
+    assert "matrix update" not in text
+
+
+def test_a_strategy_measured_alone_is_marked() -> None:
+    result = bench(("canzona", "sc"))
+    alone = replace(result.strategies["sc"], alone=True)
+    text = shown(BenchView(replace(result, strategies={**result.strategies, "sc": alone})))
+    assert "sc *" in text
+    assert "* sc: measured alone" in text
+
+
+def test_one_round_has_no_quartiles() -> None:
+    assert quartiles([0.05]) == "50.0"
+    result = bench(("canzona",))
+    found = result.strategies["canzona"].measured
+    once = with_measured(
+        result,
+        "canzona",
+        iteration_s=found.iteration_s[:1],
+        optimizer_s=found.optimizer_s[:1],
+        processor_s=(),
+        tensor_bytes=(),
+        losses=(),
+    )
+    assert "not recorded" in shown(BenchView(once))
+
+
+def test_words_for_numbers() -> None:
+    assert str(error_text(1.0, 1.25)) == "+25%"
+    assert error_text(1.0, 1.25).style == "yellow"
+    assert error_text(1.0, 1.1).style == "dim"
+    assert str(error_text(0.0, 1.0)) == str(error_text(1.0, None)) == ""
+    assert str(error_text(1.0, 0.0)) == ""
+    assert str(error_text(1.0, 0.9999)) == "0%"
+    assert str(error_text(0.001, 1.0)) == ">+999%"
+    assert times(bench().optimizer_speedup("asc")) == "not told apart"
+
+
+def test_groups_that_do_not_fit_go_below_with_the_same_labels() -> None:
+    def group(title: str) -> Group:
+        return Group(title=title, heads=("one", "two"), rows=(("1", "22"), (), ("a long cell",)))
+
+    options = Console(width=30).options
+    lines = [line.plain for line in tables(["x", "y", "z"], [group("A"), group("B"), group("C")], options, head="name")]
+    assert lines[:6] == [
+        "           A            B",
+        "name      one two      one two",
+        "────  ───────────  ───────────",
+        "x           1  22        1  22",
+        "y",
+        "z     a long cell  a long cell",
+    ]
+    assert lines[6] == ""
+    assert [line.strip() for line in lines if line.strip().startswith("C")] == ["C"]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_the_picture_is_drawn(tmp_path: Path, loads: bool) -> None:
+    result = bench() if loads else with_measured(bench(), "sc", update_s=())
+    path = tmp_path / "new" / "bench.png"
+    draw(result, path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_a_picture_without_updates_is_drawn(tmp_path: Path) -> None:
+    draw(bench(("adamw",)), tmp_path / "adamw.png")
+    assert (tmp_path / "adamw.png").read_bytes().startswith(PNG)
+
+
+def test_a_picture_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem) as raised:
+        draw(bench(), tmp_path / "file" / "bench.png")
+    assert raised.value.problems[0].key == "--plot"
+
+
+def test_hand_made_results_are_consistent() -> None:
+    result = bench()
+    assert result.rounds == len(WOBBLE) == len(result.references[0].iteration_s)

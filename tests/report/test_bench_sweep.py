@@ -1,0 +1,84 @@
+"""Sweeps: every value of the setting has its row, measured beside predicted, and what the setting is about."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench.results import BenchResult
+from canzona_cli.report.bench_sweep import Sweep, SweepView, draw_sweep
+from tests.bench.benches import bench
+from tests.report.test_bench import PNG, line_of, shown
+
+SWEEPS: Mapping[Sweep, Mapping[str, BenchResult]] = {
+    "alpha": {f"{alpha:g}": bench(("canzona",), scale=2 - alpha) for alpha in (0.0, 0.5, 1.0)},
+    "c_max": {str(mib): bench(("canzona",), scale=1 + 1 / mib) for mib in (1, 2, 4)},
+    "gpus": {str(ranks): bench(("canzona", "sc", "adamw"), dp=ranks // 2, scale=4 / ranks) for ranks in (2, 4, 8)},
+    "optimizer": {name: bench(("canzona", "asc", "sc"), optimizer=name) for name in ("muon", "soap", "shampoo")},
+    "layers": {str(layers): bench(scale=layers / 4) for layers in (2, 4)},
+}
+
+
+@pytest.mark.parametrize("kind", list(SWEEPS))
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal_and_every_value_has_a_row(kind: Sweep, width: int) -> None:
+    text = shown(SweepView(kind, SWEEPS[kind]), width)
+    assert max(map(len, text.splitlines())) <= width
+    for value in SWEEPS[kind]:
+        assert any(line.split()[:1] == [value] for line in text.splitlines())
+    assert shown(SweepView(kind, SWEEPS[kind]), width, encoding="ascii").isascii()
+
+
+@pytest.mark.parametrize("kind", list(SWEEPS))
+def test_every_sweep_is_drawn(kind: Sweep, tmp_path: Path) -> None:
+    draw_sweep(kind, SWEEPS[kind], tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
+
+
+def test_alpha_shows_balance_steps_and_traffic() -> None:
+    text = shown(SweepView("alpha", SWEEPS["alpha"]))
+    for title in ("load balance", "optimizer step, ms", "iteration, ms", "reduction in all, ms"):
+        assert title in text
+    assert line_of(text, "0.5 ").split()[1:3] == ["1.04", "1.02"]
+
+
+def test_c_max_shows_the_exchange_and_memory() -> None:
+    text = shown(SweepView("c_max", SWEEPS["c_max"]))
+    for title in ("exposed exchange, ms", "exchange in all, ms", "fullest rank, MiB"):
+        assert title in text
+
+
+def test_efficiency_is_of_sequences_by_second_and_rank() -> None:
+    """Four times the ranks do each step in a quarter of the time: no loss."""
+    batches = {n: bench(("canzona",), dp=int(n) // 2, scale=4 / int(n)) for n in ("2", "8")}
+    rate = {n: result.layout.global_batch_size / result.layout.world_size * int(n) / 4 for n, result in batches.items()}
+    text = shown(SweepView("gpus", batches))
+    assert f"{100 * rate['8'] / rate['2']:.0f}%" in line_of(text, "8 ")
+    assert "share 2 cores" in text
+
+
+def test_what_varies_is_not_in_the_heading() -> None:
+    first = shown(SweepView("optimizer", SWEEPS["optimizer"])).splitlines()[0]
+    assert "muon" not in first
+    assert "DP 2" in first
+    first = shown(SweepView("gpus", SWEEPS["gpus"])).splitlines()[0]
+    assert "muon" in first
+    assert "DP" not in first
+
+
+def test_speedups_of_overlapping_intervals_are_not_printed() -> None:
+    text = shown(SweepView("optimizer", SWEEPS["optimizer"]))
+    asc = [line for line in text.splitlines() if line.strip().startswith("asc ")]
+    assert asc
+    assert all("not told apart" in line and "x [" not in line for line in asc)
+    assert "intervals overlap" in text
+
+
+def test_a_note_on_one_value_names_it() -> None:
+    first, *_ = SWEEPS["c_max"].values()
+    results = {**SWEEPS["c_max"], "2": replace(first, notes=(*first.notes, "the machine was busy"))}
+    notes = shown(SweepView("c_max", results)).partition("Notes")[2]
+    assert notes.count("splitting qkv") == 1
+    assert "  - splitting qkv" in notes
+    assert "  - 2: the machine was busy" in notes

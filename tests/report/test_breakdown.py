@@ -1,0 +1,263 @@
+"""The breakdown adds up, shows absent phases as absent, fits the terminal, and refuses what is not a breakdown."""
+
+import copy
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.config.schema import Device
+from canzona_cli.errors import ConfigError
+from canzona_cli.report.breakdown import Breakdown, load_breakdown
+from canzona_cli.report.breakdown_table import render
+from canzona_cli.report.predicted import load_planned
+
+DATA = Path(__file__).parent
+
+
+def shown(breakdown: Breakdown, width: int = 80, device: Device | None = "cpu") -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(breakdown, device=device))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def row(lines: list[str], label: str) -> str:
+    found = [line for line in lines if line.strip().startswith(label)]
+    assert found, f"no row {label!r}"
+    return found[0]
+
+
+def fixture() -> dict[str, object]:
+    content: dict[str, object] = json.loads((DATA / "breakdown.json").read_text())
+    return content
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    (tmp_path / "breakdown.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", [66, 80, 100, 120, 200])
+def test_the_table_fits_the_width_without_cutting_a_number(width: int) -> None:
+    lines = shown(load_breakdown(DATA), width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+
+
+def test_in_step_shares_add_up_to_the_step_and_totals_are_set_apart() -> None:
+    lines = shown(load_breakdown(DATA))
+    plain = [float(share) for line in lines if (share := _share(line, r"(?<!\()\b(\d+\.\d)%(?!\))"))]
+    assert sum(plain[:-1]) == pytest.approx(100, abs=0.6), "rounded to a tenth each"
+    assert plain[-1] == 100.0, "the step itself"
+    assert [_share(line, r"\((\d+\.\d)%\)") for line in lines if "in all, with" in line] == ["16.3", "7.7"]
+    assert any("the phases add up to 100%" in line for line in lines)
+
+
+def _share(line: str, pattern: str) -> str | None:
+    found = re.search(pattern, line)
+    return found[1] if found else None
+
+
+def test_phases_come_in_the_order_of_the_step() -> None:
+    lines = shown(load_breakdown(DATA))
+    labels = ["data", "forward", "backward", "pipeline wait", "gradient reduction, exposed", "norm + clip", "exchange",
+              "matrix update", "AdamW update", "parameter gathering, exposed", "other", "step"]  # fmt: skip
+    places = [lines.index(row(lines, label)) for label in labels]
+    assert places == sorted(places)
+
+
+def test_a_phase_the_strategy_lacks_is_absent_not_zero(tmp_path: Path) -> None:
+    assert row(shown(load_breakdown(DATA)), "exchange").split() == ["exchange,", "exposed", "-", "-", "-", "-"]
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["matrix_update"] = None
+    lines = shown(load_breakdown(written(tmp_path, content)))
+    assert row(lines, "matrix update").split() == ["matrix", "update", "-", "-", "-", "-"]
+
+
+def test_wide_terminals_name_the_slowest_rank() -> None:
+    breakdown = load_breakdown(DATA)
+    slowest = max(breakdown.ranks, key=lambda rank: rank.phases["matrix_update"]).rank
+    assert f"rank {slowest}" in row(shown(breakdown, 120), "matrix update")
+
+
+def test_the_foot_tells_what_was_measured() -> None:
+    text = "\n".join(shown(load_breakdown(DATA), 120))
+    for part in (
+        "muon (layerwise), 4 CPU ranks: TP 2 × DP 2",
+        "402 ms; 298 steps measured, 2 of warm-up left out",
+        "5,093 tokens/s per rank, 20,373 in all",
+        "0.224 TFLOP/s per rank, MFU n/a on CPU",
+        "matrix update 1.09",
+        "812 MiB on the fullest rank",
+        "micro-batch 4 × accumulation 4 × DP 2, recompute none",
+    ):
+        assert part in text
+
+
+def test_mfu_is_per_cent_of_the_peak(tmp_path: Path) -> None:
+    content = {**fixture(), "mfu": 0.4213}
+    assert "MFU 42.1%" in "\n".join(shown(load_breakdown(written(tmp_path, content)), device="cuda"))
+
+
+def test_phases_of_later_versions_keep_their_name(tmp_path: Path) -> None:
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["checkpoint[x]"] = phases["data"]
+    assert row(shown(load_breakdown(written(tmp_path, content))), "checkpoint[x]")
+
+
+def _without(key: str) -> dict[str, object]:
+    content = fixture()
+    del content[key]
+    return content
+
+
+def _with_phase(value: object) -> dict[str, object]:
+    content = copy.deepcopy(fixture())
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    phases["forward"] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "cannot be read"),
+        ('{"version": 1, "strat', "cannot be read"),
+        ("[1, 2]", "not a breakdown"),
+        ({"lr": 3}, "not a breakdown"),
+        ({**fixture(), "version": 99}, "version 99"),
+        (_without("step"), "step: field required"),
+        (_with_phase({"min_s": "x"}), r"phases\.forward\.min_s"),
+        (_with_phase(7), r"phases\.forward"),
+    ],
+)
+def test_what_is_not_a_breakdown_is_refused_with_its_reason(tmp_path: Path, content: object, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_breakdown(written(tmp_path, content))
+    (problem,) = caught.value.problems
+    assert problem.key == "RUN_DIR"
+    assert problem.value == tmp_path
+    assert re.search(reason, problem.reason)
+    assert problem.fix
+
+
+def test_a_missing_breakdown_says_when_there_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no breakdown\.json"):
+        load_breakdown(tmp_path)
+
+
+def test_what_was_loaded_is_what_was_written(tmp_path: Path) -> None:
+    shutil.copy(DATA / "breakdown.json", tmp_path)
+    breakdown, content = load_breakdown(tmp_path), fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    assert set(breakdown.phases) == set(phases)
+    assert breakdown.in_step_share == pytest.approx(1.0, abs=1e-4)
+    assert breakdown.layout.world_size == len(breakdown.ranks) == 4
+
+
+def test_utilisation_names_the_peak_it_is_a_share_of(tmp_path: Path) -> None:
+    content = fixture() | {"mfu": 0.048, "peak_tflops_per_gpu": 1.2}
+    text = " ".join(" ".join(shown(load_breakdown(written(tmp_path, content)))).split())
+    assert "MFU 4.8% of the cluster profile's 1.2 TFLOP/s (bf16)" in text
+
+
+def test_sixty_columns_cut_nothing_off() -> None:
+    lines = shown(load_breakdown(DATA), 60)
+    assert max(map(len, lines)) <= 60
+    assert "…" not in "".join(lines)
+
+
+def planned_run(tmp_path: Path, **changes: object) -> Path:
+    """The fixture's run with a prediction: twice as long as measured, but for its matrix update, which is as long."""
+    content = fixture()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    prediction = {
+        "version": 1,
+        "strategy": "layerwise",
+        "profile": "cpu",
+        "calibrated": True,
+        "cores": 2,
+        "iteration_s": 0.8042,
+        "optimizer_s": 0.2,
+        "phases": {name: (1 if name == "matrix_update" else 2) * phase["mean_s"] for name, phase in phases.items()},
+        "load_balance": 1.25,
+        "memory_bytes": 100 * 2**20,
+        "events": [],
+    }
+    (tmp_path / "predicted.json").write_text(json.dumps(prediction | changes))
+    return written(tmp_path, content)
+
+
+@pytest.mark.parametrize("width", [60, 66, 70, 79, 80, 86, 100, 109, 110, 120, 200])
+def test_a_plan_fits_beside_what_was_measured(tmp_path: Path, width: int) -> None:
+    lines = shown(load_breakdown(planned_run(tmp_path)), width)
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    assert row(lines, "phase").split()[-3:] == ["planned", "error", "share"] or width >= 110
+    assert "194 +100%" in " ".join(row(lines, "forward").split()), "2 x 96.8 ms"
+    assert "+0%" in row(lines, "matrix update")
+    assert "804 +100%" in " ".join(row(lines, "step").split())
+
+
+def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> None:
+    text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path)))).split())
+    assert "matrix update 1.09 (planned 1.25)" in text
+    assert "planned 100 MiB" in text
+    assert "why backward took 187 ms, planned 375 ms" in text
+    assert "calibrate" not in text
+
+
+def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
+    text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
+    assert "Profile cpu is not measured on this machine: `canzona calibrate` does it" in text
+    other = planned_run(
+        tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"]
+    )
+    text = " ".join(" ".join(shown(load_breakdown(other))).split())
+    assert "But cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
+    assert "which was not measured on it" in text, "its rates are not taken for this machine's"
+
+
+def test_json_has_the_plan_its_errors_and_why(tmp_path: Path) -> None:
+    content = load_breakdown(planned_run(tmp_path)).as_json()
+    planned, why = content["planned"], content["why"]
+    assert isinstance(planned, dict)
+    assert isinstance(why, dict)
+    assert planned["error"]["forward"] == pytest.approx(1)
+    assert planned["error"]["matrix_update"] == pytest.approx(0)
+    assert planned["error"]["step"] == pytest.approx(1, abs=1e-3)
+    assert "events" not in planned
+    assert why["phase"] == "backward"
+    json.dumps(content)
+    older = load_breakdown(DATA).as_json()
+    assert (older["planned"], older["why"]) == (None, None)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"version": 9}', '{"version": 1, "strategy": 3}'])
+def test_a_damaged_prediction_leaves_what_was_measured(tmp_path: Path, damage: str) -> None:
+    written(tmp_path, fixture())
+    (tmp_path / "predicted.json").write_text(damage)
+    breakdown = load_breakdown(tmp_path)
+    assert breakdown.planned is None
+    assert shown(breakdown) == shown(load_breakdown(DATA))
+    with pytest.raises(ConfigError, match=r"predicted\.json"):
+        load_planned(tmp_path)
+
+
+def test_phases_without_a_plan_or_without_a_time_have_no_error(tmp_path: Path) -> None:
+    lines = shown(load_breakdown(planned_run(tmp_path, phases={"forward": 0.0, "exchange": 0.002})), 80)
+    assert row(lines, "forward").split() == ["forward", "93.9", "96.8", "99.7", "-", "-", "24.1%"]
+    assert row(lines, "exchange").split() == ["exchange", "-", "-", "-", "2.00", "-", "-"]
+    assert row(lines, "backward").split()[4:6] == ["-", "-"]

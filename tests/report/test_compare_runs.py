@@ -1,0 +1,133 @@
+"""Two runs side by side: settings that differ, losses at the same steps, ratios of times."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError
+from canzona_cli.report.compare_runs import compare_runs, render_compared
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from tests.run.runs import CONFIG
+
+FIXTURE = Path(__file__).parent / "breakdown.json"
+SC = replace(
+    CONFIG,
+    engine=replace(CONFIG.engine, strategy="sc"),
+    parallel=replace(CONFIG.parallel, tp=2),
+    run=replace(CONFIG.run, dir="elsewhere", trace_steps=(3, 4)),
+)
+
+
+def make_run(root: Path, config: RunConfig, losses: dict[int, float], *, slower: float = 1.0) -> Path:
+    files = RunFiles(root)
+    root.mkdir()
+    files.config.write_text(dump_resolved(config))
+    for step, loss in losses.items():
+        append_json_line(files.metrics, {"step": step, "loss": loss})
+    for step, loss in ((0, 6.0), (2, losses[max(losses)] + 0.5), (4, losses[max(losses)] + 1)):
+        append_json_line(files.validation, {"step": step, "loss": loss})
+    write_json_atomic(files.result, {"status": "done", "exit_code": 0, "step": max(losses)})
+    content = json.loads(FIXTURE.read_text())
+    for name, value in content["step"].items():
+        content["step"][name] = value * slower
+    for phase in content["phases"].values():
+        for name in ("min_s", "mean_s", "max_s"):
+            phase[name] *= slower
+    content["tokens_per_s"] /= slower
+    files.breakdown.write_text(json.dumps(content))
+    return root
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    one = make_run(tmp_path / "one", CONFIG, {1: 5.0, 2: 4.5, 4: 4.0})
+    other = make_run(tmp_path / "other", SC, {2: 4.5, 3: 4.3, 4: 4.2, 5: 4.1}, slower=2.0)
+    RunFiles(one).plan.write_text(json.dumps({"hash": "0123456789abcdef"}))
+    return one, other
+
+
+def shown(paths: tuple[Path, Path], width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_compared(compare_runs(*paths)))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) -> None:
+    compared = compare_runs(*runs)
+    assert compared.settings == {
+        "engine.strategy": ("canzona", "sc"),
+        "parallel.tp": (None, 2),
+        "run.trace_steps": (None, (3, 4)),
+    }
+    lines = shown(runs)
+    assert any(line.split() == ["engine.strategy", "canzona", "sc"] for line in lines)
+    assert any(line.split() == ["run.trace_steps", "null", "[3,4]"] for line in lines)
+
+
+def test_losses_are_compared_at_steps_that_both_logged(runs: tuple[Path, Path]) -> None:
+    compared = compare_runs(*runs)
+    assert compared.first is not None
+    assert compared.last is not None
+    assert (compared.first.step, compared.first.change) == (2, 0.0)
+    assert (compared.last.step, compared.last.a, compared.last.b) == (4, 4.0, 4.2)
+    assert compared.last.change == pytest.approx(0.05)
+    assert compared.best_validation == pytest.approx((4.5, 4.6))
+    text = "\n".join(shown(runs))
+    assert "+5.00%" in text
+
+
+def test_times_have_ratios_and_plans_are_named(runs: tuple[Path, Path]) -> None:
+    compared = compare_runs(*runs)
+    assert compared.plans == ("0123456789abcdef", None)
+    content = compared.as_json()
+    phases = content["phases"]
+    assert isinstance(phases, dict)
+    assert phases["step"]["ratio"] == pytest.approx(2)
+    assert phases["backward"]["ratio"] == pytest.approx(2)
+    rate = content["tokens_per_s"]
+    assert isinstance(rate, dict)
+    assert rate["ratio"] == pytest.approx(0.5)
+    json.dumps(content)
+    lines = shown(runs)
+    assert any(line.endswith("plan 01234567") for line in lines)
+    assert any(line.split()[:1] == ["step"] and line.split()[-1] == "2.00" for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_it_fits_the_width(runs: tuple[Path, Path], width: int) -> None:
+    lines = shown(runs, width)
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+
+
+def test_equal_runs_are_told_to_be_equal(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs[0], tmp_path / "copy")
+    lines = shown((runs[0], tmp_path / "copy"))
+    assert "  all settings are equal" in lines
+    assert any("+0.00%" in line for line in lines)
+
+
+def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Path) -> None:
+    one, other = make_run(tmp_path / "one", CONFIG, {1: 5.0}), make_run(tmp_path / "other", CONFIG, {2: 4.0})
+    RunFiles(one).breakdown.unlink()
+    RunFiles(other).config.write_text("{")
+    compared = compare_runs(one, other)
+    assert (compared.first, compared.last, compared.settings) == (None, None, {})
+    assert compared.phases["forward"][0] is None
+    text = " ".join(" ".join(shown((one, other))).split())
+    assert "settings: not compared" in text
+    assert "A: no breakdown" in text
+
+
+def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare_runs(tmp_path / "one", tmp_path / "other")
+    assert [problem.value for problem in caught.value.problems] == [tmp_path / "one", tmp_path / "other"]

@@ -1,0 +1,55 @@
+"""The table of layouts: complete, readable, honest about what does not fit."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.report.layouts import GPU_COUNTS, layouts, render_layouts
+from tests.sizes import Size, run
+
+
+def printed(size: Size, width: int, gpu_counts: tuple[int, ...] = GPU_COUNTS) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(layouts(run(size, 1), gpu_counts))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("width", [64, 80, 120])
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+def test_every_gpu_count_has_its_line_inside_the_width(size: Size, width: int) -> None:
+    lines = printed(size, width).splitlines()
+    assert max(len(line) for line in lines) <= width
+    firsts = [line.split()[0] for line in lines if line.strip()]
+    assert [first for first in firsts if first.isdigit()] == [str(gpus) for gpus in GPU_COUNTS]
+
+
+def test_a_row_shows_the_layout() -> None:
+    line = next(line for line in printed("32b", 120).splitlines() if line.split()[:1] == ["256"])
+    assert "TP8 PP1 DP32" in line
+    assert " 256 " in line
+
+
+def test_what_does_not_fit_says_so_with_the_way_out() -> None:
+    lines = printed("8b", 80).splitlines()
+    assert "does not fit" in next(line for line in lines if line.split()[:1] == ["1"])
+    assert next(line for line in lines if line.split()[:1] == ["1:"]).split(maxsplit=1)[1] == (
+        "would fit with gpus=2 or cluster=h200"
+    )
+
+
+def test_what_is_not_possible_says_why() -> None:
+    assert "not a whole number of machines" in " ".join(printed("8b", 120, (12,)).split())
+
+
+def test_parameters_stand_beside_the_published_ones() -> None:
+    assert "8.191 B parameters (published 8.2 B), 6.946 B without embeddings (6.95 B)" in printed("8b", 120)
+
+
+def test_one_renderable_a_recipe_in_order() -> None:
+    assert [table.config.name for table in render_layouts([run("8b", 1), run("0.6b", 1)], (8,))] == [
+        "qwen3-8b",
+        "qwen3-0.6b",
+    ]

@@ -1,0 +1,118 @@
+"""Maps, bars and lanes of the plan's report: they keep their widths and show what they claim."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.report.heat import heat_map, owners_a_column
+from canzona_cli.report.plan_time import _lane
+from canzona_cli.report.stacked import Ink, legend, stacked
+from canzona_cli.simulate.simulate import Event
+
+INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "c": Ink(letter="C", style="green")}
+
+
+def test_an_even_map_is_full_everywhere() -> None:
+    rows = list(heat_map([1.0] * 8, 2, 40))
+    assert [row.plain for row in rows] == ["█" * 16] * 2
+    assert {str(span.style) for row in rows for span in row.spans} == {"green3"}
+
+
+def test_a_map_has_a_row_for_each_host_and_a_column_for_each_owner() -> None:
+    loads = [8.0, 0.0, 4.0, 1.0]  # owner 0: hosts 0 and 1; owner 1: hosts 0 and 1
+    assert [row.plain for row in heat_map(loads, 2, 2)] == ["█▄", "·▁"]
+    assert [row.plain for row in heat_map(loads, 2, 2, ascii_only=True)] == ["94", ".1"]
+
+
+def test_a_small_load_is_still_seen() -> None:
+    assert next(heat_map([1000.0, 1.0], 1, 2)).plain == "█▁"
+
+
+@pytest.mark.parametrize("owners", [1, 7, 39, 40, 41, 128, 1000])
+def test_large_grids_are_compressed_and_keep_their_worst_rank(owners: int) -> None:
+    loads = [0.1] * (owners * 32)
+    loads[-1] = 9.0  # the last owner's last host
+    rows = list(heat_map(loads, 32, 40))
+    assert len(rows) == 16
+    assert all(len(row.plain) <= 40 for row in rows)
+    assert rows[-1].plain.endswith("█")
+    assert owners_a_column(owners, 40) == -(-owners // 40)
+
+
+@pytest.mark.parametrize("width", [1, 10, 77])
+@pytest.mark.parametrize("colour", [True, False])
+def test_a_whole_bar_fills_its_width(width: int, colour: bool) -> None:
+    parts = [("a", 0.2), ("b", 0.5), ("c", 0.3)]
+    assert len(stacked(parts, 1.0, width, INKS, colour=colour).plain) == width
+
+
+def test_parts_are_drawn_in_proportion_and_in_order() -> None:
+    assert stacked([("a", 1.0), ("b", 2.0), ("c", 0.001)], 4.0, 8, INKS, colour=False).plain == "AABBBB"
+
+
+def test_a_bar_that_runs_off_the_scale_is_cut() -> None:
+    assert stacked([("a", 1.0), ("b", 9.0)], 2.0, 6, INKS, colour=False).plain == "AAABBB"
+
+
+def test_a_legend_breaks_between_its_parts_only() -> None:
+    lines = [line.plain for line in legend([("a", "one two"), ("b", "three"), ("c", "four")], INKS, 22, colour=False)]
+    assert lines == ["  A one two  B three", "  C four"]
+
+
+def lane(*spans: tuple[str, float, float]) -> str:
+    events = [
+        Event(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
+        for phase, start, end in spans
+    ]
+    return _lane(events, 10.0, 16.0, 6, colour=False, ascii_only=True).plain
+
+
+def test_a_lane_shows_what_fills_most_of_each_moment() -> None:
+    assert lane(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB."
+    assert lane(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB...."
+
+
+def test_a_lane_shows_little_as_faint() -> None:
+    assert lane(("grad_reduce", 12.1, 12.4)) == "..r..."
+
+
+def test_the_report_of_a_study_is_a_renderable_of_any_width() -> None:
+    from dataclasses import replace
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.report.plan import PlanView
+    from canzona_cli.simulate.compare import study_run
+    from tests import sizes
+
+    config = sizes.run("tiny", 8, strategy="canzona", tp=2)
+    study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "alpha")
+    for width in (60, 80, 120, 300):
+        for colour in (None, "truecolor"):
+            console = Console(width=width, color_system=colour, force_terminal=colour is not None, legacy_windows=False)
+            with console.capture() as captured:
+                console.print(PlanView(study=study, phases=True))
+            lines = [console.render_str(line) for line in captured.get().splitlines()] if colour is None else []
+            assert all(line.cell_len <= width for line in lines)
+            assert study.plan.name in captured.get()
+
+
+def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
+    from dataclasses import replace
+
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.schema import CustomConfig
+    from canzona_cli.report.header import describe_optimizer
+    from canzona_cli.report.plan import PlanView
+    from canzona_cli.simulate.compare import study_run
+    from tests import sizes
+
+    own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
+    config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
+    study = study_run(config, layout)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(PlanView(study=study))
+    title = console.export_text().splitlines()[0]
+    assert "custom (priced like soap)" in title
+    assert study.as_json()["optimizer"] == "custom"
+    assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")

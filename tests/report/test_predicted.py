@@ -1,0 +1,44 @@
+"""What a run is predicted to take is written before it starts, for every strategy, in the breakdown's words."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
+from canzona_cli.planner.obtain import executes_plan
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.report.breakdown import LABELS
+from canzona_cli.report.predicted import load_planned, planned_step
+from canzona_cli.run.files import RunFiles, write_json_atomic
+from canzona_cli.run.phases import IN_STEP
+from tests.run.runs import CONFIG, LAYOUT
+
+MUON, ADAMW = MuonConfig(name="muon", lr=3e-3), AdamWConfig(name="adamw", lr=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("canzona", MUON), ("asc", MUON), ("layerwise", MUON), ("sc", MUON), ("canzona", ADAMW)],
+    ids=["canzona", "asc", "layerwise", "sc", "adamw"],
+)
+def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
+    tmp_path: Path, strategy: Strategy, optimizer: OptimizerConfig
+) -> None:
+    config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
+    planned = planned_step(config, LAYOUT, make_plan(config, LAYOUT) if executes_plan(config) else None)
+    assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
+    assert sum(planned.phases.get(name, 0.0) for name in IN_STEP) == pytest.approx(planned.iteration_s)
+    assert set(planned.phases) <= set(LABELS)
+    assert 0 < planned.optimizer_s < planned.iteration_s
+    assert planned.events
+    assert planned.calibrated is False
+    assert planned.cores
+    write_json_atomic(RunFiles(tmp_path).predicted, asdict(planned))
+    assert load_planned(tmp_path) == planned
+    json.dumps(planned.as_json())
+
+
+def test_runs_of_earlier_versions_have_none(tmp_path: Path) -> None:
+    assert load_planned(tmp_path) is None

@@ -1,0 +1,57 @@
+"""A small run to show: its configuration, its layout, and records like a worker's."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from canzona_cli.config.schema import (
+    DataConfig,
+    EngineConfig,
+    Layout,
+    MuonConfig,
+    RunConfig,
+    TrainConfig,
+)
+from tests.sizes import CPU, model
+
+STEPS = 300
+
+CONFIG = RunConfig(
+    name="qwen3-tiny",
+    gpus=4,
+    model=replace(model("tiny"), name="qwen3-tiny", vocab_size=16384),
+    train=TrainConfig(steps=STEPS, seq_length=256, batch_tokens=8192),
+    optimizer=MuonConfig(name="muon", lr=3e-3),
+    engine=EngineConfig(strategy="canzona"),
+    cluster=CPU,
+    data=DataConfig(source="stdlib"),
+)
+
+LAYOUT = Layout(
+    tp=2,
+    pp=1,
+    cp=1,
+    dp=2,
+    micro_batch_size=4,
+    num_microbatches=4,
+    global_batch_size=32,
+    recompute="none",
+    sequence_parallel=False,
+)
+
+CORPUS: dict[str, object] = {"tokenizer": "bpe-16384", "tokens": 9_412_345, "documents": 1204, "vocab_size": 16384}
+
+
+def metrics(steps: int = STEPS, step_s: float = 0.4) -> Iterator[dict[str, object]]:
+    """Lines of metrics.jsonl for a loss that falls from ln(16384), a little ragged."""
+    for step in range(1, steps + 1):
+        yield {
+            "step": step,
+            "loss": 3.6 + (math.log(16384) - 3.6) * math.exp(-step / 60) + 0.08 * math.sin(step * 1.7),
+            "lr": 3e-3 * min(1.0, step / 20),
+            "grad_norm": 0.8 + 0.2 * math.cos(step),
+            "tokens_per_s": 8192 / step_s,
+            "step_s": step_s,
+            "tokens": 8192 * step,
+            "time": 1_700_000_000 + step * step_s,
+        }

@@ -1,0 +1,143 @@
+"""Files of a run directory: whole or absent for every reader, and valid JSON whatever the numbers."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch.monitor import JsonLines, Monitor
+from canzona_cli.launch.view import RunStatus, TrainView
+from canzona_cli.run.events import Note
+from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
+
+
+class Recorder(TrainView):
+    """Keeps what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, object]] = []
+
+    def header(self, *, run_dir: Path, corpus: object = None, plan: object = None, earlier: object = None) -> None:
+        self.seen.append(("header", run_dir))
+
+    def progress(self, what: str, fraction: float) -> None:
+        self.seen.append((what, fraction))
+
+    def stage(self, event: object) -> None:
+        assert isinstance(event, dict)
+        self.seen.append(("stage", event["stage"]))
+
+    def step(self, metrics: object) -> None:
+        assert isinstance(metrics, dict)
+        self.seen.append(("step", metrics["step"]))
+
+    def validation(self, record: object) -> None:
+        assert isinstance(record, dict)
+        self.seen.append(("validation", record["step"]))
+
+    def note(self, note: Note) -> None:
+        self.seen.append(("note", note.text))
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        self.seen.append(("close", status))
+
+
+def test_a_reader_sees_whole_files_while_they_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rank.json"
+    write_json_atomic(path, {"filler": ["x" * 1000] * 50, "number": 0})
+    ended = threading.Event()
+
+    def rewrite() -> None:
+        for number in range(1, 60):
+            write_json_atomic(path, {"filler": ["x" * 1000] * 50, "number": number})
+        ended.set()
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    numbers = []
+    while not ended.is_set():
+        numbers.append(json.loads(path.read_text())["number"])
+    writer.join()
+    assert numbers == sorted(numbers)
+    assert [p.name for p in tmp_path.iterdir()] == ["rank.json"]
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "rank.json"
+    write_json_atomic(path, {"step": 1})
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomic(path, "\ud800")
+    assert read_json(path) == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["rank.json"]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "a.json", {"loss": float("nan"), "all": [float("inf"), 1.5, {"x": float("-inf")}]})
+    assert read_json(tmp_path / "a.json") == {"loss": None, "all": [None, 1.5, {"x": None}]}
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": ', "[1, 2]"])
+def test_reading_what_is_no_object_gives_none(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    assert read_json(path) is None
+
+
+def test_a_line_counts_once_and_only_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    assert lines.read() == []
+    path.write_bytes('{"step": 1}\n{"step": 2, "note": "ü'.encode()[:-1])  # ends inside a character
+    assert lines.read() == [{"step": 1}]
+    assert lines.read() == []
+    with path.open("ab") as file:
+        file.write("ü".encode()[1:] + b'"}\nnot json\n[3]\n{"step": 4}\n')
+    assert lines.read() == [{"step": 2, "note": "ü"}, {"step": 4}]
+
+
+def test_the_monitor_passes_records_on_in_the_order_they_were_written(tmp_path: Path) -> None:
+    files, view = RunFiles(tmp_path), Recorder()
+    monitor = Monitor(files, view)
+    append_json_line(files.events, {"time": 1.0, "event": "stage", "stage": "start workers"})
+    append_json_line(files.events, {"time": 1.5, "event": "stage", "stage": "start workers"})
+    append_json_line(files.validation, {"time": 2.0, "step": 0, "loss": 5.5})
+    append_json_line(files.metrics, {"time": 3.0, "step": 1, "loss": 5.4})
+    append_json_line(files.events, {"time": 4.0, "event": "stage", "stage": "finish"})
+    monitor.poll()
+    assert view.seen == [("stage", "start workers"), ("validation", 0), ("step", 1), ("stage", "finish")]
+    append_json_line(files.metrics, {"time": 5.0, "step": 2, "loss": 5.3})
+    monitor.poll()
+    assert view.seen[4:] == [("step", 2)]
+    assert (monitor.last_step["loss"], monitor.last_validation["loss"]) == (5.3, 5.5)
+
+
+@pytest.mark.parametrize("trouble", [BrokenPipeError(), SystemExit(1)])
+def test_a_view_that_cannot_write_any_more_does_not_end_the_run(tmp_path: Path, trouble: BaseException) -> None:
+    class Gone(Recorder):
+        def step(self, metrics: object) -> None:
+            raise trouble
+
+    files = RunFiles(tmp_path)
+    monitor = Monitor(files, Gone())
+    append_json_line(files.metrics, {"time": 1.0, "step": 7})
+    monitor.poll()
+    assert monitor.last_step["step"] == 7
+
+
+def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch_wrote_is_not(tmp_path: Path) -> None:
+    files, view = RunFiles(tmp_path), Recorder()
+    append_json_line(files.events, {"time": 1.0, "event": "stage", "stage": "train"})
+    append_json_line(files.metrics, {"time": 1.5, "step": 1, "loss": 5.4})
+    monitor = Monitor(files, view)
+    assert not monitor.training
+    facts = {"step": 30, "seconds": 2.5, "stall_s": 0.004, "bytes": 13 << 20, "path": "checkpoints/step-00000030"}
+    append_json_line(files.events, {"time": 2.0, "event": "checkpoint", **facts})
+    append_json_line(files.events, {"time": 3.0, "event": "straggler", "detail": "rank 2 is slow", "level": "warning"})
+    append_json_line(files.events, {"time": 4.0, "event": "end", "detail": "done"})
+    monitor.poll()
+    assert view.seen == [
+        ("note", "saved step 30: 13.0 MiB in 2.50 s, training waited 4.00 ms"),
+        ("note", "rank 2 is slow"),
+    ]

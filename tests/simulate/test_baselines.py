@@ -1,0 +1,80 @@
+"""What we compare with is what Megatron and the paper do."""
+
+import random
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+from canzona_cli.planner.contiguous import balanced_cuts, even_start
+from canzona_cli.planner.geometry import stage_parameters
+from canzona_cli.simulate.baselines import imbalance, layerwise, paper_contiguous
+from tests.planner.planning import grid, newton_schulz, transformer
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layerwise_is_megatrons_layout(seed: int) -> None:
+    """Owner, bucket and position of every parameter, on models with odd widths and counts."""
+    draw = random.Random(seed)
+    tp = draw.choice([1, 2, 4])
+    dp = draw.choice([1, 2, 3, 5, 8, 24, 64])
+    hidden = tp * draw.randrange(1, 40)
+    matrices = transformer(draw.randrange(1, 30), hidden, tp * draw.randrange(1, 90), tp * draw.randrange(1, 9))
+    parameters = stage_parameters(matrices, 0, tp)
+    total = sum(parameter.elements for parameter in parameters)
+    bucket = draw.choice([None, max(1, total // 7), max(1, total // 2), total + 1])
+
+    tensors = [torch.nn.Parameter(torch.empty(parameter.elements, device="meta")) for parameter in parameters]
+    theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+        tensors, bucket, dp, DistributedDataParallelConfig()
+    )
+
+    ours = layerwise(matrices, grid(tp, dp), bucket)
+    assert [one.elements for one in ours.buckets] == [end - start for start, end in theirs.bucket_indices]
+    assert sum(one.padding for one in ours.buckets) == theirs.bucket_indices[-1][1] - total
+    places = {
+        part.matrices: (one.index, part.start, part.end, part.owner) for one in ours.buckets for part in one.ranges
+    }
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        start, end, number = theirs.param_index_map[tensor]
+        first, last = theirs.bucket_indices[number]
+        owner = (start - first) * dp // (last - first)
+        assert places[parameter.matrices] == (number, start - first, end - first, owner)
+        assert all(ours.owners[index] == owner for index in parameter.matrices)
+
+
+def test_even_start_is_the_share_a_piece_starts_in() -> None:
+    assert even_start([10, 10, 10, 10], 2) == [0, 0, 1, 1]
+    assert even_start([30, 5, 5], 4) == [0, 3, 3]
+
+
+def test_cuts_go_to_the_nearest_boundary_of_the_target() -> None:
+    # Even target 20 of 40: boundaries at 12 and 24, the latter is nearer.
+    assert balanced_cuts([[12.0, 12.0, 16.0]], 2, 0.0) == [[0, 0, 1]]
+
+
+def test_alpha_one_makes_up_in_later_buckets_for_earlier_ones() -> None:
+    # The larger bucket can only be cut 60 / 40; alpha = 1 gives rank 1 all of the smaller one.
+    buckets = [[60.0, 40.0], [10.0, 10.0]]
+    assert balanced_cuts(buckets, 2, 0.0)[1] == [0, 1]
+    assert balanced_cuts(buckets, 2, 1.0)[1] == [1, 1]
+
+
+def test_even_slicing_is_kept_where_cuts_are_no_better() -> None:
+    buckets = [[1.0] * 8, [1.0] * 4]
+    assert balanced_cuts(buckets, 4, 1.0) == [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]]
+
+
+def test_the_papers_partition_keeps_parameters_whole() -> None:
+    matrices = transformer(6, 64, 192, 16)
+    found = paper_contiguous(matrices, newton_schulz(matrices), grid(2, 4), 1.0, 60_000)
+    owners: dict[str, set[int]] = {}
+    for matrix, cell in zip(matrices, found.cells, strict=True):
+        owners.setdefault(matrix.parameter, set()).add(cell.owner)
+    assert all(len(those) == 1 for those in owners.values())
+
+
+def test_imbalance_is_the_maximum_over_the_mean() -> None:
+    assert imbalance([1.0, 3.0]) == 1.5
+    assert imbalance([0.0, 0.0]) == 1.0

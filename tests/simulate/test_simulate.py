@@ -1,0 +1,369 @@
+"""Simulated iterations against closed forms, and the laws they obey whatever the run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.model.matrices import matrices
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.cost import algorithm, flops, seconds
+from canzona_cli.planner.links import Transfer
+from canzona_cli.planner.micro_groups import micro_groups
+from canzona_cli.planner.subject import bucket_elements
+from canzona_cli.planner.types import Assignment, Bucket, Cell, MicroGroup, PlanSettings
+from canzona_cli.run.phases import IN_STEP
+from canzona_cli.simulate.baselines import layerwise
+from canzona_cli.simulate.iteration import IterationTimeline
+from canzona_cli.simulate.model_time import Module, StageTime, stage_time
+from canzona_cli.simulate.simulate import Simulated, StrategyResult, assumptions, simulate
+from tests.sizes import H100, Size, layout, run
+
+STRATEGIES: tuple[Simulated, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
+FREE = replace(
+    H100, intra_node_gb_per_s=1e15, inter_node_gb_per_s=1e15, intra_node_latency_us=0.0, inter_node_latency_us=0.0
+)
+"""A cluster whose transfers take no time."""
+ONLY_PRODUCTS = replace(FREE, memory_gb_per_s=1e15, launch_us=0.0)
+"""... and whose memory is infinitely fast."""
+STANDARD_RATE = 700e12
+
+
+Inputs = tuple[
+    RunConfig,
+    Layout,
+    Sequence[Matrix],
+    Sequence[float],
+    Assignment | None,
+    Sequence[Bucket],
+    Sequence[MicroGroup],
+    Simulated,
+]
+
+
+def inputs(config: RunConfig, mesh: Layout, strategy: Simulated, *, by_flops: bool = False) -> Inputs:
+    """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
+    how = algorithm(config)
+    members = matrices(config.model, mesh, "fused" if by_flops else "split")
+    costs = [
+        flops(how, m.rows, m.cols) / STANDARD_RATE if by_flops else seconds(how, m.rows, m.cols, config.cluster)
+        for m in members
+    ]
+    limit = bucket_elements(config, mesh)
+    if strategy == "canzona" or strategy == "asc":
+        wanted = PlanSettings(strategy=strategy)
+        assignment = assign(members, costs, mesh, wanted, bucket_elements=limit)
+        filled = buckets(members, assignment, mesh, wanted, limit)
+        groups = micro_groups(members, costs, assignment, mesh, wanted, 4)
+        return config, mesh, members, costs, assignment, filled, groups, strategy
+    if strategy == "layerwise":
+        placed = layerwise(members, mesh, limit)
+        owners = Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in placed.owners))
+        return config, mesh, members, costs, owners, placed.buckets, (), strategy
+    return config, mesh, members, costs, None, (), (), strategy
+
+
+@lru_cache(maxsize=256)
+def simulated(config: RunConfig, mesh: Layout, strategy: Simulated, by_flops: bool = False) -> StrategyResult:
+    return simulate(*inputs(config, mesh, strategy, by_flops=by_flops))
+
+
+def config_of(size: Size, mesh: Layout, cluster: ClusterConfig = H100) -> RunConfig:
+    return run(size, mesh.world_size, strategy="canzona", cluster=cluster)
+
+
+MESHES = (
+    layout(count=2),
+    layout(dp=4, count=1),
+    layout(tp=2, dp=4, count=3),
+    layout(tp=4, dp=8, micro=2, count=2),
+    layout(tp=2, pp=2, dp=4, count=4),
+    layout(tp=1, pp=4, dp=2, count=8),
+    replace(layout(tp=8, dp=2, count=2), recompute="full"),
+    replace(layout(tp=8, dp=4, count=2), sequence_parallel=False, recompute="selective"),
+)
+
+runs = st.tuples(st.sampled_from(("0.6b", "4b", "8b")), st.sampled_from(MESHES), st.sampled_from(STRATEGIES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=runs, overlap=st.booleans(), ahead=st.booleans())
+def test_phases_add_up_and_nothing_is_exposed_longer_than_it_takes(
+    of: tuple[Size, Layout, Simulated], overlap: bool, ahead: bool
+) -> None:
+    size, mesh, strategy = of
+    config = config_of(size, mesh)
+    parallel = replace(config.parallel, overlap_grad_reduce=overlap, overlap_param_gather=ahead)
+    result = simulated(replace(config, parallel=parallel), mesh, strategy)
+    for phases in (result.phases, result.mean_phases):
+        assert all(value >= 0 for value in phases.values())
+        assert sum(phases[name] for name in IN_STEP) == pytest.approx(result.iteration_s)
+        for name in ("grad_reduce", "exchange", "param_gather"):
+            assert phases[name] <= phases[f"{name}_total"] + 1e-9
+    assert result.optimizer_exposed_s <= result.optimizer_s <= result.iteration_s
+    assert 0 <= result.slowest_rank < mesh.world_size
+    # The one rank the plots show longest is busy within the iteration, one thing at a time on each stream.
+    reach: dict[tuple[int, str], float] = {}
+    for event in sorted(result.events, key=lambda e: (e.rank, e.stream, e.start_s)):
+        assert 0 <= event.start_s < event.end_s <= result.iteration_s + 1e-9
+        assert event.start_s >= reach.get((event.rank, event.stream), 0.0) - 1e-9
+        reach[event.rank, event.stream] = event.end_s
+
+
+def test_one_rank_takes_its_products_and_nothing_else() -> None:
+    mesh = layout(count=3)
+    config = config_of("0.6b", mesh, ONLY_PRODUCTS)
+    stage = stage_time(config, mesh, 0)
+    strategies: tuple[Simulated, ...] = ("canzona", "layerwise", "sc")
+    for strategy in strategies:
+        result = simulated(config, mesh, strategy)
+        assert result.phases["forward"] == pytest.approx(3 * stage.forward_s)
+        assert result.phases["backward"] == pytest.approx(3 * stage.backward_s)
+        members = matrices(config.model, mesh, "split")
+        updates = sum(seconds(algorithm(config), m.rows, m.cols, ONLY_PRODUCTS) for m in members)
+        assert result.phases["matrix_update"] == pytest.approx(updates)
+        assert result.iteration_s == pytest.approx(3 * (stage.forward_s + stage.backward_s) + updates)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transfers_that_take_no_time_are_never_waited_for(strategy: Simulated) -> None:
+    mesh = layout(tp=2, dp=4, count=2)
+    phases = simulated(config_of("4b", mesh, FREE), mesh, strategy).phases
+    for name in ("pipeline", "grad_reduce", "param_gather"):
+        # The per-owner collectives still have to be issued.
+        assert phases[name] < 1e-3
+    if strategy in ("layerwise", "sc"):
+        assert phases["exchange"] < 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_overlap_all_communication_is_exposed(strategy: Simulated) -> None:
+    mesh = layout(tp=2, dp=8, count=2)
+    config = config_of("4b", mesh)
+    config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False))
+    phases = simulated(config, mesh, strategy).phases
+    assert phases["grad_reduce"] > 0
+    assert phases["grad_reduce"] == pytest.approx(phases["grad_reduce_total"])
+    assert phases["param_gather"] == pytest.approx(phases["param_gather_total"])
+    assert (phases["param_gather"] > 0) == (strategy != "sc")
+
+
+def test_one_bucket_without_overlap_is_reduced_behind_the_backward() -> None:
+    mesh = layout(dp=8)
+    config = config_of("0.6b", mesh)
+    config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=False))
+    phases = simulated(config, mesh, "adamw").phases
+    size = 4 * 596_049_920 * 7 / 8
+    ring = 7 * H100.intra_node_latency_us * 1e-6
+    assert phases["grad_reduce"] == pytest.approx(size / 360e9 + ring, rel=1e-3)
+
+
+def test_the_published_limits_of_32b_on_256_gpus() -> None:
+    """Five steps on fused weights at 700 TFLOP/s: 19.8 ms perfectly spread, 158 ms with TP repeated, 5.06 s by all."""
+    mesh = layout(tp=8, dp=32, count=8)
+    config = config_of("32b", mesh, ONLY_PRODUCTS)
+    named: tuple[Simulated, ...] = ("canzona", "layerwise", "sc")
+    updates = {s: simulated(config, mesh, s, True).mean_phases["matrix_update"] for s in named}
+    assert updates["canzona"] == pytest.approx(19.8e-3, rel=0.005)
+    assert updates["layerwise"] == pytest.approx(158e-3, rel=0.005)
+    assert updates["sc"] == pytest.approx(5.06, rel=0.005)
+
+
+@settings(max_examples=25, deadline=None)
+@given(of=runs, faster=st.floats(1.0, 20.0))
+def test_faster_links_never_make_an_iteration_longer(of: tuple[Size, Layout, Simulated], faster: float) -> None:
+    size, mesh, strategy = of
+    config = config_of(size, mesh)
+    quick = replace(
+        H100,
+        intra_node_gb_per_s=faster * H100.intra_node_gb_per_s,
+        inter_node_gb_per_s=faster * H100.inter_node_gb_per_s,
+    )
+    slow = simulated(config, mesh, strategy).iteration_s
+    assert simulated(replace(config, cluster=quick), mesh, strategy).iteration_s <= slow * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("size", ["0.6b", "8b"])
+def test_balancing_pays(size: Size, mesh: Layout) -> None:
+    config = config_of(size, mesh)
+    times = {strategy: simulated(config, mesh, strategy).iteration_s for strategy in STRATEGIES}
+    assert times["canzona"] <= times["asc"] * (1 + 1e-6)
+    assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
+
+
+def test_equal_stages_fill_and_drain_once() -> None:
+    """1F1B: (m + p - 1) micro-batches' time from the first forward to the last backward."""
+    stages, count, forward, backward = 4, 6, 1.0, 2.0
+    module = Module(
+        part="qkv",
+        layer=0,
+        forward_s=forward,
+        backward_s=backward,
+        again_s=0.0,
+        weights=1,
+        exchanges=0,
+        exchanges_again=0,
+    )
+    time_of = StageTime(modules=(module,), exchange=Transfer(), hop=Transfer())
+    iteration = IterationTimeline(
+        layout(pp=stages, count=count),
+        [time_of] * stages,
+        [()] * stages,
+        overlap_reduce=True,
+        overlap_gather=True,
+        begin_s=[0.0] * stages,
+        tail_s=[0.0] * stages,
+    )
+    # The first stage is last to finish; it waits for the pipeline behind it to fill and drain.
+    assert iteration.reduced_s[0] == pytest.approx((count + stages - 1) * (forward + backward))
+    phases = iteration.phases(0)
+    assert phases["pipeline"] == pytest.approx((stages - 1) * (forward + backward))
+    assert (phases["forward"], phases["backward"]) == (count * forward, count * backward)
+
+
+def test_traffic_on_the_same_link_slows_the_backward() -> None:
+    """Inside one machine, gradient reduction and tensor parallelism share NVLink; across machines they do not."""
+    inside, across = layout(tp=4, dp=2, count=1), layout(tp=8, dp=2, count=1)
+    for mesh, shared in ((inside, True), (across, False)):
+        config = config_of("4b", mesh)
+        alone = stage_time(config, mesh, 0).backward_s
+        assert (simulated(config, mesh, "adamw").phases["backward"] > alone * 1.001) == shared
+
+
+def test_padding_is_paid_for() -> None:
+    """Megatron's layer-wise layout of 8B over 64 data-parallel ranks is 86% padding at tp 1.
+
+    Compared with AdamW's buffers on the same collectives, with hops that cost nothing: bytes alone.
+    """
+    mesh = layout(dp=64, count=4)
+    config = config_of("8b", mesh)
+    instant = replace(config.cluster, intra_node_latency_us=0.0, inter_node_latency_us=0.0)
+    config = replace(config, cluster=instant)
+    plain, padded = (simulated(config, mesh, s).phases["grad_reduce_total"] for s in ("adamw", "layerwise"))
+    assert padded > 1.5 * plain
+
+
+def test_matrices_of_another_model_find_a_module() -> None:
+    mesh = layout(dp=2, count=2)
+    config = config_of("0.6b", mesh)
+    members = [
+        Matrix(
+            index=layer,
+            name=f"layers.{layer}.x",
+            kind="other",
+            layer=layer,
+            stage=0,
+            rows=512,
+            cols=512,
+            shard_dim=None,
+            parameter=f"decoder.layers.{layer}.x",
+            unit=layer,
+        )
+        for layer in range(28)
+    ]
+    wanted = PlanSettings(strategy="canzona")
+    costs = [1e-3] * len(members)
+    assignment = assign(members, costs, mesh, wanted)
+    result = simulate(
+        config,
+        mesh,
+        members,
+        costs,
+        assignment,
+        buckets(members, assignment, mesh, wanted),
+        micro_groups(members, costs, assignment, mesh, wanted, 4),
+        "canzona",
+    )
+    assert result.phases["matrix_update"] == pytest.approx(14e-3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_takes_a_tenth_of_a_second_on_256_gpus(strategy: Simulated) -> None:
+    mesh = layout(tp=8, dp=32, count=8)
+    given_run = inputs(config_of("32b", mesh), mesh, strategy)
+    fastest = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        simulate(*given_run)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert fastest < 0.1
+
+
+def test_assumptions_are_sentences() -> None:
+    told = assumptions()
+    assert len(told) == len(set(told)) >= 8
+    assert all(line.endswith(".") for line in told)
+
+
+def test_adamw_goes_first_and_its_parameters_travel_under_the_matrix_updates() -> None:
+    """The engine's order hides AdamW's gathering; what is moved in all stays the same."""
+    mesh = layout(tp=8, dp=32, micro=4, count=2)
+    config = config_of("32b", mesh)
+    ours, plain = (simulated(config, mesh, s) for s in ("canzona", "adamw"))
+    assert ours.phases["param_gather"] < 0.5 * plain.phases["param_gather"]
+    assert ours.phases["param_gather_total"] > 0.95 * plain.phases["param_gather_total"]
+    without = replace(config, parallel=replace(config.parallel, overlap_param_gather=False))
+    behind = simulated(without, mesh, "canzona")
+    assert behind.phases["param_gather"] == pytest.approx(behind.phases["param_gather_total"])
+    assert behind.iteration_s > ours.iteration_s
+    last = [event for event in ours.events if event.rank == ours.slowest_rank and event.phase == "adamw_update"][-1]
+    update = [event for event in ours.events if event.rank == ours.slowest_rank and event.phase == "matrix_update"]
+    assert last.end_s <= min(event.start_s for event in update)
+
+
+SMALL_MESHES = (layout(dp=4, count=2), layout(tp=2, dp=2, count=1), layout(tp=4, count=2), layout(tp=2, pp=2, count=4))
+
+
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: Simulated, mesh: Layout) -> None:
+    alone = simulated(config_of("0.6b", mesh), mesh, strategy)
+    # Twice as many, for a transfer may run under the work of the same rank.
+    shared = simulated(config_of("0.6b", mesh, replace(H100, cores=2 * mesh.world_size)), mesh, strategy)
+    assert shared.iteration_s == pytest.approx(alone.iteration_s, rel=1e-3)
+    assert shared.optimizer_exposed_s == pytest.approx(alone.optimizer_exposed_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: Simulated, mesh: Layout) -> None:
+    cluster = replace(FREE, cores=1)
+    config = config_of("0.6b", mesh, cluster)
+    result = simulated(config, mesh, strategy)
+    for name in ("forward", "backward"):
+        ranks = mesh.world_size // mesh.pp
+        work = (
+            ranks
+            * mesh.num_microbatches
+            * sum(getattr(stage_time(config, mesh, stage), f"{name}_s") for stage in range(mesh.pp))
+        )
+        # Stages take turns on it: all of their passes lie within the iteration, one after another.
+        assert result.iteration_s >= work - 1e-9
+        if mesh.pp == 1:
+            assert result.phases[name] == pytest.approx(work)
+    everyone = [matrix.index for matrix in matrices(config.model, mesh, "split")]
+    costs = inputs(config, mesh, strategy)[3]
+    repeated = {"canzona": 1, "asc": 1, "layerwise": mesh.tp, "sc": mesh.tp * mesh.dp, "adamw": 0}[strategy]
+    whole = repeated * sum(costs[index] for index in everyone)
+    fragments = {"layerwise", "sc"} & {strategy} and mesh.tp > 1
+    # A duplicated update does its elementwise part on its own fragment only.
+    assert result.optimizer_exposed_s >= whole * (0.8 if fragments else 1.0) - 1e-9
+
+
+def test_work_that_is_spread_gains_nothing_from_ranks_that_share_a_core() -> None:
+    mesh = layout(tp=4, count=1)
+    results = {
+        strategy: simulated(config_of("0.6b", mesh, replace(ONLY_PRODUCTS, cores=1)), mesh, strategy)
+        for strategy in ("canzona", "layerwise")
+    }
+    # Four ranks that repeat an update do four times the work of four that share it.
+    ratio = results["layerwise"].optimizer_exposed_s / results["canzona"].optimizer_exposed_s
+    assert ratio == pytest.approx(4.0, rel=0.01)

@@ -1,0 +1,133 @@
+"""The update phase against pipelines worked out by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.config.schema import ClusterConfig
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.types import Assignment, Cell, MicroGroup
+from canzona_cli.simulate.update import FRAGMENT_BYTES, RankUpdate, UpdateModel
+from tests.sizes import H100, layout, run
+
+NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15)
+"""Packing is free, exchanges are not."""
+FREE = replace(NO_COPIES, intra_node_gb_per_s=1e15)
+SIDE = 1024
+BYTES = 360e9
+"""Per second, of a link inside a machine."""
+
+
+def matrix(index: int, shard_dim: int | None = 0) -> Matrix:
+    return Matrix(
+        index=index,
+        name=f"layers.{index}.proj",
+        kind="proj",
+        layer=index,
+        stage=0,
+        rows=SIDE,
+        cols=SIDE,
+        shard_dim=shard_dim,  # type: ignore[arg-type]
+        parameter=f"decoder.layers.{index}.self_attention.linear_proj.weight",
+        unit=index,
+    )
+
+
+def hosted(
+    costs: list[float], hosts: list[int], groups: Sequence[tuple[int, ...]], cluster: ClusterConfig, tp: int = 2
+) -> tuple[RankUpdate, ...]:
+    """Matrices of one owner."""
+    matrices = [matrix(index) for index in range(len(costs))]
+    model = UpdateModel(run("8b", tp, strategy="canzona", cluster=cluster), layout(tp=tp), matrices, costs)
+    return model.hosted(
+        [MicroGroup(stage=0, owner=0, index=n, matrices=members) for n, members in enumerate(groups)],
+        Assignment(cells=tuple(Cell(owner=0, host=host) for host in hosts)),
+    )
+
+
+def test_without_tensor_parallelism_an_owner_updates_one_after_another() -> None:
+    (update,) = hosted([0.5, 0.25], [0, 0], [(0, 1)], NO_COPIES, tp=1)
+    assert (update.seconds, update.matrix_update_s, update.exchange_total_s) == (0.75, 0.75, 0.0)
+
+
+def test_free_exchanges_leave_the_updates() -> None:
+    one, other = hosted([0.5, 0.25, 0.25], [0, 1, 1], [(0, 1), (2,)], FREE)
+    assert one.matrix_update_s == other.matrix_update_s == 0.5
+    assert one.seconds == pytest.approx(0.5)
+    assert other.seconds == pytest.approx(0.5)
+
+
+def test_only_the_first_gradients_and_the_last_weights_are_exposed_under_long_updates() -> None:
+    count, cost = 6, 1.0
+    groups = [(2 * n, 2 * n + 1) for n in range(count)]
+    updates = hosted([cost] * 2 * count, [0, 1] * count, groups, NO_COPIES)
+    gradients, weights = SIDE * SIDE / 2 * 4 / BYTES, SIDE * SIDE / 2 * 2 / BYTES
+    for update in updates:
+        assert update.matrix_update_s == count * cost
+        assert update.exchange_s == pytest.approx(gradients + weights)
+        assert update.exchange_total_s == pytest.approx(count * (gradients + weights))
+
+
+def test_short_updates_leave_every_exchange_exposed() -> None:
+    groups = [(0, 1), (2, 3), (4, 5)]
+    (update, _) = hosted([0.0] * 6, [0, 1] * 3, groups, NO_COPIES)
+    assert update.exchange_s == pytest.approx(update.exchange_total_s)
+    assert update.exchange_s == pytest.approx(3 * SIDE * SIDE / 2 * (4 + 2) / BYTES)
+
+
+def test_a_group_on_one_host_takes_its_receiver_longer() -> None:
+    even = hosted([0.0] * 4, [0, 1, 2, 3], [(0, 1, 2, 3)], NO_COPIES, tp=4)
+    flooded = hosted([0.0] * 4, [0, 0, 0, 0], [(0, 1, 2, 3)], NO_COPIES, tp=4)
+    assert flooded[0].exchange_total_s == pytest.approx(4 * even[0].exchange_total_s)
+
+
+def test_a_fast_host_waits_for_the_slow_one_to_send_weights() -> None:
+    slow, fast = hosted([1.0, 0.25], [0, 1], [(0, 1)], FREE)
+    assert slow.exchange_s == pytest.approx(0.0)
+    assert fast.exchange_s == pytest.approx(0.75)
+
+
+def test_packing_and_unpacking_go_through_memory() -> None:
+    cluster = replace(FREE, memory_gb_per_s=1000.0)
+    (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], cluster)
+    # Read and written: two fragments packed, one whole matrix unpacked, in gradients; and back, in weights.
+    moved = 2 * SIDE * SIDE * 2 * (4 + 2)
+    assert update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
+
+
+def test_gradients_travel_in_the_exchanges_own_type() -> None:
+    groups = [(0, 1)]
+    for dtype, grad_reduce, width in (("fp32", "bf16", 4), ("bf16", "fp32", 2)):
+        config = run("8b", 2, strategy="canzona", cluster=NO_COPIES, grad_reduce_dtype=grad_reduce)  # type: ignore[arg-type]
+        config = replace(config, engine=replace(config.engine, exchange_dtype=dtype))  # type: ignore[arg-type]
+        model = UpdateModel(config, layout(tp=2), [matrix(0), matrix(1)], [0.0, 0.0])
+        members = [MicroGroup(stage=0, owner=0, index=n, matrices=group) for n, group in enumerate(groups)]
+        update = model.hosted(members, Assignment(cells=(Cell(owner=0, host=0), Cell(owner=0, host=1))))[0]
+        assert update.exchange_total_s == pytest.approx(SIDE * SIDE / 2 * (width + 2) / BYTES)
+
+
+def test_a_matrix_every_rank_holds_whole_only_sends_weights() -> None:
+    model = UpdateModel(
+        run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), [matrix(0, shard_dim=None)], [0.0]
+    )
+    (update, _) = model.hosted(
+        [MicroGroup(stage=0, owner=0, index=0, matrices=(0,))], Assignment(cells=(Cell(owner=0, host=0),))
+    )
+    assert update.exchange_total_s == pytest.approx(SIDE * SIDE * 2 / BYTES)
+
+
+def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
+    costs = [0.5, 0.25]
+    model = UpdateModel(run("8b", 8, cluster=NO_COPIES), layout(tp=8), [matrix(0), matrix(1, shard_dim=None)], costs)
+    update = model.duplicated([0, 1])
+    assert update.matrix_update_s == pytest.approx(0.75)
+    # A matrix that every rank holds whole need not be gathered.
+    assert update.exchange_s == pytest.approx(7 / 8 * SIDE * SIDE * 4 / BYTES)
+    assert update.exchange_total_s == pytest.approx(update.exchange_s)
+
+
+def test_a_duplicated_update_does_its_elementwise_part_on_its_fragment_only() -> None:
+    model = UpdateModel(run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)), layout(tp=8), [matrix(0)], [0.5])
+    saved = 7 / 8 * SIDE * SIDE * (FRAGMENT_BYTES["muon"] + 2) / (0.9 * 1e12)
+    assert model.duplicated([0]).matrix_update_s == pytest.approx(0.5 - saved)
