@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: setup demo test test-sweep test-faults test-slurm gpu-check lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm exactness gpu-check lint typecheck clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test-slurm: setup
 # The slow sweeps, which CI runs too.
 test-sweep: setup
 	$(BIN)/python -m pytest -m sweep
+
+# How far 20 real steps on each layout are from those of one rank, for every optimizer: a table, and exactness.json.
+exactness: setup
+	$(BIN)/python scripts/exactness.py exactness.json
 
 # Where there is a GPU: trains on it, calibrates it, measures matrix updates on it. Fails where there is none.
 gpu-check: setup

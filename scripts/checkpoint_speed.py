@@ -1,10 +1,10 @@
-"""What checkpoints cost: a save's rate beside the disk's, steps beside a save, a resumed start beside a cold one.
+"""What checkpoints cost: the rate of a save against the disk, steps during a save, resumed starts against cold ones.
 
     python scripts/checkpoint_speed.py [KEY=VALUE ...] [--out FILE.json]
 
-Everything is measured side by side in one sitting: steps while a save is written are compared with the same run's other
-steps, each save with a plain sequential write and fsync of as many bytes into the same folder right after the run, and
-cold starts take turns with resumed ones. Raw numbers go to FILE.
+Everything is measured in one session: steps during a save are compared with the other steps of the same run, each save
+with a plain sequential write and fsync of as many bytes into the same folder right after the run, and cold starts take
+turns with resumed ones. Raw numbers go to FILE.
 """
 
 import argparse
@@ -18,6 +18,9 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from canzona_cli.run.statistics import Spread
 
 STEPS, EVERY, TURNS = 24, 6, 3
 
@@ -46,24 +49,24 @@ def main() -> None:
 
 
 def _train(run: Path, *overrides: str) -> float:
-    """Run it; when it was started."""
+    """Run it; return when it was started."""
     started = time.time()
     command = [sys.executable, "-m", "canzona_cli.app", "train", *overrides, "train.eval_interval=0", f"run.dir={run}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     return started
 
 
-def _lines(path: Path) -> list[dict[str, float]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, object]:
-    """Seconds of each step from the third on, by whether a save was on its way; and every save's rate."""
+    """Seconds of each step from the third on, with and without a save under way; and the rate of every save."""
     saving = (f"checkpoint.every_steps={EVERY}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
     _train(run, *overrides, f"train.steps={STEPS + 2}", "checkpoint.at_end=false", *saving)
     ends = [line["time"] for line in _lines(run / "metrics.jsonl")]
     saves = [event for event in _lines(run / "events.jsonl") if event["event"] == "checkpoint"]
-    # From the moment training stood still for the copy.
+    # From the moment training was blocked for the copy.
     spans = [(s["time"] - s["seconds"] - s["stall_s"], s["time"]) for s in saves]
     beside: list[float] = []
     alone: list[float] = []
@@ -95,7 +98,7 @@ def _disk(folder: Path, size: int) -> float:
 
 
 def _starts(folder: Path, overrides: list[str]) -> dict[str, list[float]]:
-    """Seconds from the command to its first step's end, by turns cold and resumed."""
+    """Seconds from the command to its first step's end, cold and resumed in turns."""
     cold: list[float] = []
     resumed: list[float] = []
     for turn in range(TURNS):
@@ -120,9 +123,9 @@ def _show(raw: dict[str, object]) -> None:
             f"{name}: {found['bytes'] / 2**20:,.0f} MiB; save {save:.2f} GB/s, disk {disk:.2f} GB/s: {save / disk:.0%}"
         )
         print(
-            f"  steps {alone:.3f} s (quartiles {_quartiles(found['alone_s'])}), beside a save {beside:.3f} s "
+            f"  steps {alone:.3f} s (quartiles {_quartiles(found['alone_s'])}), during a save {beside:.3f} s "
             f"({_quartiles(found['beside_s'])}): {beside / alone - 1:+.1%}; a save costs {extra:.3f} s in all, "
-            f"training stands still for {statistics.median(found['stall_s']):.3f} s of it"
+            f"training is blocked for {statistics.median(found['stall_s']):.3f} s of it"
         )
     starts = raw["starts"]
     assert isinstance(starts, dict)
@@ -131,8 +134,8 @@ def _show(raw: dict[str, object]) -> None:
 
 
 def _quartiles(values: list[float]) -> str:
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:.3f} to {high:.3f}"
+    spread = Spread.of(values)
+    return f"{spread.low:.3f} to {spread.high:.3f}"
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """How far 20 real fp32 steps of the engine are from those of one rank, by layout and optimizer, as Markdown and JSON.
 
+    make exactness                                            # every optimizer, into exactness.json
     python scripts/exactness.py OUT.json [muon] [shampoo] [soap]
 
-Two numbers a cell. First the largest deviation of any weight from the run on one rank, in learning rates: rounding of
-sums in another order, which the optimizer amplifies; the first row says what rounding alone does to one rank that cuts
-its batch into other micro-batches. Then what the engine adds: the matrices of that very run against an ordinary
-optimizer that steps them whole, in one process, with the gradients the run's ranks had reduced. "bitwise" is all 14 of
-them equal to the last bit. About two minutes on two cores; real ranks, so `tests` must be importable (a checkout,
-installed with `make setup`).
+Each cell has two numbers. The first is the largest deviation of any weight from the run on one rank, in learning rates:
+sums are taken in another order, and the optimizer amplifies their rounding. The first row shows what rounding alone
+does to one rank that cuts its batch into other micro-batches. The second is what the engine adds: the matrices of that
+very run against an ordinary optimizer that steps them whole, in one process, with the gradients that the run's ranks
+had reduced. "bitwise" means that all 14 of them are equal to the last bit. Takes about two minutes on two cores. It
+starts real ranks, so `tests` must be importable (a checkout, installed with `make setup`).
 """
 
 import argparse
@@ -38,7 +39,7 @@ Cell = dict[str, float | int | str]
 
 
 def train(*overrides: str) -> tuple[Trained, list[str]]:
-    """A run, and the matrices that an ordinary optimizer would have made otherwise."""
+    """A run, and the matrices for which an ordinary optimizer gives another result."""
     config, layout = fit.resolve(compose_run([*FIXED, *overrides]).config)
     found = run_training(config, layout, STEPS)
     return found, different(found.after, replay(found, config))

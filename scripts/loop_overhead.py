@@ -1,18 +1,17 @@
-"""What canzona's loop costs beside a bare Megatron-core step of the same model, measured side by side.
+"""What canzona's loop costs on top of a bare Megatron-core step of the same model, measured side by side.
 
     python -m torch.distributed.run --nproc-per-node 2 scripts/loop_overhead.py --steps 40 --out overhead.json \
         recipe=qwen3-tiny gpus=2
 
 Two copies of the model take turns in one process: one in a bare loop (schedule, optimizer step), one in canzona's
 (phase timing, loss reduction, learning-rate schedule, records on disk). With --timing both are canzona's step, one of
-them without its timers: what measuring phases costs by itself. Prints each loop's quartiles and the median of the
-ratios pair by pair, of wall time and of rank 0's processor time (which other programs on a busy machine cannot lengthen
-as much); the raw seconds go to --out.
+them without its timers: the cost of measuring phases. Prints the quartiles of each loop and of the ratios pair by pair,
+for wall time and for rank 0's processor time (which other programs on a busy machine lengthen less); the raw seconds go
+to --out.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 import warnings
@@ -32,6 +31,7 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.statistics import Spread
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.loop import step_metrics
@@ -134,9 +134,8 @@ def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]
     baseline, measured = kept
     kept[f"{measured} / {baseline}"] = [m / b for b, m in zip(kept[baseline], kept[measured], strict=True)]
     for name, values in kept.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        unit = "" if "/" in name else " s"
-        print(f"{what:10} {name:15} median {median:.4f}{unit}, quartiles {low:.4f} to {high:.4f}")
+        spread, unit = Spread.of(values), "" if "/" in name else " s"
+        print(f"{what:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
     return kept
 
 
