@@ -11,9 +11,9 @@ from pathlib import Path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
+from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
-from canzona_cli.data.stdlib import stdlib_digest, stdlib_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
 

@@ -12,8 +12,9 @@ from canzona_cli.data.bpe import MIN_VOCAB_SIZE
 from canzona_cli.data.build import BuildSettings, Built, OnProgress, build_pair, disk_problem, pair_files
 from canzona_cli.data.corpus import PreparedCorpus, cache_root, ensure_corpus, padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
-from canzona_cli.data.sources import DocumentUnit, InputFormat, Source, find_sources
+from canzona_cli.data.sources import DocumentUnit, InputFormat, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 

@@ -1,8 +1,8 @@
-"""Where text comes from: files, globs, folders, standard input, the standard library; plain or JSONL, also compressed.
+"""Reads text: plain or JSONL, also compressed.
 
-`find_sources` says what will be read and what cannot be; `Reader` then gives it out as pieces. A piece is a document
-or, of a long one, a part of it cut at a line end: Megatron holds out and shuffles what it calls sequences, and with
-each document one sequence a single large file could be neither split nor shuffled, nor held in memory.
+`Reader` gives out a source as pieces. A piece is a document or, if the document is long, a part of it cut at a line
+end: Megatron holds out and shuffles what it calls sequences, and with each document one sequence a single large file
+could be neither split nor shuffled, nor held in memory.
 """
 
 import bz2
@@ -11,25 +11,18 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
-from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem
 
 InputFormat = Literal["auto", "text", "jsonl"]
 DocumentUnit = Literal["file", "line"]
 
-STDIN = "-"
-STDLIB = "stdlib"
-_JSONL = (".jsonl", ".ndjson")
-_COMPRESSED = (".gz", ".bz2", ".xz")
 _OPENERS: dict[bytes, Callable[[BinaryIO], object]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
     b"BZh": bz2.BZ2File,
@@ -85,83 +78,6 @@ def piece_bytes(sources: Sequence[Source]) -> int:
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
 
 
-def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Source], list[Problem]]:
-    """Expand the INPUT arguments, in the order given; globs and folders are sorted, a file named twice is read once.
-
-    Returns:
-        What to read, and what is wrong with the arguments.
-    """
-    sources: dict[str, Source] = {}
-    problems: list[Problem] = []
-    for text in inputs:
-        try:
-            for source in _expand(text, wanted):
-                key = STDIN if source.path is None else str(source.path.resolve())
-                sources.setdefault(key, source)
-        except CanzonaError as error:
-            problems.extend(error.problems)
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
-            problems.append(Problem(key="INPUT", value=text, reason=reason, fix="check its permissions"))
-    return list(sources.values()), problems
-
-
-def _expand(text: str, wanted: InputFormat) -> list[Source]:
-    if text == STDLIB:
-        from canzona_cli.data.stdlib import stdlib_sources
-
-        return stdlib_sources()
-    if text == STDIN:
-        if sys.stdin.isatty():
-            raise _input_error(text, "standard input is the terminal", "pipe text into it: zstdcat x.zst | canzona ...")
-        return [Source(label="standard input", path=None, format=wanted, size=None)]
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _walk(path, wanted)
-    if path.exists():
-        return [_file_source(path, wanted)]
-    if has_magic(text):
-        found = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not found:
-            raise _input_error(
-                text, "no file matches this pattern", "check it with ls; quote it or let the shell expand"
-            )
-        return [_file_source(name, wanted) for name in found]
-    raise _input_error(text, "no such file or folder", _nearby(path))
-
-
-def _walk(folder: Path, wanted: InputFormat) -> list[Source]:
-    relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
-    if not visible:
-        raise _input_error(str(folder), "the folder holds no files", "name a folder with text or JSONL files")
-    return [_file_source(folder / name, wanted, from_folder=True) for name in visible]
-
-
-def _file_source(path: Path, wanted: InputFormat, *, from_folder: bool = False) -> Source:
-    suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
-    suffix = suffixes[-1] if suffixes else ""
-    if wanted == "auto" and suffix == ".json" and not from_folder:
-        raise _input_error(
-            str(path), ".json may be one value or one a line", "say --format jsonl (one object a line) or --format text"
-        )
-    kind: InputFormat = wanted
-    if wanted == "auto":
-        kind = "jsonl" if suffix in _JSONL else "text"
-    if not os.access(path, os.R_OK):
-        raise _input_error(str(path), "cannot be read: Permission denied", "check its permissions")
-    size = path.stat().st_size if path.is_file() else None  # a named pipe has no size
-    return Source(label=str(path), path=path, format=kind, size=size, from_folder=from_folder)
-
-
-def _nearby(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, names, n=2)
-    if near:
-        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return "name files, folders, globs, - for standard input, or stdlib"
-
-
 @dataclass(kw_only=True)
 class Reader:
     """Gives sources out as pieces and keeps count of what it met.
@@ -199,11 +115,11 @@ class Reader:
                 while buffered.read(1 << 20):  # what a decompressor left unread still counts for the hash
                     pass
         except _DAMAGED as error:
-            raise _input_error(
+            raise input_error(
                 source.label, f"damaged or cut short: {error}", "fetch or compress it again; gzip -t checks it"
             ) from error
         except OSError as error:
-            raise _input_error(source.label, f"cannot be read: {error.strerror or error}", "") from error
+            raise input_error(source.label, f"cannot be read: {error.strerror or error}", "") from error
         self.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
 
     def _pieces(self, source: Source, stream: io.BufferedReader) -> Iterator[Piece]:
@@ -365,8 +281,8 @@ def _binary(label: str, head: bytes) -> ConfigError:
         "zstd-compressed": "zstdcat FILE | canzona data prepare - ...",
         "Parquet": "turn it into JSONL first, for example with duckdb or pyarrow",
     }
-    return _input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
+    return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
 
 
-def _input_error(value: str, reason: str, fix: str) -> ConfigError:
+def input_error(value: str, reason: str, fix: str) -> ConfigError:
     return ConfigError(Problem(key="INPUT", value=value, reason=reason, fix=fix))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.data.sources import DocumentUnit, InputFormat, Reader, cut_stream, find_sources, piece_bytes
-from canzona_cli.data.stdlib import stdlib_digest, stdlib_sources
+from canzona_cli.data.inputs import find_sources, stdlib_digest, stdlib_sources
+from canzona_cli.data.sources import DocumentUnit, InputFormat, Reader, cut_stream, piece_bytes
 from canzona_cli.errors import ConfigError
 
 

@@ -1,0 +1,150 @@
+"""Which files the INPUT arguments name: files, globs, folders, standard input, the standard library.
+
+The standard library is the default corpus: the sources of the running Python, about 11 MB of real text on every
+machine. Its tests are left out: they are half of the bytes where they are installed, and distributions often omit
+them. So are installed packages and the build's generated configuration, which differ between machines.
+"""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from difflib import get_close_matches
+from glob import glob, has_magic
+from pathlib import Path
+
+from canzona_cli.data.sources import InputFormat, Source, input_error
+from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
+
+STDIN = "-"
+STDLIB = "stdlib"
+_JSONL = (".jsonl", ".ndjson")
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_GENERATED = "_sysconfigdata"
+
+
+def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Source], list[Problem]]:
+    """Expand the INPUT arguments, in the order given; globs and folders are sorted, a file named twice is read once.
+
+    Returns:
+        What to read, and what is wrong with the arguments.
+    """
+    sources: dict[str, Source] = {}
+    problems: list[Problem] = []
+    for text in inputs:
+        try:
+            for source in _expand(text, wanted):
+                key = STDIN if source.path is None else str(source.path.resolve())
+                sources.setdefault(key, source)
+        except CanzonaError as error:
+            problems.extend(error.problems)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            problems.append(Problem(key="INPUT", value=text, reason=reason, fix="check its permissions"))
+    return list(sources.values()), problems
+
+
+def _expand(text: str, wanted: InputFormat) -> list[Source]:
+    if text == STDLIB:
+        return stdlib_sources()
+    if text == STDIN:
+        if sys.stdin.isatty():
+            raise input_error(text, "standard input is the terminal", "pipe text into it: zstdcat x.zst | canzona ...")
+        return [Source(label="standard input", path=None, format=wanted, size=None)]
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _walk(path, wanted)
+    if path.exists():
+        return [_file_source(path, wanted)]
+    if has_magic(text):
+        found = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not found:
+            raise input_error(
+                text, "no file matches this pattern", "check it with ls; quote it or let the shell expand"
+            )
+        return [_file_source(name, wanted) for name in found]
+    raise input_error(text, "no such file or folder", _nearby(path))
+
+
+def _walk(folder: Path, wanted: InputFormat) -> list[Source]:
+    relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
+    if not visible:
+        raise input_error(str(folder), "the folder holds no files", "name a folder with text or JSONL files")
+    return [_file_source(folder / name, wanted, from_folder=True) for name in visible]
+
+
+def _file_source(path: Path, wanted: InputFormat, *, from_folder: bool = False) -> Source:
+    suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
+    suffix = suffixes[-1] if suffixes else ""
+    if wanted == "auto" and suffix == ".json" and not from_folder:
+        raise input_error(
+            str(path), ".json may be one value or one a line", "say --format jsonl (one object a line) or --format text"
+        )
+    kind: InputFormat = wanted
+    if wanted == "auto":
+        kind = "jsonl" if suffix in _JSONL else "text"
+    if not os.access(path, os.R_OK):
+        raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")
+    size = path.stat().st_size if path.is_file() else None  # a named pipe has no size
+    return Source(label=str(path), path=path, format=kind, size=size, from_folder=from_folder)
+
+
+def _nearby(path: Path) -> str:
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, names, n=2)
+    if near:
+        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return "name files, folders, globs, - for standard input, or stdlib"
+
+
+def stdlib_sources() -> list[Source]:
+    """Every module's source file, in an order that looks random and is always the same.
+
+    Validation is cut from the end of a corpus. Ordered by the hash of its name, a document's place says nothing about
+    its content, while by name the held-out part would be all `xml*` to `zip*`.
+
+    Raises:
+        EnvironmentProblem: this Python comes without readable sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if not _LEFT_OUT.intersection(path.relative_to(root).parts) and not path.name.startswith(_GENERATED)
+    ]
+    names.sort(key=lambda name: (hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix()))
+    sources = [
+        Source(label=f"stdlib:{name.as_posix()}", path=root / name, format="text", size=(root / name).stat().st_size)
+        for name in names
+        if _is_utf8(root / name)
+    ]
+    if not sources:
+        raise EnvironmentProblem(
+            Problem(
+                key="INPUT",
+                value="stdlib",
+                reason=f"this Python has no standard library sources in {root}",
+                fix="install them (Debian: libpython3-stdlib), or prepare text of your own with canzona data prepare",
+            )
+        )
+    return sources
+
+
+def stdlib_digest(sources: list[Source]) -> str:
+    """Hash of names, order and contents: what a cached corpus is valid for."""
+    digest = hashlib.sha256()
+    for source in sources:
+        assert source.path is not None
+        digest.update(f"{source.label}\0".encode() + hashlib.sha256(source.path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True

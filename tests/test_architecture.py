@@ -1,0 +1,140 @@
+"""The house as it is drawn in the design: which room may import which, read from the sources."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
+from itertools import pairwise
+from pathlib import Path
+
+import canzona_cli
+
+ROOT = Path(canzona_cli.__file__).parent
+PACKAGE = ROOT.name
+LAYERS = (
+    ("app",),
+    ("commands",),
+    ("report", "bench", "calibrate"),
+    ("launch",),
+    ("training",),
+    ("checkpoint",),
+    ("engine",),
+    ("megatron", "optimizers"),
+    ("cluster",),
+    ("simulate",),
+    ("planner", "data"),
+    ("model", "run"),
+    ("config",),
+    ("errors",),
+)
+"""Top to bottom. An import goes down, or sideways without return."""
+USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers"}
+"""Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
+HEAVY = {"torch", "megatron"}
+# Being cut. An entry that is no longer needed fails the test.
+EXCEPTIONS = {("config", "cluster"), ("config", "model"), ("planner", "simulate")}
+
+
+def module_name(path: Path) -> str:
+    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {module: ast.parse(path.read_bytes()) for module, path in SOURCES.items()}
+
+
+def imported(module: str) -> Iterator[str]:
+    """What a module imports, inside functions too: modules, and names of modules as `module.name`."""
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def our_module(name: str) -> str:
+    return name if name in TREES else name.rpartition(".")[0]
+
+
+def room(module: str) -> str:
+    """The folder below the package, or the module itself where it lies in none."""
+    return module.split(".")[1] if "." in module else "app"
+
+
+DEPENDENCIES = {
+    module: {our_module(name) for name in imported(module) if name.split(".")[0] == PACKAGE} - {module, PACKAGE}
+    for module in TREES
+}
+ARROWS = {
+    (room(module), room(used)): (module, used)
+    for module, targets in DEPENDENCIES.items()
+    for used in targets
+    if room(module) != room(used)
+}
+"""An example of each arrow between two rooms."""
+
+
+def test_every_room_has_a_layer() -> None:
+    layered = [name for layer in LAYERS for name in layer]
+    assert len(layered) == len(set(layered))
+    assert {room(module) for module in TREES} == set(layered)
+
+
+def test_imports_go_down_the_layers_or_sideways_without_return() -> None:
+    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    wrong = {
+        (source, target)
+        for source, target in ARROWS
+        if level[target] < level[source] or (level[target] == level[source] and (target, source) in ARROWS)
+    }
+    assert {arrow: ARROWS[arrow] for arrow in wrong - EXCEPTIONS} == {}
+    assert EXCEPTIONS - wrong == set(), "no longer needed"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(DEPENDENCIES).prepare()
+    except CycleError as error:
+        circle = " <- ".join(error.args[1])
+        arrows = {(room(user), room(used)) for used, user in pairwise(error.args[1])}
+        assert arrows & EXCEPTIONS, circle
+
+
+def test_only_rooms_that_run_models_import_torch() -> None:
+    wrong = {
+        (module, name)
+        for module in TREES
+        if room(module) not in USES_TORCH
+        for name in imported(module)
+        if name.split(".")[0] in HEAVY
+    }
+    assert wrong == set()
+
+
+def test_optimizers_import_nothing_of_ours() -> None:
+    outside = {
+        (module, used)
+        for module, targets in DEPENDENCIES.items()
+        for used in targets
+        if room(module) == "optimizers" != room(used)
+    }
+    assert outside == set()
+
+
+def test_private_names_of_megatron_are_used_in_one_room() -> None:
+    """Names that are imported, and attributes of imported modules and classes."""
+    found = set()
+    for module, tree in TREES.items():
+        if room(module) == "megatron":
+            continue
+        names = {name for name in imported(module) if name.split(".")[0] == "megatron"}
+        found |= {(module, name) for name in names if any(part.startswith("_") for part in name.split("."))}
+        bound = {name.rpartition(".")[2] for name in names}
+        attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_"))
+        for node in attributes:
+            if isinstance(node.value, ast.Name) and node.value.id in bound:
+                found.add((module, f"{node.value.id}.{node.attr}"))
+    assert found == set()
