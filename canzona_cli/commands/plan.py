@@ -44,6 +44,7 @@ def plan(
         Path | None,
         typer.Option("--shapes", metavar="FILE", help="Plan the shapes in this YAML instead of the recipe's model."),
     ] = None,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="List what the simulated times assume.")] = False,
     recipes_dir: Annotated[
         list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
     ] = None,
@@ -86,7 +87,9 @@ def plan(
         return
     from canzona_cli.report.plan import PlanView
 
-    Console(highlight=False).print(PlanView(study=study, written=written, drawn=plot, phases=compare == "strategies"))
+    phases = compare == "strategies"
+    view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions)
+    Console(highlight=False).print(view)
 
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What `canzona plan` prints: summary, strategies, load map, memory, timeline, and what it all assumes."""
+"""What `canzona plan` prints: summary, strategies, load map, memory, timeline and, on request, assumptions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +43,8 @@ class PlanView:
     """The picture."""
     phases: bool = False
     """Whether to list every strategy's phases."""
+    assumptions: bool = False
+    """Whether to list what the simulated times assume, not only how many assumptions there are."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(max_width=min(options.max_width, _WIDEST))
@@ -60,10 +62,14 @@ class PlanView:
             yield from wrapped(title, console, options)
             yield from lines
         yield Text()
-        yield Text("Assumptions", style="bold")
-        for line in self.study.assumptions:
-            yield from wrapped(Text(line, style="dim"), console, options, first="  - ", rest="    ")
-        yield Text()
+        if self.assumptions:
+            yield Text("Assumptions", style="bold")
+            for line in self.study.assumptions:
+                yield from wrapped(Text(line, style="dim"), console, options, first="  - ", rest="    ")
+            yield Text()
+        else:
+            told = f"The times are simulated, under {len(self.study.assumptions)} assumptions: add --assumptions."
+            yield from wrapped(Text(told, style="dim"), console, options)
         yield from wrapped(Text(self._where()), console, options)
 
     @property

@@ -82,13 +82,23 @@ def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str
 
 @pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
 def test_the_report_fits_its_terminal_and_says_the_essentials(columns: str) -> None:
-    result = canzona(*LARGE, "--dry-run", environment={"COLUMNS": columns})
+    result = canzona(*LARGE, "--dry-run", "--assumptions", environment={"COLUMNS": columns})
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= min(int(columns), 120)
     text = " ".join(result.stdout.split())
     for words in ("load balance", "no plan can be below", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
         assert words in text
     assert "nothing was written" in text
+
+
+def test_assumptions_are_counted_in_a_line_and_listed_on_request(large: dict[str, list[str]]) -> None:
+    short = canzona(*LARGE, "--dry-run", environment={"COLUMNS": "120"})
+    listed = canzona(*LARGE, "--dry-run", "--assumptions", environment={"COLUMNS": "120"})
+    assert short.returncode == listed.returncode == 0, short.stderr + listed.stderr
+    assumptions = large["assumptions"]
+    assert f"under {len(assumptions)} assumptions: add --assumptions" in short.stdout
+    assert not any(line[:60] in short.stdout for line in assumptions)
+    assert all(line in " ".join(listed.stdout.split()) for line in assumptions)
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
