@@ -114,6 +114,34 @@ class BenchResult:
         found = self.strategies[strategy]
         return Speedup.of(found.measured.iteration_s, self.references[found.sitting].iteration_s)
 
+    def overhead(self, strategy: str) -> Speedup | None:
+        """How many times as long as AdamW's its iteration is; None for AdamW itself and where AdamW was not measured.
+
+        Strategies of different sittings are compared through the reference, which takes part in every sitting.
+        """
+        if strategy == "adamw" or "adamw" not in self.strategies:
+            return None
+        mine, adamw = self.strategies[strategy], self.strategies["adamw"]
+        if strategy == self.reference or mine.sitting == adamw.sitting:
+            own = self.references[adamw.sitting] if strategy == self.reference else mine.measured
+            return Speedup.of(own.iteration_s, adamw.measured.iteration_s)
+        by_mine, by_adamw = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
+        return Speedup(
+            ratio=Spread(
+                low=by_mine.low / by_adamw.median,
+                median=by_mine.median / by_adamw.median,
+                high=by_mine.high / by_adamw.median,
+            ),
+            distinct=not by_mine.overlaps(by_adamw),
+        )
+
+    def predicted_overhead(self, strategy: str) -> float | None:
+        """By how much its predicted iteration is longer than AdamW's; 0.01 is one per cent."""
+        if strategy == "adamw" or "adamw" not in self.strategies:
+            return None
+        mine, adamw = self.strategies[strategy], self.strategies["adamw"]
+        return mine.predicted.iteration_s / adamw.predicted.iteration_s - 1
+
     def error(self, strategy: str) -> float:
         """Predicted over measured optimizer step, less 1: 0.1 is a prediction 10% too long."""
         found = self.strategies[strategy]

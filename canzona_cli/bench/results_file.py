@@ -9,10 +9,12 @@ from canzona_cli.bench.losses import disagreements
 from canzona_cli.bench.results import STRATEGIES, VERSION, BenchResult
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import write_text_atomic
-from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.statistics import Spread
 from canzona_cli.run.words import json_text
 
 _FIX = "make it anew with `canzona bench ... --out FILE.json`"
+_DISAGREE = "strategies disagree in their losses"
+_OVERLAP = "the interquartile ranges of the two times overlap"
 
 
 def as_json(result: BenchResult) -> dict[str, object]:
@@ -22,10 +24,15 @@ def as_json(result: BenchResult) -> dict[str, object]:
     """
     speedups, withheld = _speedups(result)
     overhead: object = None
-    if reason := _adamw_reason(result):
-        withheld["overhead_over_adamw"] = reason
+    over_adamw = result.overhead(result.reference)
+    if over_adamw is None:
+        withheld["overhead_over_adamw"] = "adamw did not take part"
+    elif disagreements(result):
+        withheld["overhead_over_adamw"] = _DISAGREE
+    elif not over_adamw.distinct:
+        withheld["overhead_over_adamw"] = _OVERLAP
     else:
-        ratio = _over_adamw(result).ratio
+        ratio = over_adamw.ratio
         overhead = {"median": ratio.median - 1, "low": ratio.low - 1, "high": ratio.high - 1}
     return {
         "version": VERSION,
@@ -101,26 +108,12 @@ def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
                 continue
             speedup = result.optimizer_speedup(name) if what == "optimizer" else result.iteration_speedup(name)
             if disagree:
-                withheld[key] = "strategies disagree in their losses"
+                withheld[key] = _DISAGREE
             elif not speedup.distinct:
-                withheld[key] = "the interquartile ranges of the two times overlap"
+                withheld[key] = _OVERLAP
             else:
                 found[key] = asdict(speedup.ratio)
     return found, withheld
-
-
-def _over_adamw(result: BenchResult) -> Speedup:
-    adamw = result.strategies["adamw"]
-    return Speedup.of(result.references[adamw.sitting].iteration_s, adamw.measured.iteration_s)
-
-
-def _adamw_reason(result: BenchResult) -> str:
-    """Why the reference's overhead over AdamW may not be told; empty where it may."""
-    if "adamw" not in result.strategies or result.reference == "adamw":
-        return "adamw did not take part"
-    if disagreements(result):
-        return "strategies disagree in their losses"
-    return "" if _over_adamw(result).distinct else "the interquartile ranges of the two times overlap"
 
 
 def _measured(result: BenchResult, name: str) -> Mapping[str, object]:

@@ -17,10 +17,8 @@ from canzona_cli.report.bench_words import (
     median,
     mib,
     order,
-    overhead,
     percent,
     phase_name,
-    predicted_overhead,
     quartiles,
     ratio,
     times,
@@ -270,11 +268,11 @@ def _speedups(result: BenchResult, names: Sequence[str], *, of: str) -> tuple[tu
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, ...]:
-    found = overhead(result, name)
+    found = result.overhead(name)
     if found is None:
         return (MISSING, MISSING)
     shown = percent(found.ratio.median - 1) if found.distinct else NOT_DISTINCT
-    return (shown, percent(predicted_overhead(result, name)))
+    return (shown, percent(result.predicted_overhead(name)))
 
 
 def _why(result: BenchResult, name: str) -> str:

@@ -110,37 +110,3 @@ def measured_phase(measured: Measured, phase: str) -> float | None:
 
 def median(values: Sequence[float]) -> float:
     return Spread.of(values).median
-
-
-def overhead(result: BenchResult, strategy: str) -> Speedup | None:
-    """How many times as long as AdamW's a strategy's iteration is; None where AdamW was not measured, and for itself.
-
-    Strategies of different sittings are compared by way of the reference, which is in every sitting.
-    """
-    if strategy == "adamw" or "adamw" not in result.strategies:
-        return None
-    mine, adamw = result.strategies[strategy], result.strategies["adamw"]
-    if mine.sitting == adamw.sitting:
-        return Speedup.of(mine.measured.iteration_s, adamw.measured.iteration_s)
-    by_mine, by_adamw = (
-        Spread.of(
-            [a / b for a, b in zip(s.measured.iteration_s, result.references[s.sitting].iteration_s, strict=True)]
-        )
-        for s in (mine, adamw)
-    )
-    return Speedup(
-        ratio=Spread(
-            low=by_mine.low / by_adamw.median,
-            median=by_mine.median / by_adamw.median,
-            high=by_mine.high / by_adamw.median,
-        ),
-        distinct=not by_mine.overlaps(by_adamw),
-    )
-
-
-def predicted_overhead(result: BenchResult, strategy: str) -> float | None:
-    """The same in the plan's word, less 1."""
-    if strategy == "adamw" or "adamw" not in result.strategies:
-        return None
-    mine, adamw = result.strategies[strategy], result.strategies["adamw"]
-    return mine.predicted.iteration_s / adamw.predicted.iteration_s - 1

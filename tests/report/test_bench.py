@@ -10,9 +10,9 @@ from rich.console import Console, RenderableType
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.report.bench import BenchView
 from canzona_cli.report.bench_plot import draw
-from canzona_cli.report.bench_words import error_text, overhead, predicted_overhead, quartiles, times
+from canzona_cli.report.bench_words import error_text, quartiles, times
 from canzona_cli.report.columns import Group, tables
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Speedup, Spread
 from tests.bench.benches import WOBBLE, bench, with_measured
 
 PNG = b"\x89PNG"
@@ -93,19 +93,19 @@ def test_nothing_is_said_of_overlaps_where_all_are_apart() -> None:
 
 def test_overhead_is_over_adamws_iteration() -> None:
     result = bench(("canzona", "sc", "adamw"))
-    found, planned = overhead(result, "sc"), predicted_overhead(result, "sc")
+    found, planned = result.overhead("sc"), result.predicted_overhead("sc")
     assert found is not None
     assert planned is not None
     row = line_of(shown(BenchView(result)).partition("Compared")[2], "sc")
     assert row.endswith(f"{100 * (found.ratio.median - 1):+.1f}% {100 * planned:+.1f}%")
-    assert overhead(result, "adamw") is None
-    assert overhead(bench(("canzona", "sc")), "sc") is None
+    assert result.overhead("adamw") is None
+    assert bench(("canzona", "sc")).overhead("sc") is None
 
 
 def test_overhead_of_another_sitting_goes_by_way_of_the_reference() -> None:
     """A second sitting on a machine that has become twice as slow shows the same overhead."""
     result = bench(("canzona", "sc", "adamw"))
-    same = overhead(result, "sc")
+    same = result.overhead("sc")
     ours, adamw = result.references[0], result.strategies["adamw"]
     slow_ours = replace(ours, iteration_s=tuple(2 * s for s in ours.iteration_s))
     slow = replace(adamw.measured, iteration_s=tuple(2 * s for s in adamw.measured.iteration_s))
@@ -114,11 +114,13 @@ def test_overhead_of_another_sitting_goes_by_way_of_the_reference() -> None:
         strategies={**result.strategies, "adamw": replace(adamw, measured=slow, sitting=1)},
         references=(ours, slow_ours),
     )
-    other = overhead(moved, "sc")
+    other = moved.overhead("sc")
     assert same is not None
     assert other is not None
     assert other.ratio.median == pytest.approx(same.ratio.median, rel=0.01)
     assert other.distinct
+    # The reference itself was there: its own times of that sitting are what AdamW's are compared with.
+    assert moved.overhead("canzona") == Speedup.of(slow_ours.iteration_s, slow.iteration_s)
 
 
 def test_the_phase_that_differs_most_is_explained() -> None:
