@@ -18,10 +18,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from canzona_cli.bench.results import STRATEGIES, BenchResult, Measured
+from canzona_cli.bench.results import BenchResult, Measured
 from canzona_cli.bench.results_file import load
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.errors import render_error
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Spread
 from canzona_cli.run.words import clean, milliseconds, plural
 

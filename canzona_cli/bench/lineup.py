@@ -5,7 +5,6 @@ all of them. No torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
@@ -16,6 +15,7 @@ from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate, matrix_shapes
 from canzona_cli.planner.obtain import obtain_plan
 from canzona_cli.planner.plan import Plan
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.simulate import Simulated
 

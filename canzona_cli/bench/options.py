@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.hints import closest
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.simulate.simulate import Simulated
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]

@@ -13,8 +13,6 @@ from canzona_cli.run.statistics import Speedup, Spread
 from canzona_cli.simulate.simulate import Simulated
 
 VERSION = 1
-STRATEGIES: tuple[Simulated, ...] = ("canzona", "asc", "layerwise", "sc", "adamw")
-"""In the order they are run and shown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from canzona_cli.bench.losses import disagreements
-from canzona_cli.bench.results import STRATEGIES, VERSION, BenchResult
+from canzona_cli.bench.results import VERSION, BenchResult
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Spread
 from canzona_cli.run.words import json_text
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.planner import plannable
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.simulate.compare import study_run
 from canzona_cli.simulate.cores import with_cores
 from canzona_cli.simulate.simulate import assumptions

@@ -120,8 +120,7 @@ def _another_optimizer(key: str, previous: object, value: object) -> bool:
 
 
 def _shape(layout: Layout) -> str:
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("DP", layout.dp))
-    return " x ".join(f"{name} {ranks}" for name, ranks in sizes if ranks > 1 or name == "DP")
+    return " x ".join(f"{name} {ranks}" for name, ranks in layout.axes)
 
 
 def _shown(value: object) -> str:

@@ -10,7 +10,6 @@ from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
-    ROWS,
     beside,
     exposed,
     measured_phase,
@@ -25,11 +24,10 @@ from canzona_cli.report.bench_words import (
 )
 from canzona_cli.report.columns import Cell, Group, tables
 from canzona_cli.report.header import describe_layout
-from canzona_cli.report.plan_time import PHASES
 from canzona_cli.report.stacked import legend, stacked
 from canzona_cli.report.text import wrapped
 from canzona_cli.report.why import explain
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
 _WIDEST = 130
@@ -80,7 +78,7 @@ class BenchView:
         names = order(result)
         phases = [
             phase
-            for phase in ROWS
+            for phase in LABELS
             if any(
                 s.measured.phases.get(phase) is not None or s.predicted.phases.get(phase)
                 for s in result.strategies.values()

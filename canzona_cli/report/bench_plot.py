@@ -5,22 +5,13 @@ from typing import TYPE_CHECKING
 
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_words import MIB, NOT_DISTINCT, measured_phase, order, phase_name, times
-from canzona_cli.report.plan_plot import COLOURS
 from canzona_cli.report.png import save
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.phases import IN_STEP, PHASES, STRATEGY_COLOURS
 from canzona_cli.run.statistics import Spread
-from canzona_cli.run.words import clean, step_time
+from canzona_cli.run.words import clean, layout_words, step_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-STRATEGY_COLOURS = {
-    "canzona": "#3a9d5d",
-    "asc": "#e08a3c",
-    "layerwise": "#4c72b0",
-    "sc": "#c44e52",
-    "adamw": "#7f7f7f",
-}
 
 
 def draw(result: BenchResult, path: Path) -> None:
@@ -34,12 +25,9 @@ def draw(result: BenchResult, path: Path) -> None:
     figure = Figure(figsize=(14, 4.2 + 1.05 * len(result.strategies)), dpi=110, layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=[1.3 * len(result.strategies), 4.5])
     mesh = result.layout
-    spread = ", ".join(
-        f"{name} {n}" for name, n in (("TP", mesh.tp), ("PP", mesh.pp), ("CP", mesh.cp), ("DP", mesh.dp))
-    )
     trust = "calibrated" if result.calibrated else "not calibrated"
     figure.suptitle(
-        f"{clean(result.recipe)}, {clean(result.optimizer)}, {mesh.world_size} ranks ({spread}), "
+        f"{clean(result.recipe)}, {clean(result.optimizer)}, {mesh.world_size} ranks ({layout_words(mesh)}), "
         f"predicted by {clean(result.profile)} ({trust})",
         fontsize=13,
     )
@@ -85,7 +73,9 @@ def _steps(axes: "Axes", result: BenchResult) -> None:
             for phase, seconds in parts.items():
                 if seconds > 0:
                     seen[phase] = None
-                    axes.barh(place + offset, seconds, left=left, height=0.36, color=COLOURS[phase], alpha=opacity)
+                    axes.barh(
+                        place + offset, seconds, left=left, height=0.36, color=PHASES[phase].colour, alpha=opacity
+                    )
                     left += seconds
             end = max(left, iteration.high) if opacity == 1 else left
             axes.text(end + 0.006 * limit, place + offset, text, va="center", fontsize=8.5)
@@ -103,8 +93,8 @@ def _steps(axes: "Axes", result: BenchResult) -> None:
     axes.set_xlabel("seconds", fontsize=9)
     title = f"One step, mean over ranks: measured (whiskers: quartiles of {result.rounds} rounds), and paler: predicted"
     axes.set_title(title, loc="left", fontsize=10.5)
-    shown = [phase for phase in COLOURS if phase in seen]
-    handles = [axes.barh([0], [0], color=COLOURS[phase]) for phase in shown]
+    shown = [phase for phase in PHASES if phase in seen]
+    handles = [axes.barh([0], [0], color=PHASES[phase].colour) for phase in shown]
     axes.legend(
         handles,
         [phase_name(phase) for phase in shown],

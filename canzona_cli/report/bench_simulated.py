@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
-from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
+from canzona_cli.report.bench_plot import plain
 from canzona_cli.report.columns import Group, tables
 from canzona_cli.report.png import save
 from canzona_cli.report.text import wrapped
-from canzona_cli.run.words import MISSING, clean, milliseconds
+from canzona_cli.run.phases import STRATEGIES, STRATEGY_COLOURS
+from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,11 +111,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _layout(cell: SimulatedCell) -> str:
-    mesh = cell.layout
-    if mesh is None:
-        return MISSING
-    sizes = (("TP", mesh.tp), ("PP", mesh.pp), ("CP", mesh.cp), ("DP", mesh.dp))
-    return " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "DP")
+    return MISSING if cell.layout is None else layout_code(cell.layout)
 
 
 def draw(simulation: Simulation, path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
 from canzona_cli.report.bench import heading
-from canzona_cli.report.bench_plot import STRATEGY_COLOURS, plain
+from canzona_cli.report.bench_plot import plain
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
@@ -27,8 +27,9 @@ from canzona_cli.report.bench_words import (
 from canzona_cli.report.columns import Group, tables
 from canzona_cli.report.png import save
 from canzona_cli.report.text import wrapped
+from canzona_cli.run.phases import STRATEGY_COLOURS
 from canzona_cli.run.statistics import Speedup, Spread
-from canzona_cli.run.words import clean, milliseconds, number
+from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -213,11 +214,7 @@ def _memory(rows: Sequence[_Row]) -> Group:
 
 
 def _layouts(rows: Sequence[_Row]) -> Group:
-    cells = []
-    for row in rows:
-        mesh = row.result.layout
-        sizes = (("TP", mesh.tp), ("PP", mesh.pp), ("CP", mesh.cp), ("DP", mesh.dp))
-        cells.append((" ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "DP"),))
+    cells = [(layout_code(row.result.layout),) for row in rows]
     return Group(title="layout", heads=("",), rows=tuple(cells))
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from canzona_cli.bench.results import STRATEGIES, BenchResult, Measured
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.bench.results import BenchResult, Measured
+from canzona_cli.run.phases import COMMUNICATION, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Speedup, Spread
 from canzona_cli.run.words import MISSING, milliseconds, number, real
 
@@ -15,28 +15,11 @@ TOLERANCE = 0.20
 NOT_DISTINCT = "not told apart"
 """Instead of a speed-up; `OVERLAP` below the table says why."""
 OVERLAP = "not told apart: intervals overlap, so no speed-up is claimed"
-COMMUNICATION = ("grad_reduce", "exchange", "param_gather")
-"""Phases in which a step waits for data of other ranks."""
-NAMES = {
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "pipeline": "pipeline wait",
-    "grad_reduce": "gradient reduction",
-    "norm_clip": "norm + clip",
-    "exchange": "exchange",
-    "matrix_update": "matrix update",
-    "adamw_update": "AdamW update",
-    "param_gather": "parameter gathering",
-    "other": "other",
-}
-ROWS = tuple(name for phase in IN_STEP for name in (phase, f"{phase}_total"))
-"""Phases in the order of the step, each followed by what there is of it in all, hidden parts included."""
 
 
 def phase_name(phase: str) -> str:
     """`gradient reduction`, or for a total `  with overlap`, to be read below its phase."""
-    return "  with overlap" if phase.endswith("_total") else NAMES.get(phase, phase)
+    return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 
 def order(result: BenchResult) -> tuple[str, ...]:

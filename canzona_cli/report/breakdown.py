@@ -129,25 +129,6 @@ class Breakdown:
         return math.fsum(phase.share for phase in self.phases.values() if phase is not None and phase.in_step)
 
 
-# In the order of the step; a `_total` belongs to the phase before it.
-LABELS: Mapping[str, str] = {
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "pipeline": "pipeline wait",
-    "grad_reduce": "gradient reduction, exposed",
-    "grad_reduce_total": "  in all, with overlap",
-    "norm_clip": "norm + clip",
-    "exchange": "exchange, exposed",
-    "exchange_total": "  in all, with overlap",
-    "matrix_update": "matrix update",
-    "adamw_update": "AdamW update",
-    "param_gather": "parameter gathering, exposed",
-    "param_gather_total": "  in all, with overlap",
-    "other": "other",
-}
-
-
 def relative_error(planned: float | None, measured: float) -> float | None:
     """Planned over measured, less 1: 0.1 is a plan 10% too long. None where either took no time to speak of."""
     if planned is None or measured < NOTHING_S or planned < NOTHING_S:

@@ -17,18 +17,9 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.report.predicted import PlannedStep, load_planned
 from canzona_cli.run.files import RunFiles, read_json, write_text_atomic
-from canzona_cli.run.phases import Interval, StepTimeline
+from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval, StepTimeline
 
 VERSION = 1
-TRACKS: Mapping[str, str] = {
-    "step": "step",
-    "compute": "compute",
-    "grad_reduce": "gradient reduction in flight",
-    "exchange": "exchange in flight",
-    "param_gather": "parameter gathering in flight",
-}
-"""Of a rank, in this order."""
-PLANNED_TRACKS: Mapping[str, str] = {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
 _TIDS = 100
 """Track numbers that one process may use; they are different in every process, as threads of a machine are."""
 
@@ -135,14 +126,14 @@ def trace_events(
         process = _Process(number=rank.rank + 1, name=f"rank {rank.rank}{place}", order=rank.rank)
         yield from process.names()
         steps = [Interval(name=f"step {s.number}", start_s=s.start_s, end_s=s.end_s) for s in rank.steps]
-        yield from process.track(TRACKS["step"], steps, shift, "step")
+        yield from process.track("step", steps, shift, "step")
         phases = [phase for step in rank.steps for phase in step.phases]
-        yield from process.track(TRACKS["compute"], phases, shift, "phase")
+        yield from process.track("compute", phases, shift, "phase")
         transfers = [transfer for step in rank.steps for transfer in step.transfers]
-        for kind in dict.fromkeys((*list(TRACKS)[2:], *(transfer.name for transfer in transfers))):
+        for kind in dict.fromkeys((*COMMUNICATION, *(transfer.name for transfer in transfers))):
             own = [transfer for transfer in transfers if transfer.name == kind]
             for number, lane in enumerate(lanes(own), 1):
-                name = TRACKS.get(kind, kind)
+                name = f"{PHASES[kind].name} in flight" if kind in PHASES else kind
                 yield from process.track(name if number == 1 else f"{name} {number}", lane, shift, "transfer")
     if planned is None:
         return
@@ -154,7 +145,7 @@ def trace_events(
             order=behind + rank_number,
         )
         yield from process.names()
-        for stream, name in PLANNED_TRACKS.items():
+        for stream, name in STREAMS.items():
             events = [
                 Interval(name=event.phase, start_s=event.start_s, end_s=event.end_s)
                 for event in planned.events

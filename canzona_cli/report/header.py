@@ -7,14 +7,12 @@ from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.run.words import clean, count, plural, real, step_time
+from canzona_cli.run.words import clean, count, layout_words, plural, real, step_time
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
     """`8 GPUs: TP 2 × PP 2 × DP 2`."""
-    sizes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("DP", layout.dp)]
-    spread = f" {times} ".join(f"{name} {ranks}" for name, ranks in sizes if ranks > 1 or name == "DP")
-    return f"{plural(layout.world_size, unit)}: {spread}"
+    return f"{plural(layout.world_size, unit)}: {layout_words(layout, times=times)}"
 
 
 def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str:

@@ -4,30 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.report.breakdown import LABELS
 from canzona_cli.report.png import save
-from canzona_cli.run.words import step_time
+from canzona_cli.run.phases import PHASES, STRATEGY_COLOURS, STREAMS
+from canzona_cli.run.words import layout_words, step_time
 from canzona_cli.simulate.simulate import Event
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    "data": "#8c8c8c",
-    "forward": "#4c72b0",
-    "backward": "#8fb4e3",
-    "pipeline": "#c9c9c9",
-    "grad_reduce": "#e6b422",
-    "norm_clip": "#5b5b5b",
-    "exchange": "#b07aa1",
-    "matrix_update": "#3a9d5d",
-    "adamw_update": "#a3d39c",
-    "param_gather": "#d1605e",
-    "other": "#dddddd",
-}
-_STREAMS = {"compute": "compute", "data": "DP traffic", "exchange": "TP exchange"}
-_LOADS = {"canzona": "#3a9d5d", "asc": "#e08a3c", "layerwise": "#4c72b0"}
+_LOADS = ("canzona", "asc", "layerwise")
 _CUT = 1.6
 
 
@@ -41,12 +27,9 @@ def draw(study: Study, path: Path) -> None:
 
     figure = Figure(figsize=(14, 10), dpi=110, layout="constrained")
     grid = figure.add_gridspec(3, 1, height_ratios=[5, 3.2, 4.2])
-    mesh = study.plan.subject.layout
     figure.suptitle(
         f"{study.config.name} on {study.config.gpus} x {study.config.cluster.name}, {study.config.optimizer.name}: "
-        f"TP {mesh.tp}, PP {mesh.pp}, DP {mesh.dp}"
-        + (f", CP {mesh.cp}" if mesh.cp > 1 else "")
-        + f" (plan {study.plan.name})",
+        f"{layout_words(study.layout)} (plan {study.plan.name})",
         fontsize=14,
     )
     _iterations(figure.add_subplot(grid[0]), study)
@@ -63,11 +46,11 @@ def _iterations(axes: "Axes", study: Study) -> None:
     seen: dict[str, None] = {}
     for place, (name, result) in enumerate(results.items()):
         left = 0.0
-        for phase, colour in COLOURS.items():
+        for phase, look in PHASES.items():
             seconds = result.phases.get(phase, 0.0)
             if seconds > 0:
                 seen[phase] = None
-                axes.barh(place, seconds, left=left, color=colour, height=0.66)
+                axes.barh(place, seconds, left=left, color=look.colour, height=0.66)
                 left += seconds
         over = "" if name == "adamw" else f", {100 * study.overhead(name):+.1f}% over AdamW"
         text = f"{step_time(result.iteration_s)}{over}; optimizer {step_time(result.optimizer_s)}"
@@ -86,8 +69,8 @@ def _iterations(axes: "Axes", study: Study) -> None:
     axes.set_xlim(0, limit)
     axes.set_xlabel("seconds")
     axes.set_title("One iteration: exposed time of each phase on the slowest rank (simulated)", loc="left", fontsize=11)
-    handles = [axes.barh([0], [0], color=COLOURS[phase]) for phase in COLOURS if phase in seen]
-    labels = [LABELS[phase].split(",")[0] for phase in COLOURS if phase in seen]
+    handles = [axes.barh([0], [0], color=PHASES[phase].colour) for phase in PHASES if phase in seen]
+    labels = [PHASES[phase].name for phase in PHASES if phase in seen]
     axes.legend(handles, labels, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9, frameon=False)
     _plain(axes)
 
@@ -99,7 +82,7 @@ def _end(axes: "Axes", study: Study) -> None:
     ranks = list(dict.fromkeys(event.rank for event in result.events))
     labels: list[str] = []
     for rank in ranks:
-        for stream, name in _STREAMS.items():
+        for stream, name in STREAMS.items():
             events = [e for e in result.events if e.rank == rank and e.stream == stream and e.end_s > begin]
             if events:
                 _lane(axes, len(labels), events, begin)
@@ -119,13 +102,13 @@ def _end(axes: "Axes", study: Study) -> None:
 
 def _lane(axes: "Axes", place: int, events: Sequence[Event], begin: float) -> None:
     spans = [(1e3 * (max(e.start_s, begin) - begin), 1e3 * (e.end_s - max(e.start_s, begin))) for e in events]
-    axes.broken_barh(spans, (place - 0.38, 0.76), facecolors=[COLOURS[e.phase] for e in events])
+    axes.broken_barh(spans, (place - 0.38, 0.76), facecolors=[PHASES[e.phase].colour for e in events])
 
 
 def _loads(axes: "Axes", study: Study) -> None:
     """Update time of every rank of the stage, sorted: a flat line is a perfect balance."""
     stage = study.balance.slowest.stage
-    for name, colour in _LOADS.items():
+    for name in _LOADS:
         loads = study.strategies[name].loads
         if loads is None:
             continue
@@ -137,7 +120,7 @@ def _loads(axes: "Axes", study: Study) -> None:
             ranks,
             [1e3 * load for load in (*ordered, ordered[-1])],
             drawstyle="steps-post",
-            color=colour,
+            color=STRATEGY_COLOURS[name],
             lw=2,
             label=label,
         )

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.breakdown import LABELS
 from canzona_cli.report.text import wrapped
+from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, milliseconds, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 

@@ -5,27 +5,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canzona_cli.report.breakdown import LABELS
-from canzona_cli.report.stacked import Ink, legend, stacked
+from canzona_cli.report.stacked import legend, stacked
+from canzona_cli.run.phases import PHASES, STREAMS
 from canzona_cli.run.words import step_time
 from canzona_cli.simulate.simulate import Event
 from canzona_cli.simulate.study import STRATEGIES, Study
 
-PHASES = {
-    "data": Ink(letter="D", style="grey50"),
-    "forward": Ink(letter="F", style="dodger_blue2"),
-    "backward": Ink(letter="B", style="sky_blue2"),
-    "pipeline": Ink(letter="P", style="grey42"),
-    "grad_reduce": Ink(letter="R", style="gold3"),
-    "norm_clip": Ink(letter="N", style="grey85"),
-    "exchange": Ink(letter="X", style="medium_purple2"),
-    "matrix_update": Ink(letter="U", style="green3"),
-    "adamw_update": Ink(letter="A", style="pale_green1"),
-    "param_gather": Ink(letter="G", style="indian_red1"),
-    "other": Ink(letter="O", style="grey50"),
-}
-"""The phases that follow one another, in order."""
-STREAMS = {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
 _CUT = 1.6
 """sc can take several times as long as the others: its bar is cut at so many times the longest of theirs."""
 _GUTTER = 23
@@ -73,7 +58,7 @@ def streams(study: Study, console: Console, options: ConsoleOptions) -> tuple[Te
             yield _axis(start, end, width)
         results = [compared.result for compared in study.strategies.values()]
         phases = {phase for result in results for phase, seconds in result.phases.items() if seconds}
-        labels = [(phase, LABELS[phase].split(",")[0]) for phase in PHASES if phase in phases]
+        labels = [(phase, PHASES[phase].name) for phase in PHASES if phase in phases]
         yield from legend(labels, PHASES, options.max_width, colour=colour)
 
     return title, lines()

@@ -2,20 +2,30 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.text import Text
 
 
+class Drawn(Protocol):
+    """How a part is drawn."""
+
+    @property
+    def letter(self) -> str: ...
+    @property
+    def style(self) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """How a part is drawn."""
+    """A `Drawn` for parts that are no phases, which have theirs in `run.phases`."""
 
     letter: str
     style: str
 
 
 def stacked(
-    parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
+    parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Drawn], *, colour: bool
 ) -> Text:
     """A bar in which `width` characters stand for `total`. A part above 0 that rounds to nothing is not drawn.
 
@@ -35,7 +45,7 @@ def stacked(
     return drawn
 
 
-def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool) -> Iterator[Text]:
+def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Drawn], width: int, *, colour: bool) -> Iterator[Text]:
     """Indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; broken between parts only.
 
     Args:

@@ -7,22 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.phases import IN_STEP, PHASES
 from canzona_cli.run.words import milliseconds, plural
 
 _COMPUTE = ("forward", "backward", "matrix_update", "adamw_update")
 _HIDES = {"grad_reduce": "the backward pass", "exchange": "matrix updates", "param_gather": "the forward pass"}
-_NAMES = {
-    "data": "reading batches",
-    "pipeline": "the wait for other pipeline stages",
-    "grad_reduce": "exposed gradient reduction",
-    "norm_clip": "norm + clip",
-    "exchange": "the exposed exchange",
-    "matrix_update": "the matrix update",
-    "adamw_update": "the AdamW update",
-    "param_gather": "exposed parameter gathering",
-    "other": "other work",
-}
 NEGLIGIBLE = 0.05
 """Of the step: where no phase differs by more, the step is as planned."""
 _MUCH = 1.25
@@ -82,7 +71,7 @@ def explain(
     if abs(took - planned) <= NEGLIGIBLE * step:
         text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
     else:
-        name = _NAMES.get(worst, worst)
+        name = PHASES[worst].subject
         text = f"{name} took {milliseconds(took)} ms, planned {milliseconds(planned)} ms: {facts.cause(worst)}"
     return Why(phase=worst, measured_s=took, predicted_s=planned, text=text)
 

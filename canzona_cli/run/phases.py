@@ -1,7 +1,15 @@
-"""The phases of a training step: the words that plans, measurements and breakdowns share."""
+"""The phases of a training step and the strategies: names, words, colours and order, for everybody who shows them.
 
+Standard library only: ranks import it before anything slow.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+if TYPE_CHECKING:
+    from canzona_cli.config.schema import Strategy
 
 Phase = Literal[
     "data",
@@ -22,6 +30,70 @@ TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"
 
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
 """In the order of the breakdown; they add up to the step."""
+COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
+"""Phases in which a step waits for data of other ranks; each has a `_total`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseLook:
+    """How a phase is written and drawn."""
+
+    name: str
+    """In tables."""
+    subject: str
+    """As the subject of a sentence: `the matrix update` took 3 ms."""
+    colour: str
+    """In figures."""
+    letter: str
+    """In bars without colour."""
+    style: str
+    """Its colour in a terminal's bars, in rich's words."""
+
+
+PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
+    {
+        name: PhaseLook(name=text, subject=subject, colour=colour, letter=letter, style=style)
+        for name, text, subject, colour, letter, style in (
+            ("data", "data", "reading batches", "#8c8c8c", "D", "grey50"),
+            ("forward", "forward", "forward", "#4c72b0", "F", "dodger_blue2"),
+            ("backward", "backward", "backward", "#8fb4e3", "B", "sky_blue2"),
+            ("pipeline", "pipeline wait", "the wait for other pipeline stages", "#c9c9c9", "P", "grey42"),
+            ("grad_reduce", "gradient reduction", "exposed gradient reduction", "#e6b422", "R", "gold3"),
+            ("norm_clip", "norm + clip", "norm + clip", "#5b5b5b", "N", "grey85"),
+            ("exchange", "exchange", "the exposed exchange", "#b07aa1", "X", "medium_purple2"),
+            ("matrix_update", "matrix update", "the matrix update", "#3a9d5d", "U", "green3"),
+            ("adamw_update", "AdamW update", "the AdamW update", "#a3d39c", "A", "pale_green1"),
+            ("param_gather", "parameter gathering", "exposed parameter gathering", "#d1605e", "G", "indian_red1"),
+            ("other", "other", "other work", "#dddddd", "O", "grey50"),
+        )
+    }
+)
+"""In the order of the step."""
+
+
+def _labels() -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for name, look in PHASES.items():
+        if name in COMMUNICATION:
+            labels |= {name: f"{look.name}, exposed", f"{name}_total": "  in all, with overlap"}
+        else:
+            labels[name] = look.name
+    return labels
+
+
+LABELS: Final[Mapping[str, str]] = MappingProxyType(_labels())
+"""The rows of a breakdown, in the order of the step; a `_total` is below its phase."""
+
+STREAMS: Final[Mapping[str, str]] = MappingProxyType(
+    {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
+)
+"""What a rank does at the same time, in simulated timelines."""
+
+STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = ("canzona", "asc", "layerwise", "sc", "adamw")
+"""In the order in which they run and are shown: ours, what it is compared with, the yardstick."""
+STRATEGY_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
+    {"canzona": "#3a9d5d", "asc": "#e08a3c", "layerwise": "#4c72b0", "sc": "#c44e52", "adamw": "#7f7f7f"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

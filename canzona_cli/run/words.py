@@ -3,6 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from canzona_cli.config.schema import Layout
 
 MISSING = "-"
 """What stands where there is no number."""
@@ -110,6 +114,16 @@ def size(value: object) -> str:
 def plural(amount: int, noun: str) -> str:
     """`1 problem`, `3 problems`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def layout_words(layout: "Layout", *, times: str = "x") -> str:
+    """`TP 2 x DP 4`: axes of one rank are left out, except for DP."""
+    return f" {times} ".join(f"{name} {ranks}" for name, ranks in layout.axes)
+
+
+def layout_code(layout: "Layout") -> str:
+    """`TP2 DP4`, for the cells of tables."""
+    return " ".join(f"{name}{ranks}" for name, ranks in layout.axes)
 
 
 def json_text(value: object) -> str:

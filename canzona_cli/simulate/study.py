@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.measures import Balance, Communication, PlanMemory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.simulate.simulate import Simulated, StrategyResult
+from canzona_cli.run import phases
+from canzona_cli.simulate.simulate import StrategyResult
 
-STRATEGIES: tuple[Simulated, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
-"""In the order they are shown: the yardstick, ours, and what it is compared with."""
+STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
+"""The yardstick is shown first."""
 
 
 @dataclass(frozen=True, kw_only=True)

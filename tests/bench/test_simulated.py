@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results import STRATEGIES
 from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.bench_simulated import SimulationView, draw
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import json_text
 from canzona_cli.simulate.compare import study_run
 from canzona_cli.simulate.simulate import assumptions

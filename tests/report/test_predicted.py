@@ -9,10 +9,9 @@ import pytest
 from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
 from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.breakdown import LABELS
 from canzona_cli.report.predicted import load_planned, planned_step
 from canzona_cli.run.files import RunFiles, write_json_atomic
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.phases import IN_STEP, LABELS
 from tests.run.runs import CONFIG, LAYOUT
 
 MUON, ADAMW = MuonConfig(name="muon", lr=3e-3), AdamWConfig(name="adamw", lr=3e-3)
