@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.measures import Balance, Communication, PlanMemory
 from canzona_cli.planner.plan import Plan
