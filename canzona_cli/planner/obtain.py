@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.plan import Plan
@@ -19,6 +18,11 @@ class Obtained:
     path: Path | None
 
 
+def executes_plan(config: RunConfig) -> bool:
+    """Whether the run's updates follow a plan; AdamW, sc and layerwise need none."""
+    return config.optimizer.name != "adamw" and config.engine.strategy in ("canzona", "asc")
+
+
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
     """The plan of a resolved run; None where it executes none.
 
@@ -26,7 +30,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
         ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.
         DoesNotFit: as `make_plan`.
     """
-    if execution_of(config) is not Execution.PLANNED:
+    if not executes_plan(config):
         return None
     if config.engine.plan is not None:
         path = Path(config.engine.plan).expanduser()

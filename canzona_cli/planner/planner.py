@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -46,8 +45,7 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     Raises:
         ConfigError: AdamW updates element by element, there is nothing to plan.
     """
-    execution, strategy = execution_of(config), config.engine.strategy
-    if execution is Execution.ADAMW:
+    if config.optimizer.name == "adamw":
         raise ConfigError(
             Problem(
                 key="optimizer",
@@ -56,7 +54,8 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
                 fix="use optimizer=muon, shampoo or soap; the plan of each is compared with AdamW",
             )
         )
-    if execution is Execution.PLANNED:
+    strategy = config.engine.strategy
+    if strategy in ("canzona", "asc"):
         return config, ()
     notes: tuple[str, ...] = ()
     if explicit & {"engine", "engine.strategy"}:

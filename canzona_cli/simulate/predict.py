@@ -1,13 +1,12 @@
 """What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of
-from canzona_cli.config.schema import Layout, RunConfig, Splitting
+from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import estimate
+from canzona_cli.planner.memory import estimate, redundant
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.subject import bucket_elements
@@ -15,14 +14,14 @@ from canzona_cli.planner.types import Assignment
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.compare import simulate_plan
 from canzona_cli.simulate.cores import with_cores
-from canzona_cli.simulate.simulate import Event, StrategyResult, simulate
+from canzona_cli.simulate.simulate import Event, Simulated, StrategyResult, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
 
-    strategy: AnyStrategy
+    strategy: Simulated
     profile: str
     """Name of the cluster profile."""
     calibrated: bool
@@ -39,6 +38,11 @@ class Prediction:
     """Of the fullest rank."""
     events: tuple[Event, ...]
     """Timelines of the slowest rank and of the one that has least to update."""
+
+
+def strategy_of(config: RunConfig) -> Simulated:
+    """The run's strategy; adamw where no matrix is updated."""
+    return "adamw" if config.optimizer.name == "adamw" else config.engine.strategy
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -66,11 +70,12 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     )
 
 
-def _without_plan(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> StrategyResult:
+def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> StrategyResult:
     if strategy == "adamw":
+        config = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
         return simulate(config, layout, (), (), None, (), (), strategy)
     splitting: Splitting = config.engine.splitting
-    if splitting != "fused" and not execution_of(config).ours:
+    if splitting != "fused" and not redundant(config):
         splitting = "qkv"  # as far as Megatron's own go
     matrices = matrices_of(config.model, layout, splitting)
     costs = update_costs(config, matrices, "megatron")

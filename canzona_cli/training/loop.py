@@ -144,6 +144,9 @@ def train(
         if saver is not None and saving and finished:
             journal.stage("save", f"step {step}")
             record.checkpoint = saver.wait(progress)
+    if saver is not None:  # without a save at the end, one begun before it may still be on its way to the disk
+        record.heart.stage("save")
+        saver.settle()
     return "done"
 
 

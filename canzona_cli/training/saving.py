@@ -38,6 +38,8 @@ class _Save:
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
     """What stopped it, whichever rank it was; on rank 0."""
+    said: bool = False
+    """Whether it was said that the next save is due and waits for this one."""
 
 
 class Saver:
@@ -68,17 +70,33 @@ class Saver:
         self._saved_at = clock()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step, by steps or by time; what rank 0 says counts."""
-        settings = self._trainee.config.checkpoint
-        by_steps = settings.every_steps is not None and step % settings.every_steps == 0
+        """Whether to save after this step, by steps or by time; what rank 0 says counts.
+
+        While the save before is still being written, one that is due by time is put off to the first step after it, and
+        that is said: a slow disk then costs checkpoints, not training time. Nothing is put off at the last step, nor
+        what is due by steps: those steps were asked for (`keep_every` counts on them), so training waits.
+        """
+        config = self._trainee.config
+        settings = config.checkpoint
+        if settings.every_steps is not None and step % settings.every_steps == 0:
+            return True
         minutes = settings.every_minutes
-        return by_steps or (minutes is not None and self._clock() - self._saved_at >= 60 * minutes)
+        if minutes is None or self._clock() - self._saved_at < 60 * minutes:
+            return False
+        running = self._being_written()
+        if running is None or step == config.train.steps:
+            return True
+        if not running.said:
+            running.said = True
+            detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is on the disk"
+            self._journal.event("save_waits", step=step, detail=detail, level="info")
+        return False
 
     def save(self, progress: Progress) -> None:
         """Save while training goes on. Collective.
 
-        Waits for the save before, if that is not on the disk yet. What fails is said, and ends nothing: the checkpoints
-        before stay, and the next save tries again.
+        Waits for the save before, and says so, if that is not on the disk yet: its memory is used again. What fails is
+        said, and ends nothing: the checkpoints before stay, and the next save tries again.
         """
         self._start(progress, reread=False)
         if not self._trainee.config.checkpoint.asynchronous:
@@ -121,6 +139,10 @@ class Saver:
 
     def _start(self, progress: Progress, *, reread: bool) -> None:
         begun = self._clock()
+        running = self._being_written()
+        if running is not None:
+            detail = f"training waits after step {progress.step:,} until step {running.step:,} is on the disk"
+            self._journal.event("save_waits", step=progress.step, detail=detail, level="info")
         self.settle()
         self._saved_at = self._clock()
         save = self._running = _Save(step=progress.step)
@@ -172,6 +194,10 @@ class Saver:
         seconds, place = self._clock() - begun, str(path.relative_to(self._files.root))
         self._journal.event("checkpoint", step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
         self._retain()
+
+    def _being_written(self) -> _Save | None:
+        save = self._running
+        return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
     def _failed(self, save: _Save, error: BaseException) -> None:
         """Say at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""

@@ -1,6 +1,7 @@
 """Runs that are saved while they train: when, what a failure costs, and that stopping and going on changes nothing."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 
 from canzona_cli.checkpoint import commit
 from canzona_cli.checkpoint.manifest import Shard
+from canzona_cli.checkpoint.names import hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
@@ -34,6 +36,8 @@ STEPS = 6
 FIXED = (*SMALL, "gpus=2", f"train.steps={STEPS}", "train.eval_interval=2", "train.eval_batches=1")
 BY_STEPS = ("checkpoint.every_steps=2", "checkpoint.every_minutes=null")
 DP2 = ("parallel.tp=1", "optimizer=adamw")
+PATIENCE_S = 60.0
+"""Before a test gives up; on a machine that is very busy too, nothing takes as long."""
 TEXTS = {"config.yaml": "name: test\n"}
 
 
@@ -135,6 +139,31 @@ def events(root: Path, kind: str) -> list[dict[str, object]]:
     return [event for event in lines(RunFiles(root).events) if event["event"] == kind]
 
 
+def hold_writes(ready: Callable[[Path], object]) -> None:
+    """Have this rank write its part of a checkpoint once `ready` returns, for the folder it writes into."""
+    genuine = commit.write_part
+
+    def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
+        ready(partial)
+        genuine(partial, rank, shard, reread=reread)
+
+    setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
+
+
+def step_of(partial: Path) -> int:
+    hidden = hidden_name(partial.name)
+    assert hidden is not None
+    return int(hidden[0].removeprefix("step-"))
+
+
+def wait_until_said(root: Path, times: int) -> None:
+    """Return once it has been said so often that a save waits for the one before."""
+    deadline = time.monotonic() + PATIENCE_S
+    while times and (not RunFiles(root).events.exists() or len(events(root, "save_waits")) < times):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 WAYS = {"adamw-dp2": DP2, "muon-tp2": ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona")}
 
 
@@ -187,12 +216,57 @@ def test_checkpoints_come_by_steps_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_checkpoints_come_by_rank_0s_clock_alone(tmp_path: Path) -> None:
     """A minute has passed at the end of step 3, and another at the end of step 5; on rank 1 it always has."""
+    savers: list[Saver] = []
 
     def clock(rank: int, step: int) -> float:
         return 1e6 * step if rank else 61.0 * (step >= 3) + 61.0 * (step >= 5)
 
-    run(tmp_path / "run", *DP2, "checkpoint.every_minutes=1", "checkpoint.at_end=false", clock=clock)
-    assert names(tmp_path / "run") == ["step-00000003", "step-00000005"]
+    def settle(rank: int, step: int, _: RunFiles, __: StopRequests) -> None:
+        if step == 5:
+            savers[0].settle()
+
+    settings = ("checkpoint.every_minutes=1", "checkpoint.at_end=false")
+    run(tmp_path, *DP2, *settings, prepare=lambda _, saver: savers.append(saver), on_step=settle, clock=clock)
+    assert names(tmp_path) == ["step-00000003", "step-00000005"]
+    assert events(tmp_path, "save_waits") == []
+
+
+def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(tmp_path: Path) -> None:
+    """Due at the ends of steps 2 and 4, while the first is written until step 5 begins."""
+    savers: list[Saver] = []
+    begun = threading.Event()
+
+    def prepare(rank: int, saver: Saver) -> None:
+        savers.append(saver)
+        hold_writes(lambda _: rank == 1 or begun.wait(PATIENCE_S))
+
+    def release(rank: int, step: int, _: RunFiles, __: StopRequests) -> None:
+        if step == 5:
+            begun.set()
+            savers[0].settle()
+
+    def clock(_: int, step: int) -> float:
+        return 61.0 * (step >= 2) + 61.0 * (step >= 4)
+
+    settings = ("checkpoint.every_minutes=1", "checkpoint.at_end=false")
+    run(tmp_path, *DP2, *settings, prepare=prepare, on_step=release, clock=clock)
+    assert names(tmp_path) == ["step-00000002", "step-00000005"]
+    [said] = events(tmp_path, "save_waits")
+    assert said["step"] == 4
+    assert said["detail"] == "the checkpoint due after step 4 waits until that of step 2 is on the disk"
+
+
+def test_a_save_due_by_time_at_the_last_step_is_not_put_off(tmp_path: Path) -> None:
+    """The one before is written only once it is said that training waits for it."""
+
+    def clock(_: int, step: int) -> float:
+        return 61.0 * (step >= 2) + 61.0 * (step >= STEPS)
+
+    def prepare(_: int, __: Saver) -> None:
+        hold_writes(lambda partial: wait_until_said(tmp_path, step_of(partial) < STEPS))
+
+    run(tmp_path, *DP2, "checkpoint.every_minutes=1", "checkpoint.at_end=false", prepare=prepare, clock=clock)
+    assert names(tmp_path) == ["step-00000002", f"step-{STEPS:08d}"]
 
 
 def test_a_save_that_fails_costs_that_checkpoint_and_nothing_else(tmp_path: Path) -> None:
@@ -250,20 +324,16 @@ def test_a_signal_to_one_rank_preempts_all_of_them(tmp_path: Path) -> None:
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """Its memory is used again: a slow disk delays training, and never mixes two steps in one checkpoint."""
-
-    def prepare(own: int, _: Saver) -> None:
-        genuine = commit.write_part
-
-        def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
-            time.sleep(0.3)
-            genuine(partial, rank, shard, reread=reread)
-
-        setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
-
     quick, slow = tmp_path / "quick", tmp_path / "slow"
+
+    def prepare(_: int, __: Saver) -> None:
+        hold_writes(lambda partial: wait_until_said(slow, step_of(partial) % STEPS))
+
     run(quick, *DP2, "checkpoint.every_steps=1")
     run(slow, *DP2, "checkpoint.every_steps=1", prepare=prepare)
     assert names(slow) == names(quick) == ["step-00000004", "step-00000005", "step-00000006"]
     for name in names(slow):
         first, second = (read_manifest(RunFiles(root).checkpoints / name) for root in (quick, slow))
         assert first.files == second.files
+    assert [said["step"] for said in events(slow, "save_waits")] == [2, 3, 4, 5, 6]
+    assert events(slow, "save_waits")[0]["detail"] == "training waits after step 2 until step 1 is on the disk"
