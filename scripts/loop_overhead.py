@@ -25,10 +25,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.data.corpus import cache_root, ensure_corpus
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.statistics import Spread
@@ -89,7 +89,7 @@ def main() -> None:
     config, layout = fit.resolve(compose_run([*arguments.overrides, f"train.steps={steps}"]).config)
     corpus = ensure_corpus(config)
     world = join(config, layout)
-    plan = make_plan(config, layout) if executes_plan(config) else None
+    plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
     facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
     data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
     plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))

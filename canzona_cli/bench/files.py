@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Strategy
 from canzona_cli.run.files import RunFiles, write_json_atomic
-from canzona_cli.simulate.simulate import Simulated
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class BenchFiles:
 class Sitting:
     """Strategies that take turns in one process group, and how."""
 
-    strategies: tuple[Simulated, ...]
+    strategies: tuple[AnyStrategy, ...]
     """In the order of the first round; in every further one, the next goes first."""
     rounds: int
     """Warm-up included."""
     steps_per_turn: int
 
-    def order(self, round_: int) -> Sequence[Simulated]:
+    def order(self, round_: int) -> Sequence[AnyStrategy]:
         shift = round_ % len(self.strategies)
         return (*self.strategies[shift:], *self.strategies[:shift])
 

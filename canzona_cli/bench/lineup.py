@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
+from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schedule import complete
-from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.measures import plan_memory
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate, matrix_shapes
@@ -17,7 +18,6 @@ from canzona_cli.planner.obtain import obtain_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import plural
-from canzona_cli.simulate.simulate import Simulated
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """Parts of a plan's memory that stay from step to step."""
@@ -27,7 +27,7 @@ PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "
 class Contender:
     """One strategy, ready to be run."""
 
-    strategy: Simulated
+    strategy: AnyStrategy
     config: RunConfig
     """Resolved."""
     plan: Plan | None
@@ -63,7 +63,7 @@ class LineUp:
         return self.contenders[0]
 
 
-def line_up(composed: Composed, strategies: Sequence[Simulated] | None, *, steps: int) -> LineUp:
+def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
     """Resolve one configuration per strategy.
 
     Args:
@@ -94,7 +94,7 @@ def line_up(composed: Composed, strategies: Sequence[Simulated] | None, *, steps
         schedule=complete(base.schedule, base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
-    first, layout = resolve(of_strategy(base, names[0]))
+    first, layout = resolve(with_strategy(base, names[0]))
     if not {"train", "train.global_batch_size", "train.batch_tokens"} & composed.explicit:
         first, layout = resolve(_small_batch(base, composed.explicit, first, layout))
         notes.append(
@@ -104,7 +104,7 @@ def line_up(composed: Composed, strategies: Sequence[Simulated] | None, *, steps
     contenders = []
     for name in names:
         try:
-            contenders.append(_contender(of_strategy(first, name), layout, name))
+            contenders.append(_contender(with_strategy(first, name), layout, name))
         except DoesNotFit as error:
             if strategies is not None or not contenders:
                 raise
@@ -112,30 +112,13 @@ def line_up(composed: Composed, strategies: Sequence[Simulated] | None, *, steps
     return LineUp(layout=layout, contenders=tuple(contenders), notes=tuple(notes))
 
 
-def of_strategy(config: RunConfig, strategy: Simulated) -> RunConfig:
-    """The run under a strategy; AdamW with the rates of the run's own optimizer for what is no matrix."""
-    if strategy == "adamw":
-        o = config.optimizer
-        adamw = AdamWConfig(
-            name="adamw", lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, clip_grad=o.clip_grad,
-            beta1=o.beta1, beta2=o.beta2, eps=o.eps,
-        )  # fmt: skip
-        return replace(config, optimizer=adamw)
-    engine = replace(config.engine, strategy=strategy)
-    if strategy == "asc" and engine.reduction == "even":
-        engine = replace(engine, reduction=None)  # without balancing, shards are not equal
-    if strategy != "canzona":
-        engine = replace(engine, plan=None)
-    return replace(config, engine=engine)
-
-
-def _possible(config: RunConfig, strategies: Sequence[Simulated] | None, notes: list[str]) -> list[Simulated]:
+def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
     """Those to run, in the order of `STRATEGIES`."""
     wanted = [name for name in STRATEGIES if strategies is None or name in strategies]
-    found: list[Simulated] = []
+    found: list[AnyStrategy] = []
     problems: list[Problem] = []
     for name in wanted:
-        wrong = config_problems(of_strategy(config, name))
+        wrong = config_problems(with_strategy(config, name))
         if not wrong:
             found.append(name)
         elif strategies is not None:
@@ -147,16 +130,16 @@ def _possible(config: RunConfig, strategies: Sequence[Simulated] | None, notes: 
     return found
 
 
-def _of_option(problem: Problem, strategy: Simulated) -> Problem:
+def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
     """A problem that only a strategy the user named has."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
 
 
-def _split_alike(config: RunConfig, names: Sequence[Simulated], notes: list[str]) -> RunConfig:
+def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
     """q, k and v apart and nothing further, if a strategy goes no further: it would update other matrices."""
-    shapes = {matrix_shapes(of_strategy(config, name)) for name in names if name != "adamw"}
+    shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
         return config
     limited = [name for name in names if name in ("layerwise", "sc")]
@@ -183,7 +166,7 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
     )
 
 
-def _contender(config: RunConfig, layout: Layout, strategy: Simulated) -> Contender:
+def _contender(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> Contender:
     obtained = obtain_plan(config, layout)
     if obtained is not None:
         memory = plan_memory(config, layout, obtained.plan)
@@ -207,7 +190,7 @@ def _contender(config: RunConfig, layout: Layout, strategy: Simulated) -> Conten
     )
 
 
-def _too_large(config: RunConfig, strategy: Simulated, memory: MemoryEstimate) -> Problem:
+def _too_large(config: RunConfig, strategy: AnyStrategy, memory: MemoryEstimate) -> Problem:
     return Problem(
         key="--strategies",
         value=strategy,

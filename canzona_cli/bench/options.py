@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from canzona_cli.bench.simulated import parse_gpus
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.hints import closest
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.simulate.simulate import Simulated
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
 SIMULATED_GPUS = "8..1024"
@@ -21,7 +21,7 @@ SIMULATED_GPUS = "8..1024"
 class Options:
     """Strategies, length and outputs of a bench; `problems` is what is wrong with them."""
 
-    strategies: tuple[Simulated, ...] | None
+    strategies: tuple[AnyStrategy, ...] | None
     """None: all that the run can have."""
     rounds: int
     steps_per_turn: int

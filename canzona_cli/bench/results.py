@@ -8,9 +8,9 @@ not all fit into memory together there are several, each with the reference stra
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.run.statistics import Speedup, Spread
-from canzona_cli.simulate.simulate import Simulated
 
 VERSION = 1
 
@@ -94,7 +94,7 @@ class BenchResult:
     rounds: int
     steps_per_turn: int
     warm_up_rounds: int
-    reference: Simulated
+    reference: AnyStrategy
     """What the others are compared with: canzona where it ran, else the first strategy."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]

@@ -17,6 +17,7 @@ from canzona_cli.bench.samples import measured, read_samples
 from canzona_cli.bench.sittings import Seating, available_bytes, seat
 from canzona_cli.cluster.machine import cores, machine_facts
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
 from canzona_cli.errors import (
@@ -32,7 +33,6 @@ from canzona_cli.launch.supervisor import supervise
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict
-from canzona_cli.simulate.simulate import Simulated
 
 WORKER_MODULE = "canzona_cli.bench.worker"
 ROOT = "bench"
@@ -63,7 +63,7 @@ class Session:
 def prepare(
     overrides: Sequence[str],
     *,
-    strategies: Sequence[Simulated] | None = None,
+    strategies: Sequence[AnyStrategy] | None = None,
     rounds: int,
     steps_per_turn: int,
     recipes_dirs: Sequence[Path] = (),

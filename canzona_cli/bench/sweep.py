@@ -10,10 +10,10 @@ from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.session import Say, Session, prepare, run
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.memory import exchange_bytes, matrix_shapes
-from canzona_cli.simulate.simulate import Simulated
 
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
@@ -22,7 +22,7 @@ _KEYS: Mapping[SweepKind, str] = {
     "optimizer": "optimizer",
     "layers": "model.num_layers",
 }
-_STRATEGIES: Mapping[SweepKind, tuple[Simulated, ...]] = {"alpha": ("canzona",), "c_max": ("canzona",)}
+_STRATEGIES: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {"alpha": ("canzona",), "c_max": ("canzona",)}
 """Where nothing else depends on what is varied."""
 _AUTO = "auto"
 _MIB = 1 << 20

@@ -16,10 +16,10 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Hold the sitting; rank 0 leaves the samples. Every strategy has a model, an optimizer and batches of its own."""
     from canzona_cli.bench.turns import Contestant, gather_samples, hold
     from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
     from canzona_cli.megatron import parallel
-    from canzona_cli.planner.obtain import executes_plan
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
@@ -35,7 +35,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     contestants: dict[str, Contestant] = {}
     for name, config in configs.items():
         journal.stage("build model", name)
-        plan = read_plan(inputs.plan(name)) if executes_plan(config) else None
+        plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
         contestants[name] = Contestant(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
     def tell(number: int, name: str, loss: float) -> None:

@@ -20,12 +20,12 @@ from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.cluster.machine import cores
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.phases import Phase
-from canzona_cli.simulate.simulate import Simulated
 
-STRATEGIES: tuple[Simulated, ...] = ("canzona", "sc", "adamw")
+STRATEGIES: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
 """canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
 RANKS = 2
 _LAYERS = 2

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.step_time import StepTime, step_time
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
@@ -265,9 +266,9 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):
         yield [("train.recompute=full", replace(config, train=replace(train, recompute="full")))]
-    if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
-        # Megatron's own has Muon only.
-        sharded: Strategy = "layerwise" if config.optimizer.name == "muon" else "canzona"
+    if execution_of(config).everywhere:
+        # Megatron's layerwise has Muon only.
+        sharded: Strategy = "layerwise" if execution_of(config) is Execution.MEGATRON_SC else "canzona"
         yield [(f"engine.strategy={sharded}", replace(config, engine=replace(config.engine, strategy=sharded)))]
     if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
         yield [("train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16")))]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.planner.memory import matrix_shapes, placement, stage_weights
@@ -129,7 +130,7 @@ def _data_parallel(config: RunConfig, layout: Layout, forward_s: float, width: i
     per_byte = (shards - 1) / shards / _bandwidth(config, across=across)
     grad = 4 if config.train.grad_reduce_dtype == "fp32" else width
     reduce_s, gather_s = elements * grad * per_byte, elements * width * per_byte
-    if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
+    if execution_of(config).everywhere:
         reduce_s, gather_s = 2 * reduce_s, 0.0  # all-reduced: every rank updates everything
     hidden_reduce = 2 * forward_s * OVERLAP if config.parallel.overlap_grad_reduce else 0.0
     hidden_gather = forward_s * OVERLAP if config.parallel.overlap_param_gather else 0.0
@@ -142,7 +143,8 @@ def _update(config: RunConfig, layout: Layout, peak: float) -> dict[str, float]:
     shards = layout.dp * layout.cp
     bandwidth = config.cluster.memory_gb_per_s * 1e9
     adamw_s = STATE_PASSES * 12 / bandwidth
-    if config.optimizer.name == "adamw":
+    execution = execution_of(config)
+    if execution is Execution.ADAMW:
         return {"matrix_update": 0.0, "adamw_update": (weights.matrices + weights.others) / shards * adamw_s}
     layers = config.model.num_layers // layout.pp
     shapes = matrix_shapes(config)
@@ -150,7 +152,7 @@ def _update(config: RunConfig, layout: Layout, peak: float) -> dict[str, float]:
     whole = layers * sum(rows * cols for rows, cols in shapes)
     if held is None:
         share, others = 1.0, weights.others
-    elif config.engine.strategy == "layerwise":
+    elif execution is Execution.LAYERWISE:
         share, others = held.worst * layout.tp / whole, weights.others // shards  # every TP rank does all of it
     else:
         share, others = held.worst / whole, weights.others // shards

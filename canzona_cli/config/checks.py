@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.keys import settings
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.safety import safety_problems
@@ -99,7 +100,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
     Without `training`, a plan is made whatever strategy the run has.
     """
-    schedule, optimizer = config.schedule, config.optimizer.name
+    schedule = config.schedule
     if config.cluster.measured_on:
         from canzona_cli.cluster.machine import profile_gaps, profile_mismatches
 
@@ -108,19 +109,19 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield from profile_mismatches(config.cluster)
     if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
         yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
-    if optimizer == "adamw" and explicit & {"engine", "engine.strategy"}:
+    execution, strategy = execution_of(config), config.engine.strategy
+    if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
-    strategy = config.engine.strategy
-    unplanned = training and (optimizer == "adamw" or strategy in ("sc", "layerwise"))
+    unplanned = training and execution is not Execution.PLANNED
     if unplanned:
-        why = "optimizer is adamw" if optimizer == "adamw" else f"engine.strategy is {strategy}"
+        why = "optimizer is adamw" if execution is Execution.ADAMW else f"engine.strategy is {strategy}"
         for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which executes no plan"
-    if unplanned and (strategy == "layerwise" or optimizer in ("adamw", "muon")):
+    if unplanned and not execution.ours:
         if "train.non_finite" in explicit:
             yield f"train.non_finite is ignored: {why}, and Megatron's own ways have no such guard"
-        if optimizer == "adamw" and "engine.splitting" in explicit:
+        if execution is Execution.ADAMW and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
         elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):
             yield f"engine.splitting={config.engine.splitting} means qkv here: {why}, which leaves gate and up together"
@@ -251,7 +252,9 @@ def _planning(config: RunConfig) -> Iterator[Problem]:
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
     optimizer, strategy = config.optimizer.name, config.engine.strategy
-    if optimizer not in ("adamw", "muon") and strategy == "layerwise":
+    if execution_of(config) is not Execution.LAYERWISE:
+        return
+    if optimizer != "muon":
         why = {
             "soap": "drops optimizer.precondition_frequency",
             "shampoo": "has no Shampoo",
@@ -262,7 +265,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             reason=f"is Megatron's own layer-wise optimizer, which {why}",
             fix="use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon",
         )
-    if optimizer == "muon" and strategy == "layerwise" and config.train.precision != "bf16":
+    elif config.train.precision != "bf16":
         yield Problem(
             key="train.precision",
             value=config.train.precision,

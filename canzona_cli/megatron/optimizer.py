@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import MuonConfig, RunConfig
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
@@ -31,7 +32,7 @@ def wrap_data_parallel(
         PlanMismatch: the plan is for another model.
     """
     mcore = get_model_config(model)
-    sharded = not _is_sc(config)
+    sharded = not execution_of(config).everywhere
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -50,7 +51,7 @@ def wrap_data_parallel(
             layout = full_param_layout(model, plan, world.pp_rank, world, ddp_config, bucket_size)
         else:
             params = [p for p in model.parameters() if p.requires_grad]
-            layer_wise = _is_layer_wise(config)
+            layer_wise = execution_of(config) is Execution.LAYERWISE
             if layer_wise:
                 tag_params_for_buffer_routing([model])
             compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
@@ -85,7 +86,7 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
-            "use_layer_wise_distributed_optimizer": _is_layer_wise(config),
+            "use_layer_wise_distributed_optimizer": execution_of(config) is Execution.LAYERWISE,
         }
     return get_megatron_optimizer(
         MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
@@ -110,7 +111,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
         "clip_grad": optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
-        "use_distributed_optimizer": not _is_sc(config),
+        "use_distributed_optimizer": not execution_of(config).everywhere,
         "overlap_param_gather": overlaps_param_gather(config),
     }
 
@@ -138,15 +139,11 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 def overlaps_param_gather(config: RunConfig) -> bool:
     """`sc` keeps every parameter on every rank, so it has nothing to gather."""
-    return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and not _is_sc(config)
-
-
-def _is_sc(config: RunConfig) -> bool:
-    return config.optimizer.name != "adamw" and config.engine.strategy == "sc"
-
-
-def _is_layer_wise(config: RunConfig) -> bool:
-    return config.optimizer.name != "adamw" and config.engine.strategy == "layerwise"
+    return (
+        config.parallel.overlap_param_gather
+        and config.parallel.overlap_grad_reduce
+        and not execution_of(config).everywhere
+    )
 
 
 def _bucket_size(config: RunConfig, world: World, dp_size: int) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrices import layer_shapes
@@ -21,7 +22,6 @@ GIB = 1 << 30
 BATCH_BYTES = 256 << 20
 """With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
 _FP32 = 4
-_HOSTED = ("canzona", "asc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +105,12 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     layerwise: Megatron's own packing of TP fragments over D * c ranks, padding included. canzona: whole matrices
     over the D * c * t cells of the grid, balanced by state. asc: the same cells in natural order, unbalanced.
     """
-    if config.optimizer.name == "adamw" or config.engine.strategy == "sc":
+    execution = execution_of(config)
+    if not execution.has_owners:
         return None
     model, shards = config.model, layout.dp * layout.cp
     layers = model.num_layers // layout.pp
-    if config.engine.strategy == "layerwise":
+    if execution is Execution.LAYERWISE:
         bucket = config.parallel.bucket_elements or max(40_000_000, 1_000_000 * shards)
         overlap = config.parallel.overlap_grad_reduce and stage == 0  # Megatron buckets only the first stage
         sizes = tuple(rows * cols // layout.tp for rows, cols in qwen3.fused_shapes(model))
@@ -120,20 +121,9 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
     splitting = config.engine.splitting
-    if config.engine.strategy not in _HOSTED and not redundant(config) and splitting != "fused":
+    if not execution_of(config).ours and splitting != "fused":
         splitting = "qkv"
     return layer_shapes(config.model, splitting)
-
-
-def hosted(config: RunConfig) -> bool:
-    """Whether matrices are updated whole by canzona's engine."""
-    return config.optimizer.name != "adamw" and config.engine.strategy in _HOSTED
-
-
-def redundant(config: RunConfig) -> bool:
-    """Whether every rank updates every matrix of its stage whole, by canzona's engine: sc, which Megatron has for Muon
-    alone."""
-    return config.engine.strategy == "sc" and config.optimizer.name not in ("adamw", "muon")
 
 
 def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
@@ -143,21 +133,21 @@ def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
     masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
     and its factors, see `moment_bytes` and `factor_bytes`:
     - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike; where the
-      engine does it (`redundant`), matrices are whole, with masters at fp32 weights too;
+      engine does it (`Execution.REDUNDANT`), matrices are whole, with masters at fp32 weights too;
     - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded. What asc and
       canzona host has a master with fp32 weights too: nowhere else is the matrix whole.
     """
     weights = stage_weights(config, layout, stage)
     master = _FP32 if config.train.precision == "bf16" else 0
     adamw, shards = master + 2 * _FP32, layout.dp * layout.cp
-    if config.optimizer.name == "adamw":
+    if execution_of(config) is Execution.ADAMW:
         return adamw * math.ceil((weights.matrices + weights.others) / shards)
-    kept = (_FP32 if hosted(config) or redundant(config) else master) + moment_bytes(algorithm(config))
+    kept = (_FP32 if execution_of(config).ours else master) + moment_bytes(algorithm(config))
     held = placement(config, layout, stage)
     if held is None:
         layers = config.model.num_layers // layout.pp
         factors = layers * sum(_factors(config, rows, cols) for rows, cols in matrix_shapes(config))
-        copies = layout.tp if redundant(config) else 1
+        copies = layout.tp if execution_of(config) is Execution.REDUNDANT else 1
         return kept * weights.matrices * copies + factors + adamw * weights.others
     factors = sum(count * _factors(config, rows, cols) for (rows, cols), count in held.worst_shapes.items())
     return kept * held.worst + factors + adamw * math.ceil(weights.others / shards)
@@ -247,10 +237,10 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
-    if redundant(config):
+    if execution_of(config) is Execution.REDUNDANT:
         return _FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)
-    if held is None or not hosted(config):
+    if held is None or execution_of(config) is not Execution.PLANNED:
         return 0
     shapes = matrix_shapes(config)
     largest = max(math.prod(shape) for shape in shapes)
@@ -320,7 +310,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         logits=logits,
         working=working,
         update=_update_workspace(config, layout, weights, held),
-        adamw=_adamw_workspace(config, layout, weights) if hosted(config) or redundant(config) else 0,
+        adamw=_adamw_workspace(config, layout, weights) if execution_of(config).ours else 0,
     )
 
 
@@ -333,14 +323,14 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, 
     """
     shards = layout.dp * layout.cp
     local = weights.matrices + weights.others
-    if hosted(config) or redundant(config):
+    if execution_of(config).ours:
         return _main_gradients(config, layout, weights) + _matrix_workspace(config)
     # Reduced in bf16, gradients are copied to fp32 for the masters.
-    copies = _FP32 * (local if held is None and config.optimizer.name != "adamw" else math.ceil(local / shards))
+    copies = _FP32 * (local if execution_of(config).everywhere else math.ceil(local / shards))
     copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
     foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(local / shards)
-    if config.optimizer.name == "adamw":
+    if execution_of(config) is Execution.ADAMW:
         return copies + foreach
     return copies + _matrix_workspace(config)
 
@@ -372,7 +362,7 @@ def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -
 
 
 def _adamw_shards(config: RunConfig, layout: Layout) -> int:
-    return 1 if redundant(config) else layout.dp * layout.cp
+    return 1 if execution_of(config) is Execution.REDUNDANT else layout.dp * layout.cp
 
 
 def moment_bytes(algorithm: Algorithm) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.plan import Plan
@@ -18,11 +19,6 @@ class Obtained:
     path: Path | None
 
 
-def executes_plan(config: RunConfig) -> bool:
-    """Whether the run's updates follow a plan; AdamW, sc and layerwise need none."""
-    return config.optimizer.name != "adamw" and config.engine.strategy in ("canzona", "asc")
-
-
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
     """The plan of a resolved run; None where it executes none.
 
@@ -30,7 +26,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
         ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.
         DoesNotFit: as `make_plan`.
     """
-    if not executes_plan(config):
+    if execution_of(config) is not Execution.PLANNED:
         return None
     if config.engine.plan is not None:
         path = Path(config.engine.plan).expanduser()

@@ -13,7 +13,7 @@ from typing import get_args
 
 from canzona_cli.config.schema import Layout, Reduction
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.types import Algorithm, Assignment, Bucket, Cell, Execution, MicroGroup, PlanSettings, Range
+from canzona_cli.planner.types import Algorithm, Assignment, Bucket, Cell, MicroGroup, Mode, PlanSettings, Range
 
 VERSION = 2
 """Of the content and its meaning; a plan of another version is not read."""
@@ -87,7 +87,7 @@ class Plan:
     costs: tuple[float, ...]
     """Seconds of one update, by matrix."""
     assignment: Assignment
-    execution: tuple[Execution, ...]
+    execution: tuple[Mode, ...]
     """How each matrix is updated."""
     buckets: tuple[Bucket, ...]
     """Of the matrices; AdamW's parameters stay in Megatron's own buffers."""
@@ -270,7 +270,7 @@ def _build(content: Mapping[str, object]) -> Plan:
         matrices=tuple(_of(Matrix, {name: row[name] for name in _MATRIX}) for row in rows),
         costs=tuple(_float(row["seconds"]) for row in rows),
         assignment=Assignment(cells=tuple(Cell(owner=_int(row["owner"]), host=_int(row["host"])) for row in rows)),
-        execution=tuple(_execution(row["execution"]) for row in rows),
+        execution=tuple(_mode(row["execution"]) for row in rows),
         buckets=tuple(
             Bucket(
                 index=_int(row["index"]),
@@ -364,7 +364,7 @@ def _scalars(value: object) -> dict[str, Scalar]:
     return {name: item for name, item in _mapping(value).items() if item is None or isinstance(item, str | int | float)}
 
 
-def _execution(value: object) -> Execution:
+def _mode(value: object) -> Mode:
     if value != "hosted":
         raise ValueError(f"{value!r} is not a way to update a matrix")
     return "hosted"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -45,7 +46,8 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     Raises:
         ConfigError: AdamW updates element by element, there is nothing to plan.
     """
-    if config.optimizer.name == "adamw":
+    execution, strategy = execution_of(config), config.engine.strategy
+    if execution is Execution.ADAMW:
         raise ConfigError(
             Problem(
                 key="optimizer",
@@ -54,8 +56,7 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
                 fix="use optimizer=muon, shampoo or soap; the plan of each is compared with AdamW",
             )
         )
-    strategy = config.engine.strategy
-    if strategy in ("canzona", "asc"):
+    if execution is Execution.PLANNED:
         return config, ()
     notes: tuple[str, ...] = ()
     if explicit & {"engine", "engine.strategy"}:

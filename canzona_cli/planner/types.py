@@ -7,7 +7,7 @@ from typing import Literal
 from canzona_cli.config.schema import BufferLayout, Grouping, Precision, Reduction, Splitting, Strategy
 from canzona_cli.model.matrix import Matrix
 
-Execution = Literal["hosted"]
+Mode = Literal["hosted"]
 """How a matrix is updated; later: gram_sharded."""
 
 

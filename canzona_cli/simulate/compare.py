@@ -7,7 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, BufferLayout, EngineConfig, Layout, RunConfig, Strategy
+from canzona_cli.config.execution import AnyStrategy, with_strategy
+from canzona_cli.config.schema import BufferLayout, EngineConfig, Layout, RunConfig, Strategy
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.measures import balance, communication, plan_memory
 from canzona_cli.planner.memory import capacity, estimate
@@ -17,7 +18,7 @@ from canzona_cli.planner.subject import bucket_elements
 from canzona_cli.planner.types import Assignment, Bucket, Cell
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.cores import with_cores
-from canzona_cli.simulate.simulate import Simulated, StrategyResult, assumptions, simulate
+from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
 from canzona_cli.simulate.study import STRATEGIES, Compared, Study, Variant
 
 Comparison = Literal["strategies", "layouts", "alpha"]
@@ -49,7 +50,7 @@ def study_run(
     start = time.perf_counter()
     plan = make_plan(config, layout, shapes)
     other = plan_unbounded(
-        _with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes
+        with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes
     )
     plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
     measured = balance(plan)
@@ -70,10 +71,6 @@ def study_run(
     )
 
 
-def _with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
-    return replace(config, engine=_possible(replace(config.engine, strategy=strategy)))
-
-
 def _possible(engine: EngineConfig) -> EngineConfig:
     """Without the even collectives that were asked for where shards are not equal."""
     equal = engine.layout == "aligned" and engine.strategy != "asc"
@@ -81,7 +78,7 @@ def _possible(engine: EngineConfig) -> EngineConfig:
 
 
 def _compared(
-    config: RunConfig, layout: Layout, plans: dict[Strategy, Plan], strategy: Simulated, stage: int
+    config: RunConfig, layout: Layout, plans: dict[Strategy, Plan], strategy: AnyStrategy, stage: int
 ) -> Compared:
     plan = plans[config.engine.strategy]
     mesh = plan.subject.layout
@@ -103,8 +100,7 @@ def _compared(
                 for load in placed.loads(plan.matrices, plan.costs, stage, mesh.owners)
                 for _ in range(mesh.tp)  # every TP rank of the owner repeats its updates
             ]
-        as_adamw = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
-        as_run = as_adamw if strategy == "adamw" else _with_strategy(config, strategy)
+        as_run = with_strategy(config, strategy)
         memory = estimate(as_run, layout).total
         costs = update_costs(as_run, plan.matrices, "megatron") if strategy != "adamw" else plan.costs
         result = simulate(as_run, layout, plan.matrices, costs, assignment, buckets, (), strategy)
@@ -120,7 +116,7 @@ def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResu
     """One iteration under a plan."""
     strategy = plan.subject.settings.strategy
     return simulate(
-        _with_strategy(config, strategy),
+        config,
         layout,
         plan.matrices,
         plan.costs,

@@ -1,12 +1,13 @@
 """What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting
+from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of
+from canzona_cli.config.schema import Layout, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import estimate, redundant
+from canzona_cli.planner.memory import estimate
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.subject import bucket_elements
@@ -14,14 +15,14 @@ from canzona_cli.planner.types import Assignment
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.compare import simulate_plan
 from canzona_cli.simulate.cores import with_cores
-from canzona_cli.simulate.simulate import Event, Simulated, StrategyResult, simulate
+from canzona_cli.simulate.simulate import Event, StrategyResult, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
 
-    strategy: Simulated
+    strategy: AnyStrategy
     profile: str
     """Name of the cluster profile."""
     calibrated: bool
@@ -38,11 +39,6 @@ class Prediction:
     """Of the fullest rank."""
     events: tuple[Event, ...]
     """Timelines of the slowest rank and of the one that has least to update."""
-
-
-def strategy_of(config: RunConfig) -> Simulated:
-    """The run's strategy; adamw where no matrix is updated."""
-    return "adamw" if config.optimizer.name == "adamw" else config.engine.strategy
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -70,12 +66,11 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     )
 
 
-def _without_plan(config: RunConfig, layout: Layout, strategy: Simulated) -> StrategyResult:
+def _without_plan(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> StrategyResult:
     if strategy == "adamw":
-        config = replace(config, optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr))
         return simulate(config, layout, (), (), None, (), (), strategy)
     splitting: Splitting = config.engine.splitting
-    if splitting != "fused" and not redundant(config):
+    if splitting != "fused" and not execution_of(config).ours:
         splitting = "qkv"  # as far as Megatron's own go
     matrices = matrices_of(config.model, layout, splitting)
     costs = update_costs(config, matrices, "megatron")

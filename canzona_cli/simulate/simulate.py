@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.memory import element_bytes, redundant, stage_weights
+from canzona_cli.planner.memory import element_bytes, stage_weights
 from canzona_cli.planner.types import Assignment, Bucket, MicroGroup
 from canzona_cli.run.phases import IN_STEP, Phase
 from canzona_cli.simulate.buffers import Buffers, Chunk
@@ -27,11 +28,7 @@ from canzona_cli.simulate.timeline import crowded
 from canzona_cli.simulate.update import UpdateModel
 from canzona_cli.simulate.update_phase import Cell, UpdatePhase
 
-Simulated = Strategy | Literal["adamw"]
 Stream = Literal["compute", "data", "exchange"]
-
-ENGINE: tuple[Simulated, ...] = ("canzona", "asc")
-"""Strategies that canzona's own engine executes; the others are Megatron's, as they are."""
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
@@ -52,7 +49,7 @@ class Event:
 class StrategyResult:
     """One strategy's iteration, in the words of the breakdown."""
 
-    strategy: Simulated
+    strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
     """From reduced gradients to the next forward, with the exchange as if hidden under nothing: norm and clip, exchange
@@ -80,7 +77,7 @@ def simulate(
     assignment: Assignment | None,
     buckets: Sequence[Bucket],
     groups: Sequence[MicroGroup],
-    strategy: Simulated,
+    strategy: AnyStrategy,
 ) -> StrategyResult:
     """One iteration of `strategy`.
 
@@ -90,6 +87,7 @@ def simulate(
         buckets: of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw.
         groups: micro-groups, for canzona and asc.
     """
+    config = with_strategy(config, strategy)
     return _Simulation(config, layout, matrices, costs, assignment, buckets, groups, strategy).result()
 
 
@@ -103,13 +101,13 @@ class _Simulation:
         assignment: Assignment | None,
         buckets: Sequence[Bucket],
         groups: Sequence[MicroGroup],
-        strategy: Simulated,
+        strategy: AnyStrategy,
     ) -> None:
         self._config, self._layout, self._strategy = config, layout, strategy
         self._matrices = matrices
         self._buckets = buckets
-        own = strategy in ENGINE or redundant(config)
-        self._implementation: Implementation = "canzona" if own else "megatron"
+        self._execution = execution_of(config)
+        self._implementation: Implementation = "canzona" if self._execution.ours else "megatron"
         self._owners = layout.dp * layout.cp
         cluster = config.cluster
         self._links = Links(cluster=cluster)
@@ -125,7 +123,6 @@ class _Simulation:
             UpdateModel(config, layout, matrices, costs, self._implementation),
             assignment,
             groups,
-            strategy,
             cores=self._cores,
             adamw_factor=self._factor("adamw_update"),
         )
@@ -133,12 +130,12 @@ class _Simulation:
     def result(self) -> StrategyResult:
         config, layout = self._config, self._layout
         stages = [stage_time(config, layout, stage) for stage in range(layout.pp)]
-        gathers = self._strategy != "sc"
+        gathers = not self._execution.everywhere
         overlap = config.parallel.overlap_grad_reduce
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
         early = [0.0] * layout.pp
-        gathers_early = overlap_gather and self._strategy in ENGINE
+        gathers_early = overlap_gather and self._execution is Execution.PLANNED
         under = [[chunk.gather for chunk in own[: self._others(stage)]] for stage, own in enumerate(chunks)]
         cells, windows = self._updates.run(under if gathers_early else None)
         if gathers_early:
@@ -148,7 +145,7 @@ class _Simulation:
             layout,
             stages,
             chunks,
-            first_matrices_early=self._strategy in ENGINE,
+            first_matrices_early=self._execution is Execution.PLANNED,
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             cores=self._cores,
@@ -210,8 +207,8 @@ class _Simulation:
     def _chunks(self, stage: int) -> list[Chunk]:
         """In the order of Megatron's buffers: AdamW's own first, for the embedding is the first parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage).modules)
-        if self._strategy in ("adamw", "sc"):
-            found = buffers.everything(sharded=self._strategy == "adamw")
+        if not self._execution.has_owners:
+            found = buffers.everything(sharded=not self._execution.everywhere)
         else:
             found = [*buffers.others(), *buffers.matrices(self._buckets, self._matrices)]
         reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
@@ -268,7 +265,7 @@ class _Simulation:
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
         # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
-        first = cell.adamw_s if self._strategy in ENGINE else 0.0
+        first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
         found += [(stream, phase, begin + a, begin + b) for stream, phase, a, b in cell.update.segments]
         updated = clipped + cell.seconds

@@ -17,11 +17,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes, exchange_bytes, redundant
+from canzona_cli.planner.memory import element_bytes, exchange_bytes
 from canzona_cli.planner.types import Assignment, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
@@ -87,7 +88,7 @@ class UpdateModel:
         self._buffer = element_bytes(config)[1]
         self._rate = memory_rate(config.cluster)
         self._packing = self._exchanging / self._rate
-        self._whole = redundant(config)
+        self._whole = execution_of(config) is Execution.REDUNDANT
         self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:

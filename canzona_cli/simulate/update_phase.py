@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import adamw_seconds
 from canzona_cli.planner.links import Transfer
@@ -70,14 +70,13 @@ class UpdatePhase:
         model: UpdateModel,
         assignment: Assignment | None,
         groups: Sequence[MicroGroup],
-        strategy: Strategy | Literal["adamw"],
         *,
         cores: float | None,
         adamw_factor: float,
     ) -> None:
-        self._config, self._layout, self._strategy = config, layout, strategy
+        self._config, self._layout, self._execution = config, layout, execution_of(config)
         self._matrices, self._model, self._assignment, self._groups = matrices, model, assignment, groups
-        self._hosts = None if strategy == "layerwise" else assignment
+        self._hosts = assignment if self._execution is Execution.PLANNED else None
         """Of strategies that have hosts."""
         self._owners = layout.dp * layout.cp
         self._cores, self._adamw_factor = cores, adamw_factor
@@ -99,8 +98,8 @@ class UpdatePhase:
         tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
         stored = weights.matrices + weights.others
         own = [matrix for matrix in self._matrices if matrix.stage == stage]
-        if self._strategy in ("adamw", "sc"):
-            sharded = self._strategy == "adamw"
+        if not self._execution.has_owners:
+            sharded = not self._execution.everywhere
             return [
                 Team(
                     stage=stage,
@@ -119,7 +118,7 @@ class UpdatePhase:
             owner = cells[matrix.index].owner
             members[owner].append(matrix.index)
             held[owner] += matrix.fragment_elements(tp)
-        if self._strategy == "layerwise":
+        if self._execution is Execution.LAYERWISE:
             return [
                 Team(stage=stage, owner=o, hosts=1, ranks=tp, elements=held[o], members=tuple(members[o]))
                 for o in range(owners)
@@ -215,6 +214,6 @@ class UpdatePhase:
     def _adamw_s(self, stage: int) -> float:
         """Of one rank's share of what AdamW updates."""
         weights = stage_weights(self._config, self._layout, stage)
-        elements = weights.others + (weights.matrices if self._strategy == "adamw" else 0)
-        shares = 1 if self._strategy == "sc" else self._owners
+        elements = weights.others + (weights.matrices if self._execution is Execution.ADAMW else 0)
+        shares = 1 if self._execution.everywhere else self._owners
         return self._adamw_factor * adamw_seconds(elements / shares, self._config.cluster)

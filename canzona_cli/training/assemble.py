@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
 from canzona_cli.engine.build import build_canzona
@@ -17,8 +18,6 @@ from canzona_cli.megatron import contract, instrument, model, optimizer, paralle
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.planner.memory import redundant
-from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
@@ -52,7 +51,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         raise EnvironmentProblem(*broken)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
-    if executes_plan(config):
+    if execution_of(config) is Execution.PLANNED:
         plan = agree_on_plan(plan, built, world)
     else:
         plan = None
@@ -60,7 +59,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     updater: MegatronOptimizer
     if plan is not None:
         updater = build_canzona(wrapped, config, world, plan, timer)
-    elif redundant(config):
+    elif execution_of(config) is Execution.REDUNDANT:
         updater = build_redundant(wrapped, config, world, timer)
     else:
         updater = optimizer.build_optimizer(wrapped, config, world)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import torch
 
+from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
@@ -47,7 +48,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     memory = [_number(rank["peak_memory"]) for rank in everyone]
     return {
         "version": 1,
-        "strategy": config.engine.strategy if config.optimizer.name != "adamw" else "adamw",
+        "strategy": strategy_of(config),
         "optimizer": config.optimizer.name,
         "device": config.cluster.device,
         "layout": asdict(world.layout),

@@ -13,11 +13,11 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Train one rank to the end of the run, from the checkpoint that the launcher chose if it did."""
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.config.schema import Layout
     from canzona_cli.data.prepare import cache_root
     from canzona_cli.errors import WorkerCrashed
     from canzona_cli.megatron import parallel
-    from canzona_cli.planner.obtain import executes_plan
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import CorpusFacts, build_datasets
@@ -30,7 +30,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     config = load_resolved(files.config)
     layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
     corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
-    plan = read_plan(files.plan) if executes_plan(config) else None
+    plan = read_plan(files.plan) if execution_of(config) is Execution.PLANNED else None
     pulse = Pulse(record.heart)
     with record.heart.waiting():
         world = join(config, layout)

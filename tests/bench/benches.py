@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from canzona_cli.bench.results import BenchResult, Measured, PhaseSeconds, Predicted, StrategyBench
-from canzona_cli.simulate.simulate import Simulated
+from canzona_cli.config.execution import AnyStrategy
 from tests.sizes import layout
 
 PHASES = {
@@ -22,11 +22,11 @@ PHASES = {
     "param_gather_total": 0.038,
     "other": 0.006,
 }
-UPDATES: Mapping[Simulated, float] = {"canzona": 1.0, "asc": 1.03, "layerwise": 2.2, "sc": 4.1, "adamw": 0.0}
+UPDATES: Mapping[AnyStrategy, float] = {"canzona": 1.0, "asc": 1.03, "layerwise": 2.2, "sc": 4.1, "adamw": 0.0}
 WOBBLE = (1.0, 1.02, 0.99, 1.04, 0.98, 1.01)
 
 
-def phases_of(strategy: Simulated) -> dict[str, float]:
+def phases_of(strategy: AnyStrategy) -> dict[str, float]:
     """Seconds of a step, mean over ranks."""
     found = dict(PHASES)
     found["matrix_update"] *= UPDATES[strategy]
@@ -40,7 +40,7 @@ def phases_of(strategy: Simulated) -> dict[str, float]:
     return found
 
 
-def measured(strategy: Simulated, *, ranks: int = 4, scale: float = 1.0) -> Measured:
+def measured(strategy: AnyStrategy, *, ranks: int = 4, scale: float = 1.0) -> Measured:
     found = {name: scale * seconds for name, seconds in phases_of(strategy).items()}
     step = sum(seconds for name, seconds in found.items() if not name.endswith("_total"))
     tail = ("norm_clip", "exchange", "matrix_update", "adamw_update", "param_gather")
@@ -59,7 +59,7 @@ def measured(strategy: Simulated, *, ranks: int = 4, scale: float = 1.0) -> Meas
     )
 
 
-def predicted(strategy: Simulated, *, scale: float = 1.0) -> Predicted:
+def predicted(strategy: AnyStrategy, *, scale: float = 1.0) -> Predicted:
     found = {
         name: scale * seconds * (1.1 if name == "matrix_update" else 0.95)
         for name, seconds in phases_of(strategy).items()
@@ -76,7 +76,7 @@ def predicted(strategy: Simulated, *, scale: float = 1.0) -> Predicted:
 
 
 def bench(
-    strategies: Sequence[Simulated] = ("canzona", "asc", "layerwise", "sc", "adamw"),
+    strategies: Sequence[AnyStrategy] = ("canzona", "asc", "layerwise", "sc", "adamw"),
     *,
     tp: int = 2,
     dp: int = 2,
@@ -112,7 +112,7 @@ def bench(
     )
 
 
-def with_measured(result: BenchResult, name: Simulated, **changes: object) -> BenchResult:
+def with_measured(result: BenchResult, name: AnyStrategy, **changes: object) -> BenchResult:
     """`result` with other measurements of one strategy."""
     found = result.strategies[name]
     changed = replace(found, measured=replace(found.measured, **changes))  # type: ignore[arg-type]

@@ -7,14 +7,16 @@ import pytest
 
 from canzona_cli.bench.losses import COMPARED, FIRST_STEP, LATER, StrategiesDisagree, check_losses, disagreements
 from canzona_cli.bench.results import BenchResult
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.errors import ExitCode
-from canzona_cli.simulate.simulate import Simulated
 from tests.bench.benches import bench, with_measured
 
 LOSSES = (5.7, 5.6, 5.0, 4.4)
 
 
-def result_of(losses: Mapping[Simulated, Sequence[float]], arithmetic: Mapping[str, str] | None = None) -> BenchResult:
+def result_of(
+    losses: Mapping[AnyStrategy, Sequence[float]], arithmetic: Mapping[str, str] | None = None
+) -> BenchResult:
     result = bench(tuple(losses))
     for name, values in losses.items():
         result = with_measured(result, name, losses=tuple(values))
@@ -24,7 +26,7 @@ def result_of(losses: Mapping[Simulated, Sequence[float]], arithmetic: Mapping[s
     return replace(result, strategies=strategies)
 
 
-def found(losses: Mapping[Simulated, Sequence[float]], **arithmetic: str) -> list[str]:
+def found(losses: Mapping[AnyStrategy, Sequence[float]], **arithmetic: str) -> list[str]:
     """Keys of the problems."""
     return [problem.key for problem in disagreements(result_of(losses, arithmetic=arithmetic))]
 
@@ -38,7 +40,7 @@ def test_equal_losses_agree_and_adamw_is_another_rule() -> None:
 
 
 def test_each_strategy_that_parts_is_told_at_its_first_wrong_step() -> None:
-    losses: dict[Simulated, Sequence[float]]
+    losses: dict[AnyStrategy, Sequence[float]]
     losses = {"canzona": LOSSES, "asc": scaled(3, 1 + 2 * LATER), "layerwise": LOSSES, "sc": scaled(2, 1 - 2 * LATER)}
     assert found(losses) == ["asc, step 3", "sc, step 2"]
 
@@ -55,7 +57,7 @@ def test_a_loss_that_is_no_number_agrees_with_nothing() -> None:
 
 def test_strategies_that_update_other_matrices_are_compared_among_themselves() -> None:
     other = tuple(0.9 * loss for loss in LOSSES)
-    losses: dict[Simulated, Sequence[float]]
+    losses: dict[AnyStrategy, Sequence[float]]
     losses = {"canzona": LOSSES, "asc": LOSSES, "layerwise": other, "sc": other}
     assert found(losses, canzona="split", asc="split", layerwise="qkv", sc="qkv") == []
     assert found({**losses, "sc": LOSSES}, canzona="split", asc="split", layerwise="qkv", sc="qkv") == ["sc, step 1"]

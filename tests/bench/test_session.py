@@ -10,15 +10,15 @@ from canzona_cli.bench.options import Options, read_options
 from canzona_cli.bench.session import Session, prepare
 from canzona_cli.bench.sittings import seat
 from canzona_cli.bench.sweep import prepare_sweep
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import GIB
-from canzona_cli.simulate.simulate import Simulated
 
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
 
 
-def prepared(*overrides: str, strategies: tuple[Simulated, ...] | None = None) -> Session:
+def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] | None = None) -> Session:
     return prepare([*TINY, *overrides], strategies=strategies, rounds=2, steps_per_turn=3)
 
 
@@ -26,7 +26,7 @@ def names(line_up: LineUp) -> list[str]:
     return [contender.strategy for contender in line_up.contenders]
 
 
-def problems(*overrides: str, options: Options | None = None, strategies: tuple[Simulated, ...] | None = None) -> str:
+def problems(*overrides: str, options: Options | None = None, strategies: tuple[AnyStrategy, ...] | None = None) -> str:
     """`key=value: reason` of each problem, by lines."""
     with pytest.raises(ConfigError) as caught:
         prepare(

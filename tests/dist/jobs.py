@@ -7,11 +7,11 @@ from pathlib import Path
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
@@ -66,7 +66,7 @@ def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
 def build(config: RunConfig, layout: Layout) -> Trainee:
     """The model and all that updates it, as a worker builds them."""
     logging.disable(logging.WARNING)
-    plan = make_plan(config, layout) if executes_plan(config) else None
+    plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
     return assemble_trainee(config, join(config, layout), plan)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, judge
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training import data
 from canzona_cli.training.data import Batch
@@ -39,7 +39,7 @@ def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step,
         layout=layout,
         corpus=corpus,
         command=torchrun.build(config, layout, run.path),
-        plan=make_plan(config, layout).to_json() if executes_plan(config) else None,
+        plan=make_plan(config, layout).to_json() if execution_of(config) is Execution.PLANNED else None,
     )
 
     files = run.files

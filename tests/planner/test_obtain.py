@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import EngineConfig, Layout, RunConfig, SoapConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.obtain import Obtained, executes_plan, obtain_plan
+from canzona_cli.planner.obtain import Obtained, obtain_plan
 from canzona_cli.planner.plan_file import default_path
 from canzona_cli.planner.subject import subject
 from canzona_cli.report.header import describe_plan, header_rows
@@ -40,7 +41,7 @@ def written(tmp_path: Path) -> Path:
 def test_megatrons_own_ways_execute_no_plan_even_if_one_is_named(strategy: str, tmp_path: Path) -> None:
     config = sizes.run("tiny", 4, strategy=strategy, tp=2)  # type: ignore[arg-type]
     config, layout = resolve(replace(config, engine=replace(config.engine, plan="absent.json")))
-    assert not executes_plan(config)
+    assert execution_of(config) is not Execution.PLANNED
     assert obtain_plan(config, layout, tmp_path) is None
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
-from canzona_cli.planner.obtain import executes_plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.report.predicted import load_planned, planned_step
 from canzona_cli.run.files import RunFiles, write_json_atomic
@@ -26,7 +26,9 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     tmp_path: Path, strategy: Strategy, optimizer: OptimizerConfig
 ) -> None:
     config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
-    planned = planned_step(config, LAYOUT, make_plan(config, LAYOUT) if executes_plan(config) else None)
+    planned = planned_step(
+        config, LAYOUT, make_plan(config, LAYOUT) if execution_of(config) is Execution.PLANNED else None
+    )
     assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
     assert sum(planned.phases.get(name, 0.0) for name in IN_STEP) == pytest.approx(planned.iteration_s)
     assert set(planned.phases) <= set(LABELS)

@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.results_file import save
-from canzona_cli.simulate.simulate import Simulated
+from canzona_cli.config.execution import AnyStrategy
 from tests.bench.benches import bench, with_measured
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prediction_error.py"
@@ -21,7 +21,7 @@ APART, cells, pairs, share_good = (_NAMES[name] for name in ("APART", "cells", "
 
 def timed(**optimizer_s: tuple[float, float]) -> BenchResult:
     """A bench in which each strategy's optimizer step has (measured, predicted) seconds."""
-    names: tuple[Simulated, ...] = tuple(optimizer_s)  # type: ignore[arg-type]
+    names: tuple[AnyStrategy, ...] = tuple(optimizer_s)  # type: ignore[arg-type]
     result = bench(names)
     for name in names:
         found, planned = optimizer_s[name]

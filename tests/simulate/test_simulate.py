@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
@@ -23,10 +24,10 @@ from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.iteration import IterationTimeline
 from canzona_cli.simulate.model_time import Module, StageTime, stage_time
-from canzona_cli.simulate.simulate import Simulated, StrategyResult, assumptions, simulate
+from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
 from tests.sizes import H100, Size, layout, run
 
-STRATEGIES: tuple[Simulated, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
+STRATEGIES: tuple[AnyStrategy, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
 FREE = replace(
     H100, intra_node_gb_per_s=1e15, inter_node_gb_per_s=1e15, intra_node_latency_us=0.0, inter_node_latency_us=0.0
 )
@@ -44,11 +45,11 @@ Inputs = tuple[
     Assignment | None,
     Sequence[Bucket],
     Sequence[MicroGroup],
-    Simulated,
+    AnyStrategy,
 ]
 
 
-def inputs(config: RunConfig, mesh: Layout, strategy: Simulated, *, by_flops: bool = False) -> Inputs:
+def inputs(config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False) -> Inputs:
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
     how = algorithm(config)
     members = matrices(config.model, mesh, "fused" if by_flops else "split")
@@ -71,7 +72,7 @@ def inputs(config: RunConfig, mesh: Layout, strategy: Simulated, *, by_flops: bo
 
 
 @lru_cache(maxsize=256)
-def simulated(config: RunConfig, mesh: Layout, strategy: Simulated, by_flops: bool = False) -> StrategyResult:
+def simulated(config: RunConfig, mesh: Layout, strategy: AnyStrategy, by_flops: bool = False) -> StrategyResult:
     return simulate(*inputs(config, mesh, strategy, by_flops=by_flops))
 
 
@@ -96,7 +97,7 @@ runs = st.tuples(st.sampled_from(("0.6b", "4b", "8b")), st.sampled_from(MESHES),
 @settings(max_examples=60, deadline=None)
 @given(of=runs, overlap=st.booleans(), ahead=st.booleans())
 def test_phases_add_up_and_nothing_is_exposed_longer_than_it_takes(
-    of: tuple[Size, Layout, Simulated], overlap: bool, ahead: bool
+    of: tuple[Size, Layout, AnyStrategy], overlap: bool, ahead: bool
 ) -> None:
     size, mesh, strategy = of
     config = config_of(size, mesh)
@@ -121,7 +122,7 @@ def test_one_rank_takes_its_products_and_nothing_else() -> None:
     mesh = layout(count=3)
     config = config_of("0.6b", mesh, ONLY_PRODUCTS)
     stage = stage_time(config, mesh, 0)
-    strategies: tuple[Simulated, ...] = ("canzona", "layerwise", "sc")
+    strategies: tuple[AnyStrategy, ...] = ("canzona", "layerwise", "sc")
     for strategy in strategies:
         result = simulated(config, mesh, strategy)
         assert result.phases["forward"] == pytest.approx(3 * stage.forward_s)
@@ -133,7 +134,7 @@ def test_one_rank_takes_its_products_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_transfers_that_take_no_time_are_never_waited_for(strategy: Simulated) -> None:
+def test_transfers_that_take_no_time_are_never_waited_for(strategy: AnyStrategy) -> None:
     mesh = layout(tp=2, dp=4, count=2)
     phases = simulated(config_of("4b", mesh, FREE), mesh, strategy).phases
     for name in ("pipeline", "grad_reduce", "param_gather"):
@@ -144,7 +145,7 @@ def test_transfers_that_take_no_time_are_never_waited_for(strategy: Simulated) -
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_overlap_all_communication_is_exposed(strategy: Simulated) -> None:
+def test_without_overlap_all_communication_is_exposed(strategy: AnyStrategy) -> None:
     mesh = layout(tp=2, dp=8, count=2)
     config = config_of("4b", mesh)
     config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False))
@@ -169,7 +170,7 @@ def test_the_published_limits_of_32b_on_256_gpus() -> None:
     """Five steps on fused weights at 700 TFLOP/s: 19.8 ms perfectly spread, 158 ms with TP repeated, 5.06 s by all."""
     mesh = layout(tp=8, dp=32, count=8)
     config = config_of("32b", mesh, ONLY_PRODUCTS)
-    named: tuple[Simulated, ...] = ("canzona", "layerwise", "sc")
+    named: tuple[AnyStrategy, ...] = ("canzona", "layerwise", "sc")
     updates = {s: simulated(config, mesh, s, True).mean_phases["matrix_update"] for s in named}
     assert updates["canzona"] == pytest.approx(19.8e-3, rel=0.005)
     assert updates["layerwise"] == pytest.approx(158e-3, rel=0.005)
@@ -178,7 +179,7 @@ def test_the_published_limits_of_32b_on_256_gpus() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(of=runs, faster=st.floats(1.0, 20.0))
-def test_faster_links_never_make_an_iteration_longer(of: tuple[Size, Layout, Simulated], faster: float) -> None:
+def test_faster_links_never_make_an_iteration_longer(of: tuple[Size, Layout, AnyStrategy], faster: float) -> None:
     size, mesh, strategy = of
     config = config_of(size, mesh)
     quick = replace(
@@ -286,7 +287,7 @@ def test_matrices_of_another_model_find_a_module() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_takes_a_tenth_of_a_second_on_256_gpus(strategy: Simulated) -> None:
+def test_a_strategy_takes_a_tenth_of_a_second_on_256_gpus(strategy: AnyStrategy) -> None:
     mesh = layout(tp=8, dp=32, count=8)
     given_run = inputs(config_of("32b", mesh), mesh, strategy)
     fastest = float("inf")
@@ -324,7 +325,7 @@ SMALL_MESHES = (layout(dp=4, count=2), layout(tp=2, dp=2, count=1), layout(tp=4,
 
 @pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: Simulated, mesh: Layout) -> None:
+def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: AnyStrategy, mesh: Layout) -> None:
     alone = simulated(config_of("0.6b", mesh), mesh, strategy)
     # Twice as many, for a transfer may run under the work of the same rank.
     shared = simulated(config_of("0.6b", mesh, replace(H100, cores=2 * mesh.world_size)), mesh, strategy)
@@ -334,7 +335,7 @@ def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: Simulated, mesh:
 
 @pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: Simulated, mesh: Layout) -> None:
+def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: AnyStrategy, mesh: Layout) -> None:
     cluster = replace(FREE, cores=1)
     config = config_of("0.6b", mesh, cluster)
     result = simulated(config, mesh, strategy)

@@ -1,0 +1,80 @@
+"""Which of five ways executes a run's updates: decided here once from optimizer and strategy, and asked everywhere."""
+
+from dataclasses import replace
+from enum import Enum
+from typing import Literal
+
+from canzona_cli.config.schema import AdamWConfig, RunConfig, Strategy
+
+AnyStrategy = Strategy | Literal["adamw"]
+"""The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
+
+
+class Execution(Enum):
+    """Who updates what, and by whose code."""
+
+    PLANNED = "planned"
+    """Strategies canzona and asc: a plan gives each matrix an owner and a host, and canzona's engine executes it."""
+    REDUNDANT = "redundant"
+    """Strategy sc by canzona's engine, for optimizers that Megatron does not have: every rank updates every matrix."""
+    MEGATRON_SC = "megatron_sc"
+    """Strategy sc with Muon: Megatron's own, and every rank updates everything."""
+    LAYERWISE = "layerwise"
+    """Megatron's `LayerWiseDistributedOptimizer`: owners of whole matrices, and every TP rank repeats their updates."""
+    ADAMW = "adamw"
+    """Megatron's `DistributedOptimizer` updates every parameter element by element."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether canzona's engine updates the matrices; otherwise all of the step is Megatron's."""
+        return self in (Execution.PLANNED, Execution.REDUNDANT)
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether each matrix is updated by one data-parallel rank, its owner."""
+        return self in (Execution.PLANNED, Execution.LAYERWISE)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank updates everything: optimizer state is not sharded, and no parameter is gathered."""
+        return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
+
+
+def execution_of(config: RunConfig) -> Execution:
+    """The way that executes `config`; AdamW leaves `engine.strategy` without effect."""
+    if config.optimizer.name == "adamw":
+        return Execution.ADAMW
+    match config.engine.strategy:
+        case "canzona" | "asc":
+            return Execution.PLANNED
+        case "layerwise":
+            return Execution.LAYERWISE
+        case "sc":
+            return Execution.MEGATRON_SC if config.optimizer.name == "muon" else Execution.REDUNDANT
+
+
+def strategy_of(config: RunConfig) -> AnyStrategy:
+    """The strategy a run has in tables and records."""
+    return "adamw" if execution_of(config) is Execution.ADAMW else config.engine.strategy
+
+
+def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
+    """The same run under another strategy; AdamW takes the rates of the run's own optimizer.
+
+    Settings of the engine that only another strategy can have go: a plan file, and equal shards.
+    """
+    if strategy == "adamw":
+        own = config.optimizer
+        if isinstance(own, AdamWConfig):
+            return config
+        adamw = AdamWConfig(
+            name="adamw", lr=own.lr, min_lr=own.min_lr, weight_decay=own.weight_decay, clip_grad=own.clip_grad,
+            beta1=own.beta1, beta2=own.beta2, eps=own.eps,
+        )  # fmt: skip
+        return replace(config, optimizer=adamw)
+    engine = replace(config.engine, strategy=strategy)
+    if strategy == "asc" and engine.reduction == "even":
+        engine = replace(engine, reduction=None)
+    if strategy != "canzona":
+        engine = replace(engine, plan=None)
+    return replace(config, engine=engine)

@@ -1,0 +1,44 @@
+"""Which way executes a run, for every optimizer and strategy."""
+
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, strategy_of, with_strategy
+from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, OptimizerConfig, ShampooConfig, Strategy
+from tests import sizes
+
+MUON = MuonConfig(name="muon", lr=1e-3)
+OTHERS = (ShampooConfig(name="shampoo", lr=1e-3), CustomConfig(name="custom", lr=1e-3, source="a.py:A"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "execution"),
+    [
+        (MUON, "canzona", Execution.PLANNED),
+        (MUON, "asc", Execution.PLANNED),
+        (MUON, "layerwise", Execution.LAYERWISE),
+        (MUON, "sc", Execution.MEGATRON_SC),
+        *((other, "canzona", Execution.PLANNED) for other in OTHERS),
+        *((other, "sc", Execution.REDUNDANT) for other in OTHERS),
+        (AdamWConfig(name="adamw", lr=1e-3), "canzona", Execution.ADAMW),
+        (AdamWConfig(name="adamw", lr=1e-3), "sc", Execution.ADAMW),
+    ],
+)
+def test_optimizer_and_strategy_decide(optimizer: OptimizerConfig, strategy: Strategy, execution: Execution) -> None:
+    config = replace(sizes.run("tiny", 4, strategy=strategy), optimizer=optimizer)
+    assert execution_of(config) is execution
+    assert strategy_of(config) == ("adamw" if execution is Execution.ADAMW else strategy)
+
+
+@pytest.mark.parametrize("strategy", ["canzona", "asc", "layerwise", "sc", "adamw"])
+def test_a_run_under_another_strategy_keeps_its_rates(strategy: AnyStrategy) -> None:
+    run = sizes.run("tiny", 4, strategy="canzona")
+    run = replace(run, engine=replace(run.engine, layout="aligned", reduction="even", plan="a.json"))
+    changed = with_strategy(run, strategy)
+    assert strategy_of(changed) == strategy
+    assert (changed.optimizer.lr, changed.optimizer.beta2) == (run.optimizer.lr, run.optimizer.beta2)
+    if strategy == "canzona":
+        assert changed == run
+    elif strategy == "asc":
+        assert (changed.engine.plan, changed.engine.reduction) == (None, None)
