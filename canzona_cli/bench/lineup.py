@@ -1,19 +1,24 @@
-"""Which strategies a bench runs, each with its resolved configuration and plan: the same layout, batch and schedule for
-all of them. No torch.
+"""Which strategies a bench runs and which of them share a process group. No torch.
+
+All have the same layout, batch and schedule; each has a resolved configuration and, where it executes one, a plan.
+Strategies take turns in one process group, a sitting. As many share one as fit into memory together; where that takes
+several sittings, the reference takes part in each.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import psutil
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schedule import complete
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate, matrix_shapes
+from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, matrix_shapes
 from canzona_cli.planner.obtain import obtain_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.phases import STRATEGIES
@@ -21,54 +26,65 @@ from canzona_cli.run.words import plural
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """Parts of a plan's memory that stay from step to step."""
+SHARE = 0.9
+"""Of the machine's free memory, what CPU ranks may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class PreparedStrategy:
     """One strategy, ready to be run."""
 
-    strategy: AnyStrategy
+    name: AnyStrategy
     config: RunConfig
     """Resolved."""
     plan: Plan | None
     """What canzona and asc execute."""
     state_bytes: int
-    """Of the fullest rank, from step to step: what every model of a sitting takes."""
+    """What the fullest rank keeps from step to step: every model of a sitting takes this much."""
     transient_bytes: int
-    """On top of it while a step runs: only one strategy of a sitting steps at a time."""
+    """What a step needs on top: only one strategy of a sitting steps at a time."""
 
     @property
     def tensor_bytes(self) -> int | None:
-        """What the plan says of `Measured.tensor_bytes`; None where there is no plan."""
+        """The plan's figure for `Measured.tensor_bytes`; None where there is no plan."""
         return None if self.plan is None else self.state_bytes
 
     @property
     def arithmetic(self) -> str:
-        """The same word where the same matrices get the same updates."""
-        if self.strategy == "adamw":
+        """Equal for strategies that give the same matrices the same updates."""
+        if self.name == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """All contenders of a bench; the first is the reference."""
+    """All strategies of a bench; the first is the reference."""
 
     layout: Layout
-    contenders: tuple[Contender, ...]
+    strategies: tuple[PreparedStrategy, ...]
     notes: tuple[str, ...]
 
     @property
-    def reference(self) -> Contender:
-        return self.contenders[0]
+    def reference(self) -> PreparedStrategy:
+        return self.strategies[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sitting:
+    """The strategies that take turns in one process group."""
+
+    strategies: tuple[PreparedStrategy, ...]
+    alone: bool = False
+    """Its only strategy does not fit into memory together with the reference."""
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
     """Resolve one configuration per strategy.
 
     Args:
-        strategies: what the user named, each of which must be possible; None for all that are.
-        steps: training steps each will do.
+        strategies: those that the user named, each of which must be possible; None for all that are possible.
+        steps: how many training steps each strategy will do.
 
     Raises:
         ConfigError: the run, or a strategy the user named, is impossible; every problem at once.
@@ -81,7 +97,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
                 key="optimizer",
                 value="adamw",
                 reason="a bench compares ways of updating matrices, and AdamW updates element by element",
-                fix="use optimizer=muon, shampoo or soap; AdamW is measured beside each",
+                fix="use optimizer=muon, shampoo or soap; AdamW is measured with each of them",
             )
         )
     notes: list[str] = []
@@ -98,22 +114,58 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     if not {"train", "train.global_batch_size", "train.batch_tokens"} & composed.explicit:
         first, layout = resolve(_small_batch(base, composed.explicit, first, layout))
         notes.append(
-            f"{plural(layout.global_batch_size, 'sequence')} a step, to keep steps short: the optimizer's share of one "
-            "is larger than in training; set train.global_batch_size for another"
+            f"{plural(layout.global_batch_size, 'sequence')} a step, to keep steps short: the optimizer takes a larger "
+            "share of a step than in training; set train.global_batch_size to change this"
         )
-    contenders = []
+    prepared: list[PreparedStrategy] = []
     for name in names:
         try:
-            contenders.append(_contender(with_strategy(first, name), layout, name))
+            prepared.append(_prepared(with_strategy(first, name), layout, name))
         except DoesNotFit as error:
-            if strategies is not None or not contenders:
+            if strategies is not None or not prepared:
                 raise
             notes.append(f"without {name}: {error.problems[0].reason}")
-    return LineUp(layout=layout, contenders=tuple(contenders), notes=tuple(notes))
+    return LineUp(layout=layout, strategies=tuple(prepared), notes=tuple(notes))
+
+
+def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
+    """Put each strategy into the first sitting that has room for it; the first sitting begins with the reference.
+
+    Args:
+        available_bytes: free memory of the machine that CPU ranks share; None where ranks have their own.
+    """
+    reference, *others = line_up.strategies
+    ranks = line_up.layout.world_size
+
+    def fits(members: Sequence[PreparedStrategy]) -> bool:
+        needed = sum(member.state_bytes for member in members) + max(member.transient_bytes for member in members)
+        if needed > capacity(reference.config):
+            return False
+        # A CPU rank has Python, torch and megatron-core in memory before its first tensor.
+        each = needed + int(reference.config.cluster.reserved_gib * GIB)
+        return available_bytes is None or ranks * each <= SHARE * available_bytes
+
+    shared: list[list[PreparedStrategy]] = [[reference]]
+    alone = []
+    for strategy in others:
+        if not fits([reference, strategy]):
+            alone.append(Sitting(strategies=(strategy,), alone=True))
+            continue
+        members = next((members for members in shared if fits([*members, strategy])), None)
+        if members is None:
+            shared.append([reference, strategy])
+        else:
+            members.append(strategy)
+    return (*(Sitting(strategies=tuple(members)) for members in shared), *alone)
+
+
+def available_bytes(cluster: ClusterConfig) -> int | None:
+    """Free memory of this machine, where ranks share it."""
+    return int(psutil.virtual_memory().available) if cluster.device == "cpu" else None
 
 
 def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
-    """Those to run, in the order of `STRATEGIES`."""
+    """The strategies to run, in the order of `STRATEGIES`."""
     wanted = [name for name in STRATEGIES if strategies is None or name in strategies]
     found: list[AnyStrategy] = []
     problems: list[Problem] = []
@@ -131,26 +183,26 @@ def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes
 
 
 def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """A problem that only a strategy the user named has."""
+    """A problem that comes from a strategy the user named, worded for that option."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
 
 
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
-    """q, k and v apart and nothing further, if a strategy goes no further: it would update other matrices."""
+    """Split q, k and v but nothing else if one of the strategies splits no further: it would update other matrices."""
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
         return config
     limited = [name for name in names if name in ("layerwise", "sc")]
-    goes = "goes" if len(limited) == 1 else "go"
-    notes.append(f"engine.splitting=qkv for all: {' and '.join(limited)} {goes} no further")
+    verb = "splits" if len(limited) == 1 else "split"
+    notes.append(f"engine.splitting=qkv for all: {' and '.join(limited)} {verb} no further")
     return replace(config, engine=replace(config.engine, splitting="qkv"))
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
-    """One micro-batch on every data-parallel rank, with pipeline stages as many as fill them; of one sequence on CPU
-    ranks unless the user set another size. The mesh stays as it was chosen."""
+    """One micro-batch on every data-parallel rank, or as many as there are pipeline stages; on CPU ranks a micro-batch
+    is one sequence unless the user set another size. The mesh stays as it was chosen."""
     train = base.train
     micro = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
     if "train.micro_batch_size" in explicit and train.micro_batch_size is not None:
@@ -166,13 +218,13 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
     )
 
 
-def _contender(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> Contender:
+def _prepared(config: RunConfig, layout: Layout, name: AnyStrategy) -> PreparedStrategy:
     obtained = obtain_plan(config, layout)
     if obtained is not None:
         memory = plan_memory(config, layout, obtained.plan)
         state = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting
-        return Contender(
-            strategy=strategy,
+        return PreparedStrategy(
+            name=name,
             config=config,
             plan=obtained.plan,
             state_bytes=state,
@@ -180,9 +232,9 @@ def _contender(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> Cont
         )
     estimated = estimate(config, layout)
     if not estimated.fits:
-        raise DoesNotFit(_too_large(config, strategy, estimated))
-    return Contender(
-        strategy=strategy,
+        raise DoesNotFit(_too_large(config, name, estimated))
+    return PreparedStrategy(
+        name=name,
         config=config,
         plan=None,
         state_bytes=estimated.state,
@@ -190,13 +242,13 @@ def _contender(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> Cont
     )
 
 
-def _too_large(config: RunConfig, strategy: AnyStrategy, memory: MemoryEstimate) -> Problem:
+def _too_large(config: RunConfig, name: AnyStrategy, memory: MemoryEstimate) -> Problem:
     return Problem(
         key="--strategies",
-        value=strategy,
+        value=name,
         reason=(
             f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, and {config.cluster.name} has "
             f"{memory.capacity / GIB:.2f} GiB to use"
         ),
-        fix=f"leave {strategy} out, or use more GPUs or tensor-parallel ranks",
+        fix=f"leave {name} out, or use more GPUs or tensor-parallel ranks",
     )

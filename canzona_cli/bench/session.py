@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
-from canzona_cli.bench.lineup import Contender, LineUp, line_up
+from canzona_cli.bench.lineup import LineUp, PreparedStrategy, Sitting, available_bytes, into_sittings, line_up
 from canzona_cli.bench.progress import RoundLines
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
 from canzona_cli.bench.results_file import save
-from canzona_cli.bench.samples import measured, read_samples
-from canzona_cli.bench.sittings import Seating, available_bytes, seat
+from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
 from canzona_cli.cluster.machine import cores, machine_facts
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
 from canzona_cli.errors import (
     CanzonaError,
@@ -28,6 +26,7 @@ from canzona_cli.errors import (
 )
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import RunDirectory, check_free
 from canzona_cli.launch.supervisor import supervise
 from canzona_cli.run.files import write_text_atomic
@@ -143,14 +142,15 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
 
     corpus = ensure_corpus(config, progress)
     files = _create(config, lined_up)
-    seatings = seat(lined_up, available_bytes(config.cluster))
-    say(f"{config.name}: {', '.join(c.strategy for c in lined_up.contenders)} on {plural(config.gpus, 'rank')}, "
-        f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each; {files.root}")  # fmt: skip
+    sittings = into_sittings(lined_up, available_bytes(config.cluster))
+    names = ", ".join(strategy.name for strategy in lined_up.strategies)
+    rounds = f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each"
+    say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; {files.root}")
     measurements = []
-    for number, seating in enumerate(seatings):
-        name = "sitting" if len(seatings) == 1 else f"sitting {number + 1} of {len(seatings)}"
-        measurements.append(_hold(session, files, number, seating, corpus, name, say))
-    result = _result(session, seatings, measurements, machine)
+    for number, sitting in enumerate(sittings):
+        name = "sitting" if len(sittings) == 1 else f"sitting {number + 1} of {len(sittings)}"
+        measurements.append(_run_sitting(session, files, number, sitting, corpus, name, say))
+    result = _result(session, sittings, measurements, machine)
     # With all raw numbers, whatever becomes of it: of strategies that disagree, too.
     save(result, files.result)
     return result, files.root
@@ -192,11 +192,11 @@ def _create(config: RunConfig, lined_up: LineUp) -> BenchFiles:
         else:
             root = Path(config.run.root).absolute()
             root.mkdir(parents=True, exist_ok=True)
-            files = BenchFiles(_new(root, stem))
-        for contender in lined_up.contenders:
-            write_text_atomic(files.config(contender.strategy), dump_resolved(contender.config))
-            if contender.plan is not None:
-                write_text_atomic(files.plan(contender.strategy), contender.plan.to_json())
+            files = BenchFiles(_new_folder(root / stem))
+        for strategy in lined_up.strategies:
+            write_text_atomic(files.config(strategy.name), dump_resolved(strategy.config))
+            if strategy.plan is not None:
+                write_text_atomic(files.plan(strategy.name), strategy.plan.to_json())
     except OSError as error:
         raise EnvironmentProblem(
             Problem(
@@ -209,40 +209,39 @@ def _create(config: RunConfig, lined_up: LineUp) -> BenchFiles:
     return files
 
 
-def _new(root: Path, stem: str) -> Path:
-    number = 1
+def _new_folder(path: Path) -> Path:
+    """That folder, or the next name that is free if another bench started in the same second."""
     while True:
-        path = root / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir()
-        except FileExistsError:  # another bench of this very second
-            number += 1
+        except FileExistsError:
+            path = next_free(path)
         else:
             return path
 
 
-def _hold(
+def _run_sitting(
     session: Session,
     files: BenchFiles,
     number: int,
-    seating: Seating,
+    sitting: Sitting,
     corpus: PreparedCorpus,
     name: str,
     say: Say,
 ) -> dict[str, Measured]:
     """One sitting: real ranks, to their end."""
-    first = seating.contenders[0].config
+    first = sitting.strategies[0].config
     config = replace(first, run=replace(first.run, dir=str(files.sitting(number))))
     layout, run = session.line_up.layout, RunDirectory.create(config)
     command = torchrun.build(config, layout, run.path, module=WORKER_MODULE)
     with run.never_without_result():
         run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
-        Sitting(
-            strategies=tuple(contender.strategy for contender in seating.contenders),
+        Turns(
+            strategies=tuple(strategy.name for strategy in sitting.strategies),
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         ).write(run.files)
-        view = RoundLines(say, name, len(seating.contenders))
+        view = RoundLines(say, name, len(sitting.strategies))
         outcome = supervise(run.files, command, view, ranks=range(config.gpus), say=say)
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
@@ -250,7 +249,7 @@ def _hold(
         raise _failure(outcome)
     return {
         strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
-        for strategy, samples in read_samples(samples_of(run.files)).items()
+        for strategy, samples in read_samples(run.files).items()
     }
 
 
@@ -265,24 +264,24 @@ def _failure(outcome: Outcome) -> CanzonaError:
 
 def _result(
     session: Session,
-    seatings: Sequence[Seating],
+    sittings: Sequence[Sitting],
     measurements: Sequence[Mapping[str, Measured]],
     machine: Mapping[str, str | int | float],
 ) -> BenchResult:
     lined_up, config = session.line_up, session.config
-    reference = lined_up.reference.strategy
+    reference = lined_up.reference.name
     places: dict[str, tuple[int, bool]] = {}
-    for number, seating in enumerate(seatings):
-        for contender in seating.contenders:
-            places.setdefault(contender.strategy, (number, seating.alone))
+    for number, sitting in enumerate(sittings):
+        for strategy in sitting.strategies:
+            places.setdefault(strategy.name, (number, sitting.alone))
     strategies: dict[str, StrategyBench] = {}
-    for contender in lined_up.contenders:
-        sitting, alone = places[contender.strategy]
-        strategies[contender.strategy] = StrategyBench(
-            measured=measurements[sitting][contender.strategy],
-            predicted=_predicted(contender, lined_up),
-            sitting=sitting,
-            arithmetic=contender.arithmetic,
+    for strategy in lined_up.strategies:
+        place, alone = places[strategy.name]
+        strategies[strategy.name] = StrategyBench(
+            measured=measurements[place][strategy.name],
+            predicted=_predicted(strategy, lined_up.layout),
+            sitting=place,
+            arithmetic=strategy.arithmetic,
             alone=alone,
         )
     return BenchResult(
@@ -300,28 +299,28 @@ def _result(
         reference=reference,
         strategies=strategies,
         references=tuple(found.get(reference, measurements[0][reference]) for found in measurements),
-        notes=(*lined_up.notes, *_notes(seatings, reference, machine)),
+        notes=(*lined_up.notes, *_notes(sittings, reference, machine)),
     )
 
 
-def _predicted(contender: Contender, lined_up: LineUp) -> Predicted:
-    prediction = predict(contender.config, lined_up.layout, contender.plan)
+def _predicted(strategy: PreparedStrategy, layout: Layout) -> Predicted:
+    prediction = predict(strategy.config, layout, strategy.plan)
     return Predicted(
         iteration_s=prediction.iteration_s,
         optimizer_s=prediction.optimizer_s,
         phases=dict(prediction.phases),
         load_balance=prediction.load_balance,
-        tensor_bytes=contender.tensor_bytes,
+        tensor_bytes=strategy.tensor_bytes,
         memory_bytes=prediction.memory_bytes,
     )
 
 
-def _notes(seatings: Sequence[Seating], reference: str, machine: Mapping[str, str | int | float]) -> list[str]:
+def _notes(sittings: Sequence[Sitting], reference: str, machine: Mapping[str, str | int | float]) -> list[str]:
     notes = []
-    alone = [contender.strategy for seating in seatings if seating.alone for contender in seating.contenders]
-    if len(seatings) - len(alone) > 1:
+    alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
+    if len(sittings) - len(alone) > 1:
         notes.append(
-            f"not all strategies fit into memory together: {len(seatings)} sittings, each with {reference} in it"
+            f"not all strategies fit into memory together: {len(sittings)} sittings, each with {reference} in it"
         )
     if alone:
         notes.append(

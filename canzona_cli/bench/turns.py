@@ -1,4 +1,4 @@
-"""Strategies of one sitting, taking turns on one rank."""
+"""The strategies of one sitting, taking turns on one rank."""
 
 import gc
 import time
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.bench.files import Sitting
-from canzona_cli.bench.samples import Samples, StepSample
-from canzona_cli.bench.tensors import tensor_bytes
+from canzona_cli.bench.sitting import Samples, StepSample, Turns
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.gathering import finish_gathering
 from canzona_cli.megatron.trainee import Trainee
@@ -19,7 +19,7 @@ from canzona_cli.training.step import train_step
 
 
 @dataclass(kw_only=True)
-class Contestant:
+class RunningStrategy:
     """One strategy on this rank, and what it has done so far."""
 
     trainee: Trainee
@@ -28,78 +28,101 @@ class Contestant:
     processor_s: list[float] = field(default_factory=list)
 
 
-def hold(
-    sitting: Sitting,
-    contestants: Mapping[str, Contestant],
+def take_turns(
+    turns: Turns,
+    strategies: Mapping[str, RunningStrategy],
     *,
     stop_requested: Callable[[], bool],
     tell: Callable[[int, str, float], None],
 ) -> bool:
-    """All rounds. Collective.
+    """Run all rounds. Collective.
 
     Args:
-        stop_requested: whether this rank knows that somebody asked to stop.
-        tell: given round, strategy and last loss after every turn, outside of what is measured.
+        stop_requested: whether this rank knows of a request to stop.
+        tell: receives round, strategy and last loss after every turn, while nothing is measured.
 
     Returns:
-        Whether all rounds were held; False when somebody asked to stop.
+        Whether all rounds were run; False after a request to stop.
 
     Raises:
         WorkerCrashed: a loss or a gradient is not finite; on every rank together.
     """
-    for number in range(sitting.rounds):
-        for name in sitting.order(number):
-            contestant = contestants[name]
+    for number in range(turns.rounds):
+        for name in turns.order(number):
+            strategy = strategies[name]
             try:
-                if not _take_turn(contestant, sitting.steps_per_turn, stop_requested):
+                if not _take_turn(strategy, turns.steps_per_turn, stop_requested):
                     return False
-            except WorkerCrashed as error:  # which of them it was is nothing an optimizer can know
+            except WorkerCrashed as error:  # an optimizer does not know which strategy it belongs to
                 named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
                 raise WorkerCrashed(*named) from error
-            loss = contestant.losses[-1]
+            loss = strategy.losses[-1]
             if loss - loss != 0:
                 raise WorkerCrashed(
                     Problem(
-                        key=f"{name}, step {len(contestant.losses)}",
+                        key=f"{name}, step {len(strategy.losses)}",
                         value=loss,
                         reason="the loss is no longer a finite number",
-                        fix="lower optimizer.lr: times of a run that has diverged say nothing",
+                        fix="lower optimizer.lr: the times of a diverged run mean nothing",
                     )
                 )
             tell(number, name, loss)
     return True
 
 
-def gather_samples(contestants: Mapping[str, Contestant]) -> dict[str, Samples]:
+def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
     """What every rank measured, on every rank. Collective."""
     found = {}
-    for name, contestant in contestants.items():
+    for name, strategy in strategies.items():
         own = tuple(
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
-            for timing, processor_s in zip(contestant.trainee.timer.timings(), contestant.processor_s, strict=True)
+            for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        everyone = _gather((own, tensor_bytes(contestant.trainee)))
+        everyone = _gather((own, tensor_bytes(strategy.trainee)))
         found[name] = Samples(
-            losses=tuple(contestant.losses),
+            losses=tuple(strategy.losses),
             tensor_bytes=tuple(size for _, size in everyone),
             ranks=tuple(steps for steps, _ in everyone),
         )
     return found
 
 
-def _take_turn(contestant: Contestant, steps: int, stop_requested: Callable[[], bool]) -> bool:
-    """A few training steps from one barrier to the next; False when somebody asked to stop."""
-    trainee = contestant.trainee
+def tensor_bytes(trainee: Trainee) -> int:
+    """Bytes that this rank's tensors take from step to step: buffers, masters, optimizer state, messages, scratch."""
+    optimizer = trainee.optimizer
+    tensors = [tensor for buffer in trainee.model.buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    tensors += list(trainee.model.parameters())
+    extra = 0
+    for leaf in _leaves(optimizer):
+        if isinstance(optimizer, CanzonaOptimizer) and leaf is optimizer.matrices:
+            tensors += [master.detach() for master in leaf.masters.values()]
+            states = [group.optimizer.state for group in leaf.groups if group.optimizer is not None]
+            extra += leaf.exchange_bytes
+        else:
+            tensors += leaf.get_parameters()
+            states = [leaf.optimizer.state]
+        tensors += [value for state in states for entry in state.values() for value in entry.values()]
+    storages = {  # each counts once, however many tensors view it
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    }
+    return extra + sum(storages.values())
+
+
+def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[], bool]) -> bool:
+    """A few training steps between two barriers; False after a request to stop."""
+    trainee = strategy.trainee
     with _no_garbage_collection():
         torch.distributed.barrier()
         for _ in range(steps):
             worked = time.process_time()
-            step = train_step(trainee, contestant.batches, stop_requested=stop_requested)
-            contestant.processor_s.append(time.process_time() - worked)
-            contestant.losses.append(step.loss)
+            step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
+            strategy.processor_s.append(time.process_time() - worked)
+            strategy.losses.append(step.loss)
             if step.stop:
                 return False
-        # Else it would run under the next strategy's steps.
+        # Otherwise it would run during the next strategy's steps.
         finish_gathering(trainee.model)
         torch.distributed.barrier()
     return True
@@ -107,7 +130,7 @@ def _take_turn(contestant: Contestant, steps: int, stop_requested: Callable[[], 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What one strategy leaves is not collected in another one's time."""
+    """One strategy's garbage is not collected during another one's steps."""
     gc.collect()
     gc.disable()
     try:
@@ -120,3 +143,8 @@ def _gather[T](value: T) -> list[T]:
     values: list[T] = [value] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def _leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [leaf for child in chained for leaf in _leaves(child)]

@@ -5,16 +5,15 @@ import sys
 import time
 from pathlib import Path
 
-from canzona_cli.bench.files import BenchFiles, Sitting, samples_of
-from canzona_cli.bench.samples import write_samples
+from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, Journal, RankRecord
 
 
 def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Hold the sitting; rank 0 leaves the samples. Every strategy has a model, an optimizer and batches of its own."""
-    from canzona_cli.bench.turns import Contestant, gather_samples, hold
+    """Run one sitting; rank 0 writes the samples. Every strategy has its own model, optimizer and batches."""
+    from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.config.schema import Layout
@@ -24,32 +23,32 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
 
-    sitting, inputs = Sitting.read(files), BenchFiles(files.root.parent)
-    configs = {name: load_resolved(inputs.config(name)) for name in sitting.strategies}
+    turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
+    configs = {name: load_resolved(inputs.config(name)) for name in turns.strategies}
     first = next(iter(configs.values()))
     world = join(first, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
     journal = Journal(files, writes=rank == 0)
     corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
     facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
     data = build_datasets(first, Path(corpus["prefix"]), facts, cache=cache_root(first) / "indices").train
-    contestants: dict[str, Contestant] = {}
+    strategies: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)
         plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
-        contestants[name] = Contestant(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
+        strategies[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
     def tell(number: int, name: str, loss: float) -> None:
-        record.step, record.loss = len(contestants[name].losses), loss
+        record.step, record.loss = len(strategies[name].losses), loss
         if rank == 0:
-            line = {"step": record.step, "loss": loss, "strategy": name, "round": number + 1, "rounds": sitting.rounds}
+            line = {"step": record.step, "loss": loss, "strategy": name, "round": number + 1, "rounds": turns.rounds}
             append_json_line(files.metrics, {**line, "time": time.time()})
 
-    journal.stage("train", f"{sitting.rounds} rounds of {', '.join(sitting.strategies)}")
-    finished = hold(sitting, contestants, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
+    journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.strategies)}")
+    finished = take_turns(turns, strategies, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
     if finished:
-        found = gather_samples(contestants)
+        found = gather_samples(strategies)
         if rank == 0:
-            write_samples(samples_of(files), found)
+            write_samples(files, found)
     parallel.shutdown()
     return "done" if finished else "interrupted"
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.lineup import Contender, LineUp
+from canzona_cli.bench.lineup import LineUp, PreparedStrategy, into_sittings
 from canzona_cli.bench.options import Options, read_options
 from canzona_cli.bench.session import Session, prepare
-from canzona_cli.bench.sittings import seat
 from canzona_cli.bench.sweep import prepare_sweep
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import MuonConfig
@@ -23,7 +22,7 @@ def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] | None = None)
 
 
 def names(line_up: LineUp) -> list[str]:
-    return [contender.strategy for contender in line_up.contenders]
+    return [strategy.name for strategy in line_up.strategies]
 
 
 def problems(*overrides: str, options: Options | None = None, strategies: tuple[AnyStrategy, ...] | None = None) -> str:
@@ -42,7 +41,7 @@ def problems(*overrides: str, options: Options | None = None, strategies: tuple[
 def test_all_strategies_have_one_layout_batch_schedule_and_splitting() -> None:
     line_up = prepared().line_up
     assert names(line_up) == ["canzona", "asc", "layerwise", "sc", "adamw"]
-    configs = [contender.config for contender in line_up.contenders]
+    configs = [strategy.config for strategy in line_up.strategies]
     first = configs[0]
     for config in configs:
         assert (config.parallel, config.train, config.schedule, config.data) == (
@@ -57,8 +56,8 @@ def test_all_strategies_have_one_layout_batch_schedule_and_splitting() -> None:
     assert first.train.steps == 9  # a round to warm up and two measured, three steps each
     assert first.train.global_batch_size == line_up.layout.dp == 2
     assert first.schedule.decay_steps == 120  # the recipe's own rates
-    assert [contender.plan is not None for contender in line_up.contenders] == [True, True, False, False, False]
-    assert {contender.arithmetic for contender in line_up.contenders[:4]} == {line_up.reference.arithmetic}
+    assert [strategy.plan is not None for strategy in line_up.strategies] == [True, True, False, False, False]
+    assert {strategy.arithmetic for strategy in line_up.strategies[:4]} == {line_up.reference.arithmetic}
     assert any("engine.splitting=qkv" in note for note in line_up.notes)
 
 
@@ -67,7 +66,7 @@ def test_what_the_user_sets_stays() -> None:
         "engine.splitting=fused", "train.global_batch_size=8", "train.micro_batch_size=2", strategies=("canzona", "sc")
     )
     line_up = session.line_up
-    assert {contender.config.engine.splitting for contender in line_up.contenders} == {"fused"}
+    assert {strategy.config.engine.splitting for strategy in line_up.strategies} == {"fused"}
     assert (line_up.layout.global_batch_size, line_up.layout.micro_batch_size) == (8, 2)
     assert not any("splitting" in note or "batch" in note for note in line_up.notes)
 
@@ -78,7 +77,7 @@ def test_strategies_that_only_split_further_keep_their_splitting() -> None:
 
 def test_explicitly_different_matrices_are_not_the_same_arithmetic() -> None:
     line_up = prepared("engine.splitting=split", strategies=("canzona", "sc")).line_up
-    ours, theirs = line_up.contenders
+    ours, theirs = line_up.strategies
     assert ours.arithmetic != theirs.arithmetic
 
 
@@ -115,17 +114,17 @@ def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> N
     assert "are on 2 machines" in problems("recipe=tiny", "gpus=16")
 
 
-def contender(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Contender:
-    found = line_up.contenders[place]
+def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> PreparedStrategy:
+    found = line_up.strategies[place]
     return replace(found, state_bytes=int(state_gib * GIB), transient_bytes=int(transient_gib * GIB))
 
 
 def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() -> None:
     line_up = prepared().line_up  # 3.25 GiB for each rank
     sizes = (1.0, 1.0, 1.5, 1.0, 2.5)
-    line_up = replace(line_up, contenders=tuple(contender(line_up, place, size) for place, size in enumerate(sizes)))
-    seatings = seat(line_up, None)
-    assert [(tuple(c.strategy for c in s.contenders), s.alone) for s in seatings] == [
+    line_up = replace(line_up, strategies=tuple(sized(line_up, place, size) for place, size in enumerate(sizes)))
+    sittings = into_sittings(line_up, None)
+    assert [(tuple(member.name for member in sitting.strategies), sitting.alone) for sitting in sittings] == [
         (("canzona", "asc", "sc"), False),  # 3 GiB that stay, and once what a step needs
         (("canzona", "layerwise"), False),
         (("adamw",), True),
@@ -134,10 +133,10 @@ def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() ->
 
 def test_cpu_ranks_share_the_machines_free_memory() -> None:
     line_up = prepared().line_up
-    together = seat(line_up, 64 * GIB)
-    assert [len(seating.contenders) for seating in together] == [5]
+    together = into_sittings(line_up, 64 * GIB)
+    assert [len(sitting.strategies) for sitting in together] == [5]
     # Python and torch alone are 0.75 GiB on each of the four ranks.
-    assert all(seating.alone for seating in seat(line_up, 3 * GIB)[1:])
+    assert all(sitting.alone for sitting in into_sittings(line_up, 3 * GIB)[1:])
 
 
 def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:

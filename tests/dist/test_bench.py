@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.files import Sitting
 from canzona_cli.bench.lineup import LineUp, line_up
 from canzona_cli.bench.losses import disagreements
 from canzona_cli.bench.results import BenchResult, StrategyBench
-from canzona_cli.bench.samples import Samples, measured
-from canzona_cli.bench.turns import Contestant, gather_samples, hold
+from canzona_cli.bench.sitting import Samples, Turns, measured
+from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.corpus import ensure_corpus
@@ -46,30 +45,30 @@ def together(lined: LineUp) -> dict[str, Samples]:
 
 
 def configs(lined: LineUp) -> dict[str, RunConfig]:
-    return {contender.strategy: contender.config for contender in lined.contenders}
+    return {strategy.name: strategy.config for strategy in lined.strategies}
 
 
-def contestants(lined: LineUp, chosen: Configs, world: World) -> dict[str, Contestant]:
+def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningStrategy]:
     """What a worker builds; each reads the same samples for itself."""
     first = lined.reference.config
     corpus = ensure_corpus(first)
     facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
     data = build_datasets(first, corpus.prefix, facts, cache=Path(first.data.cache_dir or "") / "indices").train
-    plans = {contender.strategy: contender.plan for contender in lined.contenders}
+    plans = {strategy.name: strategy.plan for strategy in lined.strategies}
     return {
-        name: Contestant(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))  # type: ignore[index]
+        name: RunningStrategy(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))  # type: ignore[index]
         for name, config in chosen.items()
     }
 
 
 def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
     """A whole sitting of these strategies; what rank 0 gathered."""
-    order = tuple(contender.strategy for contender in lined.contenders if contender.strategy in chosen)
-    sitting = Sitting(strategies=order, rounds=ROUNDS, steps_per_turn=STEPS)
+    order = tuple(strategy.name for strategy in lined.strategies if strategy.name in chosen)
+    turns = Turns(strategies=order, rounds=ROUNDS, steps_per_turn=STEPS)
 
     def rank() -> dict[str, Samples]:
-        taking_part = contestants(lined, chosen, join(lined.reference.config, lined.layout))
-        assert hold(sitting, taking_part, stop_requested=lambda: False, tell=lambda *_: None)
+        taking_part = running(lined, chosen, join(lined.reference.config, lined.layout))
+        assert take_turns(turns, taking_part, stop_requested=lambda: False, tell=lambda *_: None)
         return gather_samples(taking_part)
 
     return run_ranks(lined.layout.world_size, rank)[0]
@@ -80,7 +79,7 @@ def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
 
     def rank() -> tuple[float, ...]:
         world = join(lined.reference.config, lined.layout)
-        (alone,) = contestants(lined, {strategy: configs(lined)[strategy]}, world).values()
+        (alone,) = running(lined, {strategy: configs(lined)[strategy]}, world).values()
         return tuple(train_step(alone.trainee, alone.batches).loss for _ in range(TOTAL))
 
     return run_ranks(lined.layout.world_size, rank)[0]
@@ -88,14 +87,14 @@ def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
 
 def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
     """These measurements in a result."""
-    result = bench(tuple(contender.strategy for contender in lined.contenders))
+    result = bench(tuple(strategy.name for strategy in lined.strategies))
     strategies: dict[str, StrategyBench] = {
-        contender.strategy: replace(
-            result.strategies[contender.strategy],
-            measured=measured(found[contender.strategy], warm_up_rounds=1, steps_per_turn=STEPS),
-            arithmetic=contender.arithmetic,
+        strategy.name: replace(
+            result.strategies[strategy.name],
+            measured=measured(found[strategy.name], warm_up_rounds=1, steps_per_turn=STEPS),
+            arithmetic=strategy.arithmetic,
         )
-        for contender in lined.contenders
+        for strategy in lined.strategies
     }
     return replace(result, strategies=strategies, references=(strategies["canzona"].measured,))
 
@@ -125,10 +124,10 @@ def test_every_rank_and_step_is_recorded_in_the_phases_of_the_breakdown(
 
 
 def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Samples]) -> None:
-    for contender in lined.contenders[:2]:
-        assert contender.tensor_bytes is not None
+    for strategy in lined.strategies[:2]:
+        assert strategy.tensor_bytes is not None
         # Beside what is planned stand step counters and the few bytes that buffers are padded by.
-        assert max(together[contender.strategy].tensor_bytes) == pytest.approx(contender.tensor_bytes, rel=0.01)
+        assert max(together[strategy.name].tensor_bytes) == pytest.approx(strategy.tensor_bytes, rel=0.01)
     assert len(set(together["sc"].tensor_bytes)) == 1  # every rank keeps everything of its fragments
 
 
@@ -145,14 +144,14 @@ def test_strategies_agree_unless_one_of_them_computes_something_else(
 
 
 def test_a_stop_ends_the_turn_after_the_step_at_hand_on_every_rank(lined: LineUp) -> None:
-    sitting = Sitting(strategies=("canzona",), rounds=ROUNDS, steps_per_turn=STEPS)
+    turns = Turns(strategies=("canzona",), rounds=ROUNDS, steps_per_turn=STEPS)
 
     def rank() -> tuple[bool, int]:
         world = join(lined.reference.config, lined.layout)
-        taking_part = contestants(lined, {"canzona": lined.reference.config}, world)
+        taking_part = running(lined, {"canzona": lined.reference.config}, world)
         (own,) = taking_part.values()
-        stop = hold(
-            sitting,
+        stop = take_turns(
+            turns,
             taking_part,
             stop_requested=lambda: world.rank == 0 and len(own.losses) == STEPS,
             tell=lambda *_: None,

@@ -1,4 +1,7 @@
-"""What the workers of a sitting write, and what is computed from it. No torch."""
+"""What the launcher and the ranks of one sitting hand each other, and what a strategy's figures are computed from.
+
+Both sides use this module, so it imports no torch.
+"""
 
 import json
 import statistics
@@ -6,14 +9,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from canzona_cli.bench.results import Measured, PhaseSeconds
-from canzona_cli.run.files import write_text_atomic
+from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 
 _OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """Phases of the optimizer step that a rank spends by itself, or in exchanges with its TP group."""
 _TOGETHER: tuple[str, ...] = ("norm_clip", "param_gather")
 """Phases in which early ranks wait for late ones: until all have finished their backward pass, or have come as far in
 the next forward pass as the gathering needs them. The last of them waits for nothing but the transfer."""
+
+
+@dataclass(frozen=True)
+class BenchFiles:
+    """A bench directory; the folder of each sitting in it is a run directory."""
+
+    root: Path
+
+    @property
+    def result(self) -> Path:
+        return self.root / "bench.json"
+
+    def config(self, strategy: str) -> Path:
+        return self.root / f"config-{strategy}.yaml"
+
+    def plan(self, strategy: str) -> Path:
+        """Only canzona and asc execute one."""
+        return self.root / f"plan-{strategy}.json"
+
+    def sitting(self, number: int) -> Path:
+        return self.root / f"sitting-{number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Which strategies take turns in a sitting, and how often."""
+
+    strategies: tuple[AnyStrategy, ...]
+    """In the order of the first round; each further round starts with the next strategy."""
+    rounds: int
+    """Warm-up included."""
+    steps_per_turn: int
+
+    def order(self, round_: int) -> Sequence[AnyStrategy]:
+        shift = round_ % len(self.strategies)
+        return (*self.strategies[shift:], *self.strategies[:shift])
+
+    def write(self, files: RunFiles) -> None:
+        write_json_atomic(_turns(files), asdict(self))
+
+    @classmethod
+    def read(cls, files: RunFiles) -> "Turns":
+        return TypeAdapter(cls).validate_json(_turns(files).read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +86,13 @@ class Samples:
     """By rank, every step of every turn."""
 
 
-def write_samples(path: Path, found: Mapping[str, Samples]) -> None:
-    """By strategy."""
-    write_text_atomic(path, json.dumps({name: asdict(samples) for name, samples in found.items()}) + "\n")
+def write_samples(files: RunFiles, found: Mapping[str, Samples]) -> None:
+    """By strategy; rank 0 does it."""
+    write_text_atomic(_samples(files), json.dumps({name: asdict(samples) for name, samples in found.items()}) + "\n")
 
 
-def read_samples(path: Path) -> dict[str, Samples]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(dict[str, Samples]).validate_json(path.read_bytes())
+def read_samples(files: RunFiles) -> dict[str, Samples]:
+    return TypeAdapter(dict[str, Samples]).validate_json(_samples(files).read_bytes())
 
 
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
@@ -89,3 +136,11 @@ def _optimizer_s(step: Sequence[StepSample]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
+
+
+def _turns(files: RunFiles) -> Path:
+    return files.root / "sitting.json"
+
+
+def _samples(files: RunFiles) -> Path:
+    return files.root / "samples.json"

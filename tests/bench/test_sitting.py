@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.samples import Samples, StepSample, measured, read_samples, write_samples
+from canzona_cli.bench.sitting import Samples, StepSample, Turns, measured, read_samples, write_samples
+from canzona_cli.run.files import RunFiles
 
 
 def step(step_s: float, *, update: float = 0.0, norm: float = 0.0, exchange: float = 0.0) -> StepSample:
@@ -49,5 +50,12 @@ def test_without_matrices_the_load_is_balanced() -> None:
 
 def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
     found = {"sc": samples((step(0.1), step(1 / 3)), (step(2.0), step(1e-9)))}
-    write_samples(tmp_path / "samples.json", found)
-    assert read_samples(tmp_path / "samples.json") == found
+    write_samples(RunFiles(tmp_path), found)
+    assert read_samples(RunFiles(tmp_path)) == found
+
+
+def test_each_round_starts_with_the_next_strategy(tmp_path: Path) -> None:
+    Turns(strategies=("canzona", "sc", "adamw"), rounds=4, steps_per_turn=3).write(RunFiles(tmp_path))
+    turns = Turns.read(RunFiles(tmp_path))
+    assert [turns.order(number)[0] for number in range(turns.rounds)] == ["canzona", "sc", "adamw", "canzona"]
+    assert turns.order(1) == ("sc", "adamw", "canzona")
