@@ -97,7 +97,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
-        from canzona_cli.report.failure import show_failure
+        from canzona_cli.report.errors import show_failure
 
         sys.exit(show_failure(error))
 

@@ -28,7 +28,7 @@ from canzona_cli.cluster.detect import gpu_inventory
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.planner.cost import algorithm, flops, work
-from canzona_cli.report.failure import show_failure
+from canzona_cli.report.errors import show_failure
 from canzona_cli.run.statistics import Spread
 
 if TYPE_CHECKING:  # torch and Megatron take seconds to import; that there is no GPU is told at once

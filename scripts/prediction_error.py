@@ -21,7 +21,7 @@ from rich.table import Table
 from canzona_cli.bench.results import BenchResult, Measured
 from canzona_cli.bench.results_file import load
 from canzona_cli.errors import CanzonaError
-from canzona_cli.report.errors import render_error
+from canzona_cli.report.errors import ErrorView
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Spread
 from canzona_cli.run.words import clean, milliseconds, plural
@@ -174,7 +174,7 @@ def main(paths: list[Path]) -> int:
     try:
         results = [load(path) for path in paths]
     except CanzonaError as error:
-        Console(stderr=True, highlight=False).print(render_error(error))
+        Console(stderr=True, highlight=False).print(ErrorView(error=error))
         return int(error.exit_code)
     console = Console(highlight=False)
     for of in TIMES:

@@ -47,7 +47,7 @@ def calibrate(
     from canzona_cli.calibrate.in_step import Steps, with_steps
     from canzona_cli.calibrate.profile_file import check_writable, default_path, write_profile
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.report.calibration import CalibrationView, Progress, closing
+    from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)

@@ -33,7 +33,7 @@ def list_(where: Where = None, json: Json = False) -> None:
     By manifest and sizes alone; `canzona checkpoint verify` reads the content.
     """
     from canzona_cli.checkpoint.choose import choose
-    from canzona_cli.report.checkpoints import Listing
+    from canzona_cli.report.checkpoint import Listing
 
     listing = Listing(choose(where))
     _print(listing.as_json() if json else listing)
@@ -63,7 +63,7 @@ def show(where: Where = None, json: Json = False) -> None:
     """Show what the newest or a given checkpoint holds."""
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.errors import CheckpointInvalid
-    from canzona_cli.report.checkpoint_content import Content
+    from canzona_cli.report.checkpoint import Content
 
     found = choose(where).newest
     if found.manifest is None:

@@ -21,7 +21,7 @@ def doctor(
 
         typer.echo(json_text(diagnosis.as_json()))
     else:
-        from canzona_cli.report.doctor import render_diagnosis
+        from canzona_cli.report.doctor import DiagnosisView
 
-        Console(highlight=False).print(render_diagnosis(diagnosis))
+        Console(highlight=False).print(DiagnosisView(diagnosis=diagnosis))
     raise typer.Exit(int(diagnosis.exit_code))

@@ -297,9 +297,9 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
 
 def _say_why(outcome: "Outcome", errors: "Console") -> None:
     """The failing rank's own error first, then where it happened, then where to read on."""
-    from canzona_cli.report.errors import render_error
+    from canzona_cli.report.errors import ErrorView
 
-    errors.print(render_error(outcome.error()))
+    errors.print(ErrorView(error=outcome.error()))
     if outcome.traceback:
         errors.print()
         for line in outcome.traceback:

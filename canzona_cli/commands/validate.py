@@ -45,7 +45,7 @@ def validate(
         describe_optimizer,
         describe_plan,
     )
-    from canzona_cli.report.text import wrapped
+    from canzona_cli.report.page import labelled
     from canzona_cli.run.words import count
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
@@ -78,8 +78,5 @@ def validate(
         ("steps", f"{config.train.steps:,}, {count(config.train.steps * tokens)} tokens"),
         ("data", describe_data(config, corpus)),
     ]
-    for label, value in rows:
-        first = f"{label:<10} "
-        for line in wrapped(Text(value), console, console.options, first=first, rest=" " * len(first)):
-            line.stylize("dim", 0, len(first))
-            console.print(line)
+    for row in labelled(rows, 11, indent=0):
+        console.print(row)

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Device
 from canzona_cli.report.breakdown import Breakdown, PhaseTime, Spread, relative_error
+from canzona_cli.report.charts import bar
 from canzona_cli.report.header import batch_factors, describe_layout
-from canzona_cli.report.text import bar, wrapped
+from canzona_cli.report.text import wrapped
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
 

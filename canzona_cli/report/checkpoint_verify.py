@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
@@ -14,7 +14,7 @@ from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.checkpoint.verify import foreign_files, verify
 from canzona_cli.errors import CheckpointInvalid, Problem
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural, size, step_time
 
 VERSION = 1
@@ -30,25 +30,27 @@ class Verified:
     seconds: float
     problems: tuple[Problem, ...]
     foreign: tuple[str, ...]
-    """Names in its folder that are nothing of it."""
+    """Names in its folder that are not part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllVerified:
-    """A rich renderable, and the stable form of `canzona checkpoint verify --json`."""
+class AllVerified(Page):
+    """A line for each, and the stable form of `canzona checkpoint verify --json`."""
 
     root: str
     each: tuple[Verified, ...]
 
     @property
     def problems(self) -> list[Problem]:
-        """Of all checkpoints. What they offer instead has been read in full where several have been."""
+        """Of all checkpoints; where several were read, the fix names the last one before it that is intact."""
         found: list[Problem] = []
-        whole: str | None = None
+        intact: str | None = None
         for verified in self.each:
             if not verified.problems:
-                whole = verified.found.name
-            fix = f"go on from the one before it: checkpoint.resume={whole}" if whole else "no earlier one is whole"
+                intact = verified.found.name
+            fix = "no earlier one is intact"
+            if intact is not None:
+                fix = f"resume from the last intact one before it: checkpoint.resume={intact}"
             found += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
         return found
 
@@ -72,19 +74,18 @@ class AllVerified:
             ],
         }
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        good, bad = ("ok  ", "FAIL") if options.ascii_only else ("✓", "✗")
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        good, bad = ("ok  ", "FAIL") if screen.ascii_only else ("✓", "✗")
         for verified in self.each:
             mark = (bad, "bold red") if verified.problems else (good, "green")
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
             said = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             if verified.problems:
                 said = f"{plural(len(verified.problems), 'bad file')}; {said}"
-            line = Text.assemble(mark, f" {verified.found.name}  {said}")
-            yield from wrapped(line, console, options, rest="      ")
+            yield wrapped(Text.assemble(mark, f" {verified.found.name}  {said}"), rest="      ")
             if verified.foreign:
-                note = f"also in the folder, never read: {', '.join(map(clean, verified.foreign))}"
-                yield from wrapped(Text(note, style="yellow"), console, options, first="    ", rest="    ")
+                names = ", ".join(map(clean, verified.foreign))
+                yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")
 
 
 def verify_all(chosen: Chosen) -> AllVerified:

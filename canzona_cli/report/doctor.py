@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cluster.findings import Diagnosis, Finding, Group, Status
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, Wrapped, wrapped
 from canzona_cli.run.words import clean, plural
 
 _TITLES: Mapping[Group, str] = {
@@ -30,23 +30,19 @@ _MARKS: Mapping[Status, tuple[str, str, str]] = {
 _NAME_WIDTH = 20
 
 
-def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
-    """Findings grouped, with fixes below what needs one, and at the end what can run here."""
-    return _DiagnosisView(diagnosis=diagnosis)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _DiagnosisView:
+class DiagnosisView(Page):
+    """Findings grouped, with fixes below what needs one, and at the end what can run here."""
+
     diagnosis: Diagnosis
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         for group, findings in groupby(self.diagnosis.findings, key=lambda finding: finding.group):
             yield Text(_TITLES[group], style="bold")
             for finding in findings:
-                yield from _finding(finding, console, options)
+                yield from _finding(finding, screen)
             yield Text()
-        for text in self._verdict():
-            yield from wrapped(text, console, options)
+        yield from map(wrapped, self._verdict())
 
     def _verdict(self) -> Iterator[Text]:
         diagnosis = self.diagnosis
@@ -62,20 +58,12 @@ class _DiagnosisView:
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
 
 
-def _finding(finding: Finding, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+def _finding(finding: Finding, screen: Screen) -> Iterator[Wrapped]:
     symbol, word, style = _MARKS[finding.status]
-    mark = word if options.ascii_only else symbol
-    name = clean(finding.name)
-    head = f"  {mark} {name:<{_NAME_WIDTH}}"
-    if len(name) >= _NAME_WIDTH:
-        head += " "
+    mark = word if screen.ascii_only else symbol
+    name = f"{clean(finding.name):<{_NAME_WIDTH - 1}} "
     rest = " " * (len(mark) + 3 + _NAME_WIDTH)
     text = Text.assemble(clean(finding.value), ": ", (clean(finding.meaning), "dim"))
-    for number, line in enumerate(wrapped(text, console, options, first=head, rest=rest)):
-        if number == 0:
-            line.stylize(style, 2, 2 + len(mark))
-        yield line
+    yield wrapped(text, first=Text.assemble("  ", (mark, style), f" {name}"), rest=rest)
     if finding.fix:
-        arrow = "-> " if options.ascii_only else "→ "
-        fix = Text(clean(finding.fix), style="green")
-        yield from wrapped(fix, console, options, first=rest + arrow, rest=" " * (len(rest) + len(arrow)))
+        yield wrapped(clean(finding.fix), "green", first=f"{rest}{screen.arrow} ")

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -18,7 +18,7 @@ from canzona_cli.launch.torchrun import (
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.header import describe_batch, describe_layout, describe_plan
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
@@ -26,8 +26,8 @@ RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """A rich renderable. Configuration and command are never wrapped, so that they can be copied."""
+class DryRun(Page):
+    """Configuration and command are never wrapped, so that they can be copied."""
 
     config: RunConfig
     config_yaml: str
@@ -36,26 +36,23 @@ class DryRun:
     memory: MemoryEstimate
     command: LaunchCommand
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        times = "x" if options.ascii_only else "×"
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
         yield Text()
         rows = {
-            "layout": describe_layout(self.layout, self._unit, times=times),
-            "batch": describe_batch(self.layout, self.config.train.seq_length, times=times),
+            "layout": describe_layout(self.layout, self._unit, times=screen.times),
+            "batch": describe_batch(self.layout, self.config.train.seq_length, times=screen.times),
             **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
             "memory": self._memory(),
         }
         for label, value in rows.items():
-            first = f"{label:<10}"
-            line = Text(clean(value))
-            yield from wrapped(line, console, options, first=first, rest=" " * len(first))
+            yield wrapped(clean(value), first=f"{label:<10}")
         yield Text()
         yield from _verbatim("environment", _assignments(self.command.environment))
         yield Text()
         yield from _verbatim("command" + self._where(), self._command().splitlines())
         for note in self._notes():
-            yield from wrapped(Text(note, style="dim"), console, options)
+            yield wrapped(note, "dim")
 
     @property
     def _unit(self) -> str:

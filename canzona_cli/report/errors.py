@@ -1,55 +1,75 @@
-"""How an error reads at the terminal: what, where, why, and what to do, for every problem at once."""
+"""How errors read at the terminal: what, where, why, and what to do, for every problem at once; or that it is a bug."""
 
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.text import Text
 
+from canzona_cli import __version__
 from canzona_cli.config.redaction import redacted, shown_value
-from canzona_cli.errors import CanzonaError, Problem
-from canzona_cli.report.text import wrapped
+from canzona_cli.errors import CanzonaError, ExitCode, Problem
+from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
 _LONGEST_VALUE = 200
 
 
-def render_error(error: CanzonaError) -> RenderableType:
-    """A renderable of the error: a headline, then per problem `key = value`, the reason and the fix behind an arrow.
-
-    Wraps to the console's width with hanging indents; text from users is shown literally, never read as markup.
-    """
-    return _ErrorView(error=error)
+def show_failure(error: Exception) -> int:
+    """Say what ended the command, on standard error; returns its exit code."""
+    if not isinstance(error, CanzonaError):
+        return _show_bug(error)
+    Console(stderr=True).print(ErrorView(error=error))
+    return int(error.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ErrorView:
+class ErrorView(Page):
+    """A headline, then per problem `key = value`, the reason and the fix behind an arrow."""
+
     error: CanzonaError
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         problems = self.error.problems
         headline = Text(self.error.headline, style="bold red")
         if len(problems) > 1:
             headline.append(f": {plural(len(problems), 'problem')}")
-        yield from wrapped(headline, console, options)
+        yield wrapped(headline)
         for problem in problems:
             yield Text()
-            yield from _problem(problem, console, options)
+            yield wrapped(_place(problem), "bold", first="  ", rest="      ")
+            yield wrapped(clean(redacted(problem.reason), newlines=True), first="    ")
+            if problem.fix:
+                fix = clean(redacted(problem.fix), newlines=True)
+                yield wrapped(fix, "green", first=f"    {screen.arrow} ")
 
 
-def _problem(problem: Problem, console: Console, options: ConsoleOptions) -> RenderResult:
-    place = Text(clean(redacted(problem.key)), style="bold")
-    if problem.value is not None:
-        shown = shown_value(problem.key, problem.value)
-        value = clean(str(shown).lower() if isinstance(shown, bool) else shown)
-        if len(value) > _LONGEST_VALUE:
-            value = value[: _LONGEST_VALUE - 3] + "..."
-        # An empty string would read as a forgotten value.
-        place.append(f" = {value}" if value else " = ''")
-    yield from wrapped(place, console, options, first="  ", rest="      ")
-    yield from wrapped(
-        Text(clean(redacted(problem.reason), newlines=True)), console, options, first="    ", rest="    "
-    )
-    if problem.fix:
-        arrow = "-> " if options.ascii_only else "→ "
-        fix = Text(clean(redacted(problem.fix), newlines=True), style="green")
-        yield from wrapped(fix, console, options, first=f"    {arrow}", rest=" " * (4 + len(arrow)))
+def _place(problem: Problem) -> str:
+    place = clean(redacted(problem.key))
+    if problem.value is None:
+        return place
+    shown = shown_value(problem.key, problem.value)
+    value = clean(str(shown).lower() if isinstance(shown, bool) else shown)
+    if len(value) > _LONGEST_VALUE:
+        value = value[: _LONGEST_VALUE - 3] + "..."
+    # An empty string would read as a forgotten value.
+    return f"{place} = {value or "''"}"
+
+
+def _show_bug(error: Exception) -> int:
+    report = redacted("".join(traceback.format_exception(error)))
+    header = f"canzona {__version__}, Python {sys.version.split()[0]}, {sys.platform}\n"
+    sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {redacted(str(error))}\n")
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="canzona-bug-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(header + redacted(" ".join(sys.argv)) + "\n\n" + report)
+    except OSError:
+        sys.stderr.write(report)
+    else:
+        sys.stderr.write(f"The traceback is in {path}; please report it together with what you did.\n")
+    return int(ExitCode.CRASH)

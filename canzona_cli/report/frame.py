@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canzona_cli.report.chart import line_chart
+from canzona_cli.report.charts import line_chart, sparkline
 from canzona_cli.report.state import TrainState
-from canzona_cli.report.text import sparkline
 from canzona_cli.run.words import MISSING, clean, count, duration, number, step_time
 
 _WIDE = 110

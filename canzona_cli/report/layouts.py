@@ -1,11 +1,9 @@
 """The table of layouts: what each size becomes on each number of GPUs, and whether it fits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cluster import fit
@@ -13,7 +11,8 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.tables import Table
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -34,40 +33,38 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts:
-    """All rows of one recipe; a rich renderable, readable from 80 columns."""
+class Layouts(Page):
+    """All rows of one recipe, readable from 80 columns."""
 
     config: RunConfig
     rows: tuple[Row, ...]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         model, cluster = self.config.model, self.config.cluster
         count = parameter_count(model)
         optimizer = self.config.optimizer.name
         strategy = "" if optimizer == "adamw" else f" ({self.config.engine.strategy})"
         job = f" on {cluster.name}, {optimizer}{strategy}, sequences of {self.config.train.seq_length} tokens"
-        yield from wrapped(Text.assemble((self.config.name, "bold"), job), console, options)
+        yield wrapped(Text.assemble((self.config.name, "bold"), job))
         parameters = f"{_billions(count.total)} parameters"
         if model.name in PUBLISHED:
             total, body = PUBLISHED[model.name]
             parameters += f" (published {total}), {_billions(count.non_embedding)} without embeddings ({body})"
-        for line in (parameters, "batch: sequences a step = micro-batch x accumulation x DP"):
-            yield from wrapped(Text(line, style="dim"), console, options)
-        style = box.ASCII if options.ascii_only else box.SIMPLE_HEAD
-        table = Table(box=style, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        yield wrapped(parameters, "dim")
+        yield wrapped("batch: sequences a step = micro-batch x accumulation x DP", "dim")
         ranks = "GPUs" if cluster.device == "cuda" else "ranks"
-        table.add_column(ranks, justify="right", no_wrap=True)
+        table = Table()
+        table.add_numbers(ranks)
         table.add_column("layout", min_width=14, no_wrap=True)
-        table.add_column("batch", justify="right", no_wrap=True)
+        table.add_numbers("batch")
         table.add_column("recompute", no_wrap=True)
-        table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right", no_wrap=True)
+        table.add_numbers(f"GiB of {capacity(self.config) / GIB:.1f}")
         for row in self.rows:
             table.add_row(*_cells(row), style="" if row.fits else "yellow")
         yield table
         for row in self.rows:
             if row.note:
-                text = Text(row.note, style="yellow")
-                yield from wrapped(text, console, options, first=f"{row.gpus:>{len(ranks)}}: ", rest=" " * 6)
+                yield wrapped(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
 
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:

@@ -12,11 +12,12 @@ from rich.text import Text
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier, RunStatus, TrainView
 from canzona_cli.planner.obtain import Obtained
+from canzona_cli.report.charts import bar
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
+from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.plain import PlainView, closing
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
-from canzona_cli.report.text import bar, wrapped
 from canzona_cli.run.events import Note
 from canzona_cli.run.words import clean, duration, real
 
@@ -63,7 +64,6 @@ class LiveView:
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
-        options = self._console.options
         rows = header_rows(
             self.state.config,
             self.state.layout,
@@ -71,17 +71,13 @@ class LiveView:
             corpus,
             plan=plan,
             earlier=earlier,
-            ascii_only=options.ascii_only,
+            ascii_only=self._console.options.ascii_only,
         )
         if earlier is not None:
             with self._lock:
                 self.state.go_on(earlier)
-        for label, value in rows:
-            first = f"  {label:<11}"
-            text = Text(value, style="bold" if label == "recipe" else "")
-            for line in wrapped(text, self._console, options, first=first, rest=" " * len(first)):
-                line.stylize("dim", 0, len(first))
-                self._console.print(line)
+        styled = ((label, Text(value, style="bold" if label == "recipe" else "")) for label, value in rows)
+        self._console.print(*labelled(styled, 11))
         self._console.print()
 
     def progress(self, what: str, fraction: float) -> None:
@@ -113,8 +109,7 @@ class LiveView:
 
     def note(self, note: Note) -> None:
         text = Text(f"  {note.text}", style="yellow" if note.warning else "dim")
-        for line in wrapped(text, self._console, self._console.options, rest="    "):
-            self._console.print(line)
+        self._console.print(wrapped(text, rest="    "))
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         if self._closed:
@@ -123,9 +118,7 @@ class LiveView:
             self._closed = True
         if self._live.is_started:
             self._live.stop()
-        text = Text(closing(self.state, status, message), style=_STATUS_STYLE[status])
-        for line in wrapped(text, self._console, self._console.options, first="  ", rest="  "):
-            self._console.print(line)
+        self._console.print(wrapped(closing(self.state, status, message), _STATUS_STYLE[status], first="  "))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:

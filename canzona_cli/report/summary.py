@@ -13,7 +13,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.report.breakdown import Breakdown, load_breakdown
 from canzona_cli.report.breakdown_table import render
-from canzona_cli.report.chart import line_chart
+from canzona_cli.report.charts import line_chart
 from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import wrapped

@@ -50,7 +50,7 @@ def test_the_list_has_a_line_for_each_and_fits_the_terminal(run: Path, columns: 
     assert max(map(len, done.stdout.splitlines())) <= max(columns, len(f"checkpoints in {run}/checkpoints"))
     for step in (10, 20):
         line = next(line for line in done.stdout.splitlines() if line.startswith(f"step-{step:08d}"))
-        for part in ("KiB", "3", "TP 2 × DP 2", "muon (canzona)", "whole"):
+        for part in ("KiB", "3", "TP 2 × DP 2", "muon (canzona)", "intact"):
             assert part in line
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_has_not_been_saved_yet_has_an_empty_list(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text("")
     done = canzona("checkpoint", "list", str(tmp_path))
     assert done.returncode == 0
-    assert "there is none yet" in done.stdout
+    assert "there are none yet" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])

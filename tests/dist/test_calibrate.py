@@ -22,7 +22,7 @@ from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.planner.cost import algorithm, seconds
-from canzona_cli.report.calibration import Progress
+from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable
 from tests.dist.ranks import run_ranks
@@ -161,6 +161,6 @@ def test_a_crash_keeps_what_was_measured_and_the_logs(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=90)
     assert process.returncode == 70, said
     assert "the abacus is stuck" in said
-    [log] = [line.removeprefix("its whole output: ") for line in said.splitlines() if "whole output" in line]
+    [log] = [line.removeprefix("full output: ") for line in said.splitlines() if "full output" in line]
     assert "ValueError" in Path(log).read_text()
     assert compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster.not_measured

@@ -1,17 +1,19 @@
 """Every problem of an error reaches the reader whole, literally, and inside the width of the terminal."""
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, Problem
-from canzona_cli.report.errors import render_error
+from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, Problem
+from canzona_cli.report.errors import ErrorView, show_failure
 
 
 def shown(error: CanzonaError, width: int, *, terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, legacy_windows=False)
-    console.print(render_error(error))
+    console.print(ErrorView(error=error))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -80,7 +82,7 @@ def test_an_empty_value_is_visible() -> None:
 
 def test_ascii_terminals_get_an_ascii_arrow() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(file=file, width=80).print(render_error(ConfigError(MISTAKES.problems[0])))
+    Console(file=file, width=80).print(ErrorView(error=ConfigError(MISTAKES.problems[0])))
     file.seek(0)
     assert "    -> choose 1, 2, 4, 8 or 16" in file.read()
 
@@ -88,3 +90,26 @@ def test_ascii_terminals_get_an_ascii_arrow() -> None:
 def test_truth_values_are_written_as_one_types_them() -> None:
     problem = Problem(key="cluster.transformer_engine", value=True, reason="is not installed")
     assert "cluster.transformer_engine = true" in shown(ConfigError(problem), 80)
+
+
+def test_a_users_mistake_gives_its_own_exit_code_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(key="gpus", value=0, reason="must be at least 1", fix="set gpus=1")
+    assert (show_failure(ConfigError(problem)), show_failure(EnvironmentProblem(problem))) == (2, 3)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("set gpus=1") == 2
+    assert "Traceback" not in told.err
+
+
+def test_a_bug_is_one_line_with_the_traceback_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="odd") as caught:
+        raise ValueError("odd")
+    assert show_failure(caught.value) == 70
+    told = capsys.readouterr().err
+    assert "bug in canzona: ValueError: odd" in told
+    assert "Traceback" not in told
+    found = re.search(r"is in (\S+);", told)
+    assert found is not None
+    kept = Path(found[1])
+    assert 'raise ValueError("odd")' in kept.read_text()
+    kept.unlink()

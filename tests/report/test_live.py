@@ -15,10 +15,9 @@ import pytest
 from rich.console import Console
 
 from canzona_cli.launch.view import Earlier, TrainView
-from canzona_cli.report.chart import line_chart
+from canzona_cli.report.charts import bar, line_chart, sparkline
 from canzona_cli.report.live import LiveView, PlainView, make_view
 from canzona_cli.report.state import History, TrainState
-from canzona_cli.report.text import bar, sparkline
 from canzona_cli.run.events import Note
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics

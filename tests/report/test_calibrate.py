@@ -9,7 +9,7 @@ from rich.console import Console
 
 from canzona_cli.calibrate.calibrate import Calibration, as_json
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.report.calibration import CalibrationView, Progress, closing
+from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 from tests.calibrate.calibrations import RECORD, calibration, cut_off, number, run
 
 
@@ -40,7 +40,7 @@ def test_how_it_ended_is_said() -> None:
     crash = Outcome(status="failed", exit_code=70, message="rank 1: it broke", log=Path("/logs/1"))
     failed = shown(calibration(replace(RECORD, measurements=()), crash), None)
     assert "failed: rank 1: it broke" in failed
-    assert "its whole output: /logs/1" in failed
+    assert "full output: /logs/1" in failed
     assert not any("written" in line for line in failed)
 
 

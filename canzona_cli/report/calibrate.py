@@ -1,11 +1,11 @@
-"""How `canzona calibrate` reads: progress while it measures, then each number with its spread and what was assumed."""
+"""What `canzona calibrate` prints: progress, then each number with its spread and what the base profile assumed."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from canzona_cli.calibrate.calibrate import Calibration
@@ -16,11 +16,13 @@ from canzona_cli.launch.view import Earlier, RunStatus
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
 from canzona_cli.planner.obtain import Obtained
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.tables import Table
 from canzona_cli.run.events import Note
 from canzona_cli.run.words import MISSING, clean, milliseconds, size
 
-_NAME, _NUMBER, _SPREAD, _BEFORE = 35, 9, 7, 9
+_NAME, _BEFORE = 31, 9
+"""Characters of the first column, so that all tables have the same, and of the last column's head."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),
@@ -70,82 +72,80 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationView:
-    """Tables of what was measured, and what to beware of."""
+class CalibrationView(Page):
+    """Tables of what was measured next to what the base profile says, and what to beware of."""
 
     found: Calibration
     config: RunConfig
     """That was measured for, its cluster the base profile."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         found = self.found
         if found.record.measurements:
-            yield from self._rates()
-            yield from self._updates()
-            yield from self._collectives()
-            yield from self._steps()
+            for table in (self._rates(), self._updates(), self._collectives(), self._steps()):
+                if table.row_count:
+                    yield table
+                    yield Text()
         yield Text(f"took {found.seconds:.0f} s, load average {found.load:.1f} at the start")
         for skipped in found.record.skipped:
-            yield from wrapped(Text(clean(skipped)), console, options, first="left to the cost model: ", rest="  ")
+            yield wrapped(clean(skipped), first="left to the cost model: ", rest="  ")
         for warning in found.warnings:
-            yield from wrapped(Text(clean(warning), style="yellow"), console, options, first="warning: ", rest="  ")
+            yield wrapped(clean(warning), "yellow", first="warning: ", rest="  ")
 
-    def _rates(self) -> Iterator[Text]:
-        base = self.found.base
-        yield _titles("", "measured", "spread", f"{base.name}")
+    def _rates(self) -> Table:
+        base, table = self.found.base, self._measured("")
         for m in self.found.record.measurements:
             if m.quantity == "matmul_tflops":
-                size_ = int(m.key[0])
-                before = matmul_rate(base, size_, "bf16") / 1e12
-                yield _line(f"bf16 products of {size_}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
+                before = matmul_rate(base, int(m.key[0]), "bf16") / 1e12
+                _add(table, f"bf16 products of {m.key[0]}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
             elif m.quantity in _SINGLE:
                 name, unit = _SINGLE[m.quantity]
-                yield _line(f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
-        factors = (("forward", self.found.profile.forward_factor), ("backward", self.found.profile.backward_factor))
+                _add(table, f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
         for m in self.found.record.measurements:
-            for name, factor in factors:
-                if m.quantity == name:
-                    yield _line(
-                        f"{name}, times its model", f"{factor:.3g}", m, f"{getattr(base, f'{name}_factor'):.3g}"
-                    )
-        yield Text()
+            if m.quantity in ("forward", "backward"):
+                factor, before = (getattr(profile, f"{m.quantity}_factor") for profile in (self.found.profile, base))
+                _add(table, f"{m.quantity}, times its model", f"{factor:.3g}", m, f"{before:.3g}")
+        return table
 
-    def _updates(self) -> Iterator[Text]:
-        rows = [m for m in self.found.record.measurements if m.quantity == "updates"]
-        if not rows:
-            return
-        assumed = _Assumed(self.config)
-        yield _titles("update of a matrix, ms", "measured", "spread", self.found.base.name)
-        for m in sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:])):
-            name = f"{m.key[0]} {m.key[1]}x{m.key[2]}"
-            yield _line(name, milliseconds(m.spread.median), m, assumed.update(m.key))
-        yield Text()
+    def _updates(self) -> Table:
+        assumed, table = _Assumed(self.config), self._measured("update of a matrix, ms")
+        for m in self._sorted("updates"):
+            _add(table, f"{m.key[0]} {m.key[1]}x{m.key[2]}", milliseconds(m.spread.median), m, assumed.update(m.key))
+        return table
 
-    def _collectives(self) -> Iterator[Text]:
-        rows = [m for m in self.found.record.measurements if m.quantity == "collectives"]
-        if not rows:
-            return
-        yield _titles("collective, ms", "measured", "spread", self.found.base.name)
+    def _collectives(self) -> Table:
+        rows, table = self._sorted("collectives"), self._measured("collective, ms")
         links = Links(cluster=replace(self.found.base, collectives=()))
-        for m in sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:])):
+        for m in rows:
             kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
             if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
                 continue  # the file has them all
-            name = f"{kind} among {ranks}, {size(bytes_)}"
             before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
-            yield _line(name, milliseconds(m.spread.median), m, before)
-        yield Text()
+            _add(table, f"{kind} among {ranks}, {size(bytes_)}", milliseconds(m.spread.median), m, before)
+        return table
 
-    def _steps(self) -> Iterator[Text]:
-        factors = self.found.profile.step_factors
-        if not factors:
-            return
-        yield Text("in whole steps, times what its parts take alone", style="dim")
-        for name, factor in factors.items():
-            yield Text(f"{name:<{_NAME}}{factor:>{_NUMBER}.3g}")
-        if self.found.profile.crowding != 1.0:
-            yield Text(f"{'ranks that outnumber the cores':<{_NAME}}{self.found.profile.crowding:>{_NUMBER}.3g}")
-        yield Text()
+    def _steps(self) -> Table:
+        profile = self.found.profile
+        table = Table()
+        table.add_column("in whole steps", min_width=_NAME)
+        table.add_numbers("factor")
+        for name, factor in profile.step_factors.items():
+            table.add_row(name, f"{factor:.3g}")
+        if profile.step_factors and profile.crowding != 1.0:
+            table.add_row("ranks that outnumber the cores", f"{profile.crowding:.3g}")
+        return table
+
+    def _measured(self, title: str) -> Table:
+        """An empty table of measurements, their spread, and what the base profile says."""
+        table = Table()
+        table.add_column(title, min_width=_NAME, overflow="fold")
+        base = self.found.base.name
+        table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
+        return table
+
+    def _sorted(self, quantity: Quantity) -> list[Measurement]:
+        rows = [m for m in self.found.record.measurements if m.quantity == quantity]
+        return sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:]))
 
 
 def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
@@ -156,7 +156,7 @@ def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iter
     elif found.outcome.status == "failed":
         yield Text(f"failed: {clean(found.outcome.message)}", style="bold red")
         if found.outcome.log is not None:
-            yield Text(f"its whole output: {found.outcome.log}")
+            yield Text(f"full output: {found.outcome.log}")
     if written is not None:
         where = shown(written)
         yield Text(f"written: {where}", style="bold")
@@ -208,11 +208,5 @@ def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | N
     return links.through(bytes_, group).seconds
 
 
-def _titles(name: str, measured: str, spread: str, before: str) -> Text:
-    before = before if len(before) < _BEFORE else f"{before[: _BEFORE - 2]}…"
-    return Text(f"{name:<{_NAME}}{measured:>{_NUMBER}}{spread:>{_SPREAD}}{before:>{_BEFORE}}", style="dim")
-
-
-def _line(name: str, value: str, m: Measurement, before: str) -> Text:
-    text = f"{clean(name):<{_NAME}}{value:>{_NUMBER}}{m.spread.relative:>{_SPREAD}.0%}{before:>{_BEFORE}}"
-    return Text(text, no_wrap=True, overflow="ignore")
+def _add(table: Table, name: str, value: str, m: Measurement, before: str) -> None:
+    table.add_row(clean(name), value, f"{m.spread.relative:.0%}", before)

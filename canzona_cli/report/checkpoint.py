@@ -1,0 +1,204 @@
+"""`canzona checkpoint list` and `canzona checkpoint show`: which checkpoints there are, and what one holds."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from blake3 import blake3
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.checkpoint.choose import Chosen
+from canzona_cli.checkpoint.manifest import Header, Manifest
+from canzona_cli.checkpoint.shard_file import tensor_bytes
+from canzona_cli.checkpoint.store import Found
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import CanzonaError
+from canzona_cli.report.header import describe_layout, header_rows
+from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
+from canzona_cli.report.tables import Cell, GroupedTable, Table, column
+from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size
+
+VERSION = 1
+"""Of the JSON: additions keep it, anything else raises it."""
+_CONFIG = "config.yaml"
+_LAYOUT = "layout.json"
+_LARGEST_LAYOUT = 1 << 16
+_BIGGEST = 5
+
+
+@dataclass(frozen=True)
+class Listing(Page):
+    """A run's checkpoints as a table, and the stable form of `canzona checkpoint list --json`."""
+
+    chosen: Chosen
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "root": str(self.chosen.root),
+            "checkpoints": [_as_json(found) for found in self.chosen.found],
+        }
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        yield wrapped(f"checkpoints in {clean(self.chosen.root)}", "dim")
+        if not self.chosen.found:
+            yield Text("there are none yet")
+            return
+        rows = [_cells(found, screen.times) for found in self.chosen.found]
+        heads = ("age", "size", "ranks", "layout", "optimizer", "state")
+        groups = [column(head, cells) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)]
+        yield GroupedTable(head="checkpoint", labels=[found.name for found in self.chosen.found], groups=groups)
+        for problem in (problem for found in self.chosen.found for problem in found.problems):
+            yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
+        if all(found.sound for found in self.chosen.found):
+            yield wrapped("intact by manifest and sizes; `canzona checkpoint verify` reads the content", "dim")
+
+
+def _cells(found: Found, times: str) -> tuple[Cell, ...]:
+    manifest, layout = found.manifest, _saved_layout(found)
+    if manifest is None:
+        return (*[MISSING] * 5, Text("damaged", style="bold red"))
+    return (
+        duration(max(0.0, time.time() - manifest.created)),
+        size(manifest.bytes),
+        f"{manifest.world_size:,}",
+        MISSING if layout is None else describe_layout(layout, "rank", times=times).partition(": ")[2],
+        _optimizer_words(manifest),
+        Text("intact", style="green"),
+    )
+
+
+def _as_json(found: Found) -> dict[str, object]:
+    manifest, layout = found.manifest, _saved_layout(found)
+    return {
+        "name": found.name,
+        "step": found.step,
+        "path": str(found.path),
+        "sound": found.sound,
+        "problems": [{"file": problem.key, "reason": problem.reason} for problem in found.problems],
+        "created": None if manifest is None else manifest.created,
+        "bytes": None if manifest is None else manifest.bytes,
+        "world_size": None if manifest is None else manifest.world_size,
+        "optimizer": None if manifest is None else manifest.optimizer,
+        "strategy": None if manifest is None else manifest.strategy,
+        "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content(Page):
+    """What one checkpoint holds, and the stable form of `canzona checkpoint show --json`."""
+
+    found: Found
+    manifest: Manifest
+
+    def as_json(self) -> dict[str, object]:
+        manifest, layout = self.manifest, _saved_layout(self.found)
+        return {
+            "version": VERSION,
+            "name": self.found.name,
+            "path": str(self.found.path),
+            "created": manifest.created,
+            "canzona": manifest.canzona,
+            "progress": asdict(manifest.progress),
+            "optimizer": manifest.optimizer,
+            "strategy": manifest.strategy,
+            "splitting": manifest.splitting,
+            "world_size": manifest.world_size,
+            "layout": None if layout is None else asdict(layout),
+            "bytes": manifest.bytes,
+            "files": {name: asdict(file) for name, file in manifest.files.items()},
+            "kinds": {kind: {"tensors": len(sizes), "bytes": sum(sizes)} for kind, sizes in self._kinds().items()},
+            "tensors": {
+                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "file": tensor.file}
+                for name, tensor in manifest.tensors.items()
+            },
+            "scalars": dict(manifest.scalars),
+        }
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        yield from labelled(((label, clean(value)) for label, value in self._rows(screen)), 11)
+        yield Text()
+        yield self._table()
+        yield Text()
+        biggest = sorted(self._sizes(), key=lambda item: (-item[1], item[0]))[:_BIGGEST]
+        for place, (name, held) in enumerate(biggest):
+            tensor = self.manifest.tensors[name]
+            shape = f" {screen.times} ".join(f"{edge:,}" for edge in tensor.shape)
+            first = f"  {'' if place else 'biggest':<11}"
+            yield wrapped(clean(f"{name}  {tensor.dtype} {shape}, {size(held)}"), first=first, rest=" " * 15)
+        yield note("intact by manifest and sizes; `canzona checkpoint verify` reads the content")
+
+    def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
+        manifest = self.manifest
+        progress, config = manifest.progress, self._config()
+        yield "checkpoint", f"{self.found.name}, {self.found.path}"
+        age = duration(max(0.0, time.time() - manifest.created))
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
+        yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
+        planned = "" if config is None else f" of {config.train.steps:,}"
+        yield "progress", f"step {progress.step:,}{planned}, {progress.samples:,} sequences, {progress.tokens:,} tokens"
+        for said in guarded(progress.skipped, progress.fallbacks):
+            yield "guards", said
+        yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
+        layout = _saved_layout(self.found)
+        if config is not None and layout is not None:
+            rows = header_rows(config, layout, self.found.path, None, ascii_only=screen.ascii_only)
+            yield from (row for row in rows if row[0] != "run")
+            return
+        yield "optimizer", _optimizer_words(manifest)
+        if layout is not None:
+            yield "layout", describe_layout(layout, "rank", times=screen.times)
+
+    def _config(self) -> RunConfig | None:
+        """The settings it was written with; None where they cannot be read or are not those of the manifest."""
+        from canzona_cli.config.compose import load_resolved
+
+        path, entry = self.found.path / _CONFIG, self.manifest.files.get(_CONFIG)
+        try:
+            if entry is None or blake3(path.read_bytes()).hexdigest() != entry.blake3:
+                return None
+            return load_resolved(path)
+        except (CanzonaError, OSError):
+            return None
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(name, tensor_bytes(t.dtype, t.shape)) for name, t in self.manifest.tensors.items()]
+
+    def _kinds(self) -> dict[str, list[int]]:
+        """Sizes of tensors by what they are: master, exp_avg, momentum_buffer, random."""
+        kinds: dict[str, list[int]] = {}
+        for name, held in self._sizes():
+            unit, _, kind = name.rpartition("/")
+            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(held)
+        return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
+
+    def _table(self) -> Table:
+        table = Table("kind")
+        table.add_numbers("tensors", "size", "share")
+        total = sum(held for _, held in self._sizes())
+        for kind, sizes in self._kinds().items():
+            share = f"{sum(sizes) / total:.1%}" if total else MISSING
+            table.add_row(Text(clean(kind)), f"{len(sizes):,}", size(sum(sizes)), share)
+        table.add_row("scalars", f"{len(self.manifest.scalars):,}")
+        return table
+
+
+def _saved_layout(found: Found) -> Layout | None:
+    """How the ranks that wrote a checkpoint were laid out; None where that was not saved."""
+    if found.manifest is None or _LAYOUT not in found.manifest.files:
+        return None
+    if found.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
+        return None
+    try:
+        return Layout(**json.loads((found.path / _LAYOUT).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _optimizer_words(header: Header) -> str:
+    """`muon (canzona)`; AdamW alone needs no strategy."""
+    strategy = "" if header.optimizer == "adamw" else f" ({clean(header.strategy)})"
+    return f"{clean(header.optimizer)}{strategy}"

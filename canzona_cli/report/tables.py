@@ -1,0 +1,146 @@
+"""Tables at a terminal: plain ones, and groups of columns of which as many stand side by side as it has room for.
+
+Both are rich's, with what pipes and narrow terminals need: no trailing spaces, rules in ASCII where there is only that,
+columns that do not fit below the others instead of numbers cut off.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import rich.table
+from rich.box import Box
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.segment import Segment
+from rich.text import Text
+
+Cell = str | Text
+_GAP = 2
+
+
+class _Ruled(Box):
+    """A rule below the heads and between sections, in ASCII where there is only that."""
+
+    def substitute(self, options: ConsoleOptions, safe: bool = True) -> Box:
+        return Box(str(self).replace("─", "-"), ascii=True) if options.ascii_only else self
+
+
+_RULED = _Ruled("    \n    \n ── \n    \n ── \n    \n    \n    \n")
+_INTERRUPTED = _Ruled("    \n    \n ─  \n    \n ─  \n    \n    \n    \n")
+"""Between columns."""
+
+
+class Table(rich.table.Table):
+    """Ours: two spaces between columns, and no spaces at the ends of lines."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        self.add_words(*names)
+
+    def add_words(self, *names: str) -> None:
+        """Columns of text, on several lines where there is no room."""
+        for name in names:
+            self.add_column(name, overflow="fold")
+
+    def add_numbers(self, *names: str) -> None:
+        """Columns of numbers: at the right, on one line."""
+        for name in names:
+            self.add_column(name, justify="right", no_wrap=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(super().__rich_console__(console, options)):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                yield from line[:-1]
+                yield Segment(line[-1].text.rstrip(), line[-1].style)
+            yield Segment.line()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Columns that stay together."""
+
+    title: str = ""
+    """Above the heads."""
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    """A cell for each head; a single cell has the whole width; an empty tuple is an empty row."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(
+            max(1, len(head), *(_text(row[place]).cell_len for row in self.rows if len(row) == len(self.heads)))
+            for place, head in enumerate(self.heads)
+        )
+
+    @property
+    def width(self) -> int:
+        alone = (_text(row[0]).cell_len for row in self.rows if len(row) == 1)
+        return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
+
+    def joined(self, cells: Sequence[Cell]) -> Text:
+        """One row, every cell at the right end of its column."""
+        line = Text(no_wrap=True)
+        widths = self.widths if len(cells) > 1 else (0,)
+        for place, (cell, width) in enumerate(zip(map(_text, cells), widths, strict=False)):
+            line.append(" " * (width - cell.cell_len + (place > 0))).append_text(cell)
+        return line
+
+
+def column(head: str, cells: Sequence[Cell]) -> Columns:
+    """One column without a title."""
+    return Columns(heads=(head,), rows=tuple((cell,) for cell in cells))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedTable:
+    """One table, or several with the same labels in front, none wider than the terminal if possible."""
+
+    labels: Sequence[Cell]
+    """Of the rows; each group has as many rows."""
+    groups: Sequence[Columns]
+    head: str = ""
+    """Over the labels."""
+    sections: Collection[int] = ()
+    """Rows before which a rule is drawn."""
+    styles: Sequence[str] = ()
+    """Of the rows."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
+        for number, groups in enumerate(self._side_by_side(options.max_width - gutter)):
+            if number:
+                yield Text()
+            yield self._table(groups)
+
+    def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
+        """The groups in their order, as many at a time as fit."""
+        taken: list[Columns] = []
+        for group in self.groups:
+            if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
+                yield taken
+                taken = []
+            taken.append(group)
+        yield taken
+
+    def _table(self, groups: Sequence[Columns]) -> Table:
+        titled = any(group.title for group in groups)
+        table = Table()
+        table.box = _INTERRUPTED if titled else _RULED
+        table.add_column(Text("\n" * titled + self.head, style="not bold dim"), no_wrap=True)
+        for group in groups:
+            title = [Text(group.title, style="bold", justify="center", no_wrap=True)] * titled
+            heads = [Text.assemble(group.joined(group.heads), style="not bold dim", justify="right")]
+            table.add_column(
+                Group(*title, *(heads if any(group.heads) else ())), justify="right", no_wrap=True, width=group.width
+            )
+        for number, label in enumerate(self.labels):
+            if number in self.sections:
+                table.add_section()
+            cells = (group.joined(group.rows[number]) for group in groups)
+            table.add_row(_text(label), *cells, style=self.styles[number] if self.styles else "")
+        return table
+
+
+def _text(cell: Cell) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
