@@ -47,7 +47,8 @@ class Table(rich.table.Table):
             self.add_column(name, justify="right", no_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in Segment.split_lines(super().__rich_console__(console, options)):
+        drawn = super().__rich_console__(console, options)
+        for line in Segment.split_lines(piece for piece in drawn if isinstance(piece, Segment)):
             while line and not line[-1].text.strip():
                 line.pop()
             if line:
