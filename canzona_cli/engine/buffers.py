@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.routes import Route
+from canzona_cli.planner.exchange import Route
 
 SETS = 2
 

@@ -24,20 +24,7 @@ class Fragments:
     """
 
     def __init__(self, model: ModelConfig, tp: int, rank: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._model, self._tp, self._rank, self._parameters = model, tp, rank, parameters
-
-    def holders(self, matrix: Matrix) -> range:
-        """TP ranks that store a part of it: all of them, or its home alone."""
-        return range(self._tp) if matrix.home is None else range(matrix.home, matrix.home + 1)
-
-    def senders(self, matrix: Matrix, host: int) -> range:
-        """TP ranks whose gradients make up the whole: where every rank has all of it, the host's own do."""
-        return range(host, host + 1) if is_replicated(matrix) else self.holders(matrix)
-
-    def elements(self, matrix: Matrix) -> int:
-        """Of the fragment on one of the ranks that hold one."""
-        whole = matrix.home is not None or is_replicated(matrix)
-        return matrix.elements if whole else matrix.elements // self._tp
+        self._model, self.tp, self._rank, self._parameters = model, tp, rank, parameters
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
         """This rank's part of the reduced gradient; valid on the matrix's owner."""
@@ -71,9 +58,9 @@ class Fragments:
 
     def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Where the fragment of TP rank `rank` goes in the whole (rows, columns), in the shape of `in_parameter`."""
-        model, tp, kind = self._model, self._tp, matrix.kind
+        model, tp, kind = self._model, self.tp, matrix.kind
         rows, cols = matrix.rows, matrix.cols
-        if matrix.home is not None or is_replicated(matrix) or head_of(matrix) is not None:
+        if matrix.home is not None or matrix.replicated or head_of(matrix) is not None:
             return whole
         if kind in ("q", "k", "v"):
             groups = model.num_query_groups // tp
@@ -83,11 +70,6 @@ class Fragments:
         if matrix.shard_dim == 0:
             return whole.view(tp, rows // tp, cols)[rank]
         return whole.view(rows, tp, cols // tp)[:, rank]
-
-
-def is_replicated(matrix: Matrix) -> bool:
-    """Whether every TP rank has the whole of it."""
-    return matrix.shard_dim is None and matrix.home is None
 
 
 def head_of(matrix: Matrix) -> int | None:

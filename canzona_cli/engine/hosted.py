@@ -7,10 +7,10 @@ import torch
 
 from canzona_cli.engine.buffers import Exchange, Messages
 from canzona_cli.engine.fragments import Fragments
-from canzona_cli.engine.routes import Route
 from canzona_cli.megatron.in_flight import Watcher
 from canzona_cli.megatron.timers import PhaseTimer, Span
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import Route, senders
 from canzona_cli.run.phases import Phase
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -88,7 +88,7 @@ class HostedGroup:
         self._own_weights = [
             (place, _Copy(fragments.weight(m), fragments.in_whole(m, master.detach(), wiring.rank)))
             for place, (m, master) in enumerate(zip(self.hosted, self._masters, strict=True))
-            if wiring.rank in fragments.holders(m)
+            if wiring.rank in m.holders(fragments.tp)
         ]
         # Weights in: message to parameter.
         arriving = weights[0].receive_flags
@@ -118,7 +118,7 @@ class HostedGroup:
         offset = 0
         for matrix in self.hosted:
             remote = [parcel for parcel in route.receives if parcel.matrix is matrix]
-            own = fragments.gradient(matrix) if rank in fragments.senders(matrix, rank) else None
+            own = fragments.gradient(matrix) if rank in senders(matrix, rank, fragments.tp) else None
             if not remote and own is not None and is_whole(matrix, own):
                 self._grads.append(own.view(matrix.rows, matrix.cols))
                 self._in_place.append(own)
@@ -220,8 +220,8 @@ def scratch_elements(fragments: Fragments, rank: int, matrices: Sequence[Matrix]
 
 
 def _lies_whole(fragments: Fragments, rank: int, matrix: Matrix) -> bool:
-    senders = fragments.senders(matrix, rank)
-    return senders == range(rank, rank + 1) and is_whole(matrix, fragments.gradient(matrix))
+    alone = senders(matrix, rank, fragments.tp) == range(rank, rank + 1)
+    return alone and is_whole(matrix, fragments.gradient(matrix))
 
 
 def is_whole(matrix: Matrix, gradient: torch.Tensor) -> bool:

@@ -9,12 +9,11 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.buffers import Exchange, Messages
 from canzona_cli.engine.fallbacks import Fallbacks
-from canzona_cli.engine.fragments import is_replicated
 from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratch_elements
 from canzona_cli.engine.masters import MasterOptimizer
-from canzona_cli.engine.routes import Route, from_hosts, to_hosts
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import Route, from_hosts, senders, to_hosts
 from canzona_cli.planner.plan import Plan
 
 SCRATCH_BYTES = 256 << 20
@@ -175,9 +174,7 @@ class MatrixOptimizer(MasterOptimizer):
         # A few at a time: this needs memory beside the pipeline's own.
         for batch in _runs(matrices, SCRATCH_BYTES // 4):
             hosts = [self._hosts[matrix.index] for matrix in batch]
-            route = to_hosts(
-                batch, hosts, senders=fragments.senders, elements=fragments.elements, rank=rank, tp=self._tp
-            )
+            route = to_hosts(batch, hosts, rank=rank, tp=self._tp)
             messages = Messages.for_routes([route], torch.float32, self._wiring.device)
             exchange = Exchange(route, messages, 0, self._wiring.tp_group)
             for parcel in route.sends:
@@ -189,7 +186,7 @@ class MatrixOptimizer(MasterOptimizer):
                 view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
                 view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
             for matrix, host in zip(batch, hosts, strict=True):
-                if host == rank and rank in fragments.senders(matrix, host):
+                if host == rank and rank in senders(matrix, host, self._tp):
                     own = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
                     own.copy_(fragments.weight(matrix))
 
@@ -210,19 +207,15 @@ class MatrixOptimizer(MasterOptimizer):
         return scratch_elements(self._wiring.fragments, self._wiring.rank, batch, hosts)
 
     def _routes(self, batch: Sequence[Matrix]) -> tuple[Route, Route]:
-        fragments, rank = self._wiring.fragments, self._wiring.rank
-        hosts = [self._hosts[matrix.index] for matrix in batch]
-        return (
-            to_hosts(batch, hosts, senders=fragments.senders, elements=fragments.elements, rank=rank, tp=self._tp),
-            from_hosts(batch, hosts, holders=fragments.holders, elements=fragments.elements, rank=rank, tp=self._tp),
-        )
+        rank, hosts = self._wiring.rank, [self._hosts[matrix.index] for matrix in batch]
+        return to_hosts(batch, hosts, rank=rank, tp=self._tp), from_hosts(batch, hosts, rank=rank, tp=self._tp)
 
     def _gradient_slices(self, plan: Plan, stage: int, owner: int) -> list[torch.Tensor]:
         """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
         fragments = self._wiring.fragments
-        if any(is_replicated(matrix) and self._tp > 1 for matrix in self._owned):
-            held = [m for m in self._owned if self._wiring.rank in fragments.holders(m)]
-            return [fragments.gradient(m) for m in held if not is_replicated(m) or self._wiring.rank == 0]
+        if any(matrix.replicated and self._tp > 1 for matrix in self._owned):
+            held = [m for m in self._owned if self._wiring.rank in m.holders(self._tp)]
+            return [fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
         buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
         found = []
         for bucket, group in zip(buckets, matrix_groups(self._model), strict=True):

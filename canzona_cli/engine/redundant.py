@@ -17,7 +17,7 @@ from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.factory import optimizer_factory
 from canzona_cli.engine.fallbacks import Fallbacks
-from canzona_cli.engine.fragments import Fragments, is_replicated
+from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.hosted import MakeOptimizer, is_whole
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.megatron.adamw import build_adamw
@@ -87,7 +87,7 @@ class Gathering:
 
     def travels(self, matrix: Matrix) -> bool:
         """Whether a rank lacks a part of it."""
-        return self._tp > 1 and not is_replicated(matrix)
+        return self._tp > 1 and not matrix.replicated
 
     def gather(self, matrix: Matrix, fragment: torch.Tensor, whole: torch.Tensor) -> None:
         """Fragments of all TP ranks into `whole`, fp32 (rows, columns). Every rank of the group calls it.
@@ -203,7 +203,7 @@ class RedundantOptimizer(MasterOptimizer):
         """This rank's fragments; where TP ranks have equal copies of a matrix, only the first one's count."""
         gathering = self._gathering
         held = [matrix for matrix in self._matrices if _stores(gathering, matrix)]
-        return [gathering.fragments.gradient(m) for m in held if not is_replicated(m) or gathering.rank == 0]
+        return [gathering.fragments.gradient(m) for m in held if not m.replicated or gathering.rank == 0]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -244,4 +244,4 @@ def lies_whole(gathering: Gathering, matrix: Matrix) -> bool:
 
 def _stores(gathering: Gathering, matrix: Matrix) -> bool:
     """Whether this TP rank has a part of the weight."""
-    return gathering.rank in gathering.fragments.holders(matrix)
+    return gathering.rank in matrix.holders(gathering.fragments.tp)

@@ -33,6 +33,19 @@ class Matrix:
     def elements(self) -> int:
         return self.rows * self.cols
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every TP rank holds the whole of it."""
+        return self.shard_dim is None and self.home is None
+
+    def holders(self, tp: int) -> range:
+        """TP ranks that store a part of it: all of them, or its home alone."""
+        return range(tp) if self.home is None else range(self.home, self.home + 1)
+
+    def held_elements(self, tp: int) -> int:
+        """Elements on each of its `holders`."""
+        return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
+
     def fragment_elements(self, tp: int) -> int:
         """Elements on one TP rank; with a home, its share on average: the heads of a unit are dealt out evenly."""
-        return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
+        return self.elements if self.replicated else self.elements // tp

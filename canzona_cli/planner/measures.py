@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.exchange import exchange
 from canzona_cli.planner.memory import (
     capacity,
     element_bytes,
@@ -75,7 +76,7 @@ class Communication:
     dp_gather_bytes: int
     """Updated weights, the same way back."""
     tp_exchange_bytes: int
-    """Gradient fragments to hosts and new weights from them."""
+    """Gradient fragments to hosts, new weights and their flags from them."""
     dp_byte_balance: float
     """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
@@ -140,7 +141,7 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     return Communication(
         dp_reduce_bytes=round(moved * grad),
         dp_gather_bytes=round(moved * width),
-        tp_exchange_bytes=max(_exchanged(config, plan), default=0),
+        tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
@@ -155,24 +156,19 @@ def _byte_balance(plan: Plan) -> float:
     return busiest / even if even else 1.0
 
 
-def _exchanged(config: RunConfig, plan: Plan) -> list[int]:
+def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     """Bytes each rank sends inside its TP group in a step: by stage, then cell."""
-    mesh = plan.subject.layout
+    mesh, cells = plan.subject.layout, plan.assignment.cells
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
-    stored = [0] * (mesh.pp * mesh.owners)  # fragment elements of an owner's matrices on each of its TP ranks
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        owner = matrix.stage * mesh.owners + cell.owner
-        if matrix.home is not None and matrix.home != cell.host:
-            sent[owner * mesh.tp + matrix.home] += matrix.elements * grad
-            sent[owner * mesh.tp + cell.host] += matrix.elements * width
-        if matrix.shard_dim is None or mesh.tp == 1:
-            continue
-        fragment = matrix.elements // mesh.tp
-        stored[owner] += fragment
-        # Its host keeps its own gradient fragment, and sends the other ranks' new weights.
-        sent[owner * mesh.tp + cell.host] += (mesh.tp - 1) * fragment * width - fragment * grad
-    return [stored[place // mesh.tp] * grad + own for place, own in enumerate(sent)]
+    for group in plan.groups:
+        moved = exchange(
+            [plan.matrices[index] for index in group.matrices], [cells[index].host for index in group.matrices], mesh.tp
+        )
+        first = mesh.rank(group.stage, group.owner * mesh.tp)
+        for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
+            sent[first + host] += gradients * grad + weights * width
+    return sent
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:

@@ -7,12 +7,13 @@ matrices, a fragment of 1 / tp of each.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import exchange
 from canzona_cli.planner.types import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
@@ -35,11 +36,20 @@ class Link:
 class Job:
     """One matrix as its owner's pipeline sees it."""
 
-    index: int
+    matrix: Matrix
     host: int
     seconds: float
-    size: int
-    """Bytes of the whole matrix in the exchange."""
+    width: int
+    """Bytes of an element in the exchange."""
+
+    @property
+    def index(self) -> int:
+        return self.matrix.index
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole matrix in the exchange."""
+        return self.matrix.elements * self.width
 
 
 def micro_groups(
@@ -67,13 +77,13 @@ def micro_groups(
     link = link or Link()
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        job = Job(index=matrix.index, host=cell.host, seconds=cost, size=matrix.elements * bytes_per_element)
+        job = Job(matrix=matrix, host=cell.host, seconds=cost, width=bytes_per_element)
         held.setdefault((matrix.stage, cell.owner), []).append(job)
-    known: dict[tuple[tuple[int, float, int], ...], list[tuple[int, ...]]] = {}
+    known: dict[Hashable, list[tuple[int, ...]]] = {}
     found: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held.items()):
         # Most owners have the same costs on the same hosts; each such list is grouped once.
-        key = tuple((job.host, job.seconds, job.size) for job in jobs)
+        key = tuple((job.host, job.seconds, job.size, job.matrix.home, job.matrix.replicated) for job in jobs)
         if key not in known:
             positions = {job.index: position for position, job in enumerate(jobs)}
             known[key] = [tuple(positions[i] for i in group) for group in _groups(jobs, layout.tp, settings, link)]
@@ -114,10 +124,7 @@ def greedy_hosts(
     bytes_per_element: int,
 ) -> list[int]:
     """Hosts of an owner's matrices by the paper's rule, in the order of `indices`."""
-    jobs = [
-        Job(index=index, host=0, seconds=costs[index], size=matrices[index].elements * bytes_per_element)
-        for index in indices
-    ]
+    jobs = [Job(matrix=matrices[index], host=0, seconds=costs[index], width=bytes_per_element) for index in indices]
     placed = {job.index: job.host for group in _rolled_back(jobs, tp, c_max_bytes) for job in group}
     return [placed[index] for index in indices]
 
@@ -133,26 +140,29 @@ def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: Link) -> fl
     ready = [0.0] * tp
     leaving: tuple[float, float] | None = None  # when the previous group is updated, and how long its weights travel
     for group in groups:
-        travel = _exchange_seconds(group, tp, link)
-        arrived = stream = stream + travel
+        inwards, outwards = _exchange_seconds(group, tp, link)
+        arrived = stream = stream + inwards
         if leaving is not None:
             stream = max(stream, leaving[0]) + leaving[1]
         for job in group:
             ready[job.host] = max(ready[job.host], arrived) + job.seconds
-        leaving = max(ready), travel
+        leaving = max(ready), outwards
     return max(stream, leaving[0]) + leaving[1] if leaving is not None else 0.0
 
 
-def _exchange_seconds(group: Iterable[Job], tp: int, link: Link) -> float:
+def _exchange_seconds(group: Sequence[Job], tp: int, link: Link) -> tuple[float, float]:
+    """Of the gradients' exchange and the weights', both at the wider element of the two.
+
+    Without the weights' flags: a few bytes should not decide between groupings that take equally long.
+    """
     if tp == 1:
-        return 0.0
-    hosted = [0] * tp
-    for job in group:
-        hosted[job.host] += job.size
-    total = sum(hosted)
-    # A rank receives the other ranks' fragments of what it hosts, and sends its own of what the others host.
-    most = max(max(own * (tp - 1), total - own) for own in hosted) / tp
-    return link.latency_s + most / link.bytes_per_s
+        return 0.0, 0.0
+    moved = exchange([job.matrix for job in group], [job.host for job in group], tp, flags=False)
+    width = group[0].width
+    return (
+        link.latency_s + moved.gradients.busiest * width / link.bytes_per_s,
+        link.latency_s + moved.weights.busiest * width / link.bytes_per_s,
+    )
 
 
 def _groups(jobs: Sequence[Job], tp: int, settings: PlanSettings, link: Link) -> list[Group]:
@@ -255,5 +265,5 @@ def _least_busy(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[Job]
         if capacity is not None and hosted[host] > capacity:
             return None
         heapq.heapreplace(heap, (busy + job.seconds, host))
-        placed.append(Job(index=job.index, host=host, seconds=job.seconds, size=job.size))
+        placed.append(replace(job, host=host))
     return sorted(placed, key=lambda j: j.index)

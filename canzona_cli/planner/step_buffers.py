@@ -12,10 +12,11 @@ Besides, an all-to-all of gradients needs memory while backward runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import exchange
 from canzona_cli.planner.memory import BATCH_BYTES, element_bytes, exchange_bytes
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import scratch_bytes
@@ -54,15 +55,26 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             copied = [_copied(config, plan.matrices[index], 1, 0) for group in groups for index in group]
             found.append(StepBuffers(gradients=batch_bytes(copied), reduction=held))
             continue
-        loads = [_GroupLoad.of(config, plan, group) for group in groups]
+        hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
+        moved = [
+            exchange([plan.matrices[index] for index in group], at, mesh.tp)
+            for group, at in zip(groups, hosts, strict=True)
+        ]
         sets = min(2, len(groups))
         weight, gradient = exchange_bytes(config)
         for host in range(mesh.tp):
-            messages = gradient * (_most(load.grads_out[host] for load in loads))
-            messages += gradient * (_most(load.grads_in[host] for load in loads))
-            messages += weight * (_most(load.weights_out[host] for load in loads))
-            messages += weight * (_most(load.weights_in[host] for load in loads))
-            copied_most = _most(load.copied[host] for load in loads)
+            messages = gradient * _most(one.gradients.sent[host] for one in moved)
+            messages += gradient * _most(one.gradients.received[host] for one in moved)
+            messages += weight * _most(one.weights.sent[host] for one in moved)
+            messages += weight * _most(one.weights.received[host] for one in moved)
+            copied_most = _most(
+                sum(
+                    _copied(config, plan.matrices[index], mesh.tp, host)
+                    for index, own in zip(group, at, strict=True)
+                    if own == host
+                )
+                for group, at in zip(groups, hosts, strict=True)
+            )
             found.append(StepBuffers(exchange=sets * messages, gradients=_FP32 * copied_most, reduction=held))
     return found
 
@@ -76,49 +88,11 @@ def batch_bytes(elements: Sequence[int]) -> int:
     return _FP32 * most
 
 
-@dataclass(frozen=True, kw_only=True)
-class _GroupLoad:
-    """Elements of one micro-group, by TP rank."""
-
-    grads_out: list[int] = field(default_factory=list)
-    grads_in: list[int] = field(default_factory=list)
-    weights_out: list[int] = field(default_factory=list)
-    weights_in: list[int] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)
-    """Of whole gradients that have to be put together."""
-
-    @classmethod
-    def of(cls, config: RunConfig, plan: Plan, group: Sequence[int]) -> "_GroupLoad":
-        tp = plan.subject.layout.tp
-        grads_out, grads_in, weights_out, weights_in, copied = ([0] * tp for _ in range(5))
-        for index in group:
-            matrix, host = plan.matrices[index], plan.assignment.cells[index].host
-            copied[host] += _copied(config, matrix, tp, host)
-            replicated = matrix.shard_dim is None and matrix.home is None
-            fragment = matrix.elements if matrix.home is not None else matrix.fragment_elements(tp)
-            for rank in range(tp) if matrix.home is None else (matrix.home,):
-                if rank == host:
-                    continue
-                if not replicated:  # a host has the gradient of what every rank stores whole
-                    grads_out[rank] += fragment
-                    grads_in[host] += fragment
-                weights_out[host] += fragment
-                weights_in[rank] += fragment
-            # With the weights every rank is told whether each matrix's update was finite.
-            for rank in range(tp):
-                if rank != host:
-                    weights_out[host] += 1
-                    weights_in[rank] += 1
-        return cls(
-            grads_out=grads_out, grads_in=grads_in, weights_out=weights_out, weights_in=weights_in, copied=copied
-        )
-
-
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
     head = matrix.name.rpartition(".")[2].isdigit()
     interleaved = matrix.kind in ("q", "k", "v") and not head
-    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.shard_dim is None))
+    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
     return 0 if here and not interleaved and element_bytes(config)[1] == _FP32 else matrix.elements
 
 

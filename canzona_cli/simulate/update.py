@@ -21,6 +21,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
+from canzona_cli.planner.exchange import Exchange, Traffic, exchange
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.memory import element_bytes, exchange_bytes
 from canzona_cli.planner.types import Assignment, MicroGroup
@@ -121,7 +122,7 @@ class UpdateModel:
                 ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) * self._packing)
                 ranks.work(host, "matrix_update", self._updating * load.seconds[host])
                 ranks.work(host, "exchange", load.hosted[host] * 2 * self._width * self._packing)
-            weights.append(ranks.exchange(self._weights(load)))
+            weights.append(ranks.exchange(self._travel(load.moved.weights, self._width)))
             if number + 2 < len(loads):
                 gradients.append(self._send_gradients(loads[number + 2], ranks))
             if number:
@@ -133,7 +134,7 @@ class UpdateModel:
         """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
         for index in members:
             matrix = self._matrices[index]
-            if self._tp > 1 and (matrix.shard_dim is not None or matrix.home is not None):
+            if self._tp > 1 and not matrix.replicated:
                 # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
                 gather = self._links.all_gather(4.0 * matrix.elements, self._group)
                 rank.wait(0, rank.exchange(gather.times(self._exchanging)))
@@ -145,34 +146,25 @@ class UpdateModel:
             rank.work(0, "matrix_update", self._updating * alone)
 
     def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
-        load = _Load(self._tp)
-        for index in group.matrices:
-            matrix, host = self._matrices[index], assignment.cells[index].host
+        members = [self._matrices[index] for index in group.matrices]
+        hosts = [assignment.cells[index].host for index in group.matrices]
+        load = _Load(self._tp, exchange(members, hosts, self._tp))
+        for matrix, host in zip(members, hosts, strict=True):
             load.hosted[host] += matrix.elements
-            load.seconds[host] += self._costs[index]
-            for rank in range(self._tp):
-                stored = matrix.fragment_elements(self._tp) if matrix.home is None else matrix.elements
-                if matrix.home not in (None, rank):
-                    continue
-                load.stored[rank] += stored
-                if rank != host:
-                    # A matrix that every rank holds whole has its gradient on its host already.
-                    travels = 0 if matrix.shard_dim is None and matrix.home is None else stored
-                    load.given[rank] += travels
-                    load.taken[host] += travels
-                    load.returned[rank] += stored
-                    load.sent_back[host] += stored
+            load.seconds[host] += self._costs[matrix.index]
+            for rank in matrix.holders(self._tp):
+                load.stored[rank] += matrix.held_elements(self._tp)
         return load
 
     def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
         for host, stored in enumerate(load.stored):
             ranks.work(host, "exchange", stored * (self._buffer + self._grad) * self._packing)
-        given, taken = ([elements * self._grad for elements in side] for side in (load.given, load.taken))
-        return ranks.exchange(self._links.all_to_all(given, taken, self._group).times(self._exchanging))
+        return ranks.exchange(self._travel(load.moved.gradients, self._grad))
 
-    def _weights(self, load: "_Load") -> Transfer:
-        given, taken = ([elements * self._width for elements in side] for side in (load.sent_back, load.returned))
-        return self._links.all_to_all(given, taken, self._group).times(self._exchanging)
+    def _travel(self, traffic: Traffic, width: int) -> Transfer:
+        """`width`: bytes of an element."""
+        sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
+        return self._links.all_to_all(sent, received, self._group).times(self._exchanging)
 
     def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
         for host, stored in enumerate(load.stored):
@@ -183,10 +175,9 @@ class UpdateModel:
 class _Load:
     """What one micro-group asks of each TP rank: elements, and seconds of update."""
 
-    def __init__(self, tp: int) -> None:
+    def __init__(self, tp: int, moved: Exchange) -> None:
         self.stored, self.hosted = [0] * tp, [0] * tp
-        self.given, self.taken = [0] * tp, [0] * tp
-        self.sent_back, self.returned = [0] * tp, [0] * tp
+        self.moved = moved
         self.seconds = [0.0] * tp
 
 

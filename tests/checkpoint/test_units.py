@@ -78,7 +78,7 @@ def test_fragments_and_matrices_agree_about_every_element(splitting: Splitting, 
         fragments = Fragments(MODEL, tp, rank, {})
         checked = 0
         for matrix in matrices(MODEL, _layout(tp), splitting):
-            if matrix.layer != 1 or rank not in fragments.holders(matrix):
+            if matrix.layer != 1 or rank not in matrix.holders(tp):
                 continue
             whole = _filled(stored_blocks(matrix.name, (matrix.rows, matrix.cols), MODEL), (matrix.rows, matrix.cols))
             here = fragments.in_parameter(matrix, parameters[matrix.parameter])

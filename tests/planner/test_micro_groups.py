@@ -1,6 +1,7 @@
 """Micro-groups hold every matrix once, keep C_max, and auto is never slower than what it chose among."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -74,10 +75,7 @@ def test_auto_is_no_slower_than_registration_or_balanced_order(matrices: tuple[M
         by_owner = defaultdict(list)
         for group in groups:
             by_owner[group.owner].append(
-                [
-                    Job(index=i, host=found.cells[i].host, seconds=costs[i], size=matrices[i].elements * 4)
-                    for i in group.matrices
-                ]
+                [Job(matrix=matrices[i], host=found.cells[i].host, seconds=costs[i], width=4) for i in group.matrices]
             )
         spans[grouping] = {owner: pipeline_seconds(jobs, mesh.tp, LINK) for owner, jobs in by_owner.items()}
     for owner, span in spans["auto"].items():
@@ -87,8 +85,9 @@ def test_auto_is_no_slower_than_registration_or_balanced_order(matrices: tuple[M
 def test_pipeline_of_two_groups_by_hand() -> None:
     # 1000 bytes over 2 ranks: a fragment of 500 takes 1 + 0.5 s at 1000 bytes/s. in 0-1.5, in 1.5-3, compute 1.5-11.5
     # on host 0, out 11.5-13; compute 3-7 on host 1, long done; out 13-14.5.
-    first = [Job(index=0, host=0, seconds=10.0, size=1000)]
-    second = [Job(index=1, host=1, seconds=4.0, size=1000)]
+    of_1000_bytes = replace(transformer(1, 64, 64, 64)[0], rows=50, cols=10)
+    first = [Job(matrix=of_1000_bytes, host=0, seconds=10.0, width=2)]
+    second = [Job(matrix=replace(of_1000_bytes, index=1), host=1, seconds=4.0, width=2)]
     link = Link(bytes_per_s=1000.0, latency_s=1.0)
     assert pipeline_seconds([first, second], 2, link) == pytest.approx(14.5)
     # Together: one exchange each way, each host in and out 500 bytes at once.
@@ -96,7 +95,8 @@ def test_pipeline_of_two_groups_by_hand() -> None:
 
 
 def test_without_links_to_wait_for_the_pipeline_is_the_busiest_host() -> None:
-    jobs = [Job(index=i, host=i % 2, seconds=float(i), size=8) for i in range(6)]
+    matrices = transformer(1, 64, 64, 64)
+    jobs = [Job(matrix=matrices[i], host=i % 2, seconds=float(i), width=2) for i in range(6)]
     groups = [jobs[:2], jobs[2:4], jobs[4:]]
     assert pipeline_seconds(groups, 2, Link(bytes_per_s=1e30, latency_s=0.0)) == pytest.approx(1 + 3 + 5)
 

@@ -1,0 +1,182 @@
+"""What each TP rank sends and receives for one micro-group: the one account that everybody asks.
+
+How a matrix travels depends on who stores it:
+
+                                gradients, to the host           weights, back from the host
+    cut (`shard_dim`)           every other rank's fragment      a fragment to every other rank
+    replicated (neither)        nothing: the host has it         the whole to every other rank
+    at home (`home`)            the whole, from its home         the whole, to its home
+
+With the weights goes a flag for every matrix to every other rank: one element, not finite where the update was not.
+A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place, flags or not.
+
+The engine asks for a `Route`: where each fragment lies in one rank's messages. Planning, memory and simulation ask
+for `exchange`: how large the messages of all ranks are, which is the size of their routes. Everything is counted in
+elements. No torch.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from canzona_cli.model.matrix import Matrix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """One all-to-all: elements by TP rank."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def busiest(self) -> int:
+        """The most that any rank sends or receives."""
+        return max(*self.sent, *self.received)
+
+    def reversed(self) -> "Traffic":
+        return Traffic(sent=self.received, received=self.sent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """Both all-to-alls of a micro-group."""
+
+    gradients: Traffic
+    weights: Traffic
+
+
+def exchange(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int, *, flags: bool = True) -> Exchange:
+    """What a micro-group of `matrices` moves; `hosts` are theirs, TP ranks."""
+    cut, whole = [0] * tp, [0] * tp
+    homes: list[tuple[int, int, int]] = []
+    for matrix, host in zip(matrices, hosts, strict=True):
+        elements = matrix.held_elements(tp)
+        if matrix.replicated:
+            whole[host] += elements
+        elif matrix.home is None:
+            cut[host] += elements
+        elif matrix.home != host:
+            homes.append((host, matrix.home, elements))
+    back = [fragments + copies for fragments, copies in zip(cut, whole, strict=True)]
+    if flags and (homes or any(back)):
+        for host in hosts:
+            back[host] += 1
+    return Exchange(gradients=_from_hosts(cut, homes).reversed(), weights=_from_hosts(back, homes))
+
+
+def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
+    """Traffic of hosts that send `to_each[host]` elements to every other rank, and some to one: (host, home, elements).
+
+    Sums instead of one message after another: `auto` weighs hundreds of candidate groups.
+    """
+    total, others = sum(to_each), len(to_each) - 1
+    sent, received = [others * own for own in to_each], [total - own for own in to_each]
+    for host, home, elements in homes:
+        sent[host] += elements
+        received[home] += elements
+    return Traffic(sent=tuple(sent), received=tuple(received))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """One fragment in a message."""
+
+    matrix: Matrix
+    peer: int
+    """TP rank it goes to or comes from."""
+    offset: int
+    """Elements into the buffer."""
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One rank's part in one all-to-all. Buffers hold the messages of its peers in rank order."""
+
+    sends: tuple[Parcel, ...]
+    receives: tuple[Parcel, ...]
+    send_splits: tuple[int, ...]
+    """Elements by peer."""
+    receive_splits: tuple[int, ...]
+    send_flags: tuple[tuple[int, ...], ...] = ()
+    """By peer: where the flags of what this rank hosts lie, behind the fragments."""
+    receive_flags: tuple[tuple[Matrix, int], ...] = ()
+    """A matrix hosted elsewhere, and where its flag lies."""
+    travels: bool
+    """Whether anything moves between any two ranks: with nothing to move no rank takes part."""
+
+    @property
+    def sent(self) -> int:
+        return sum(self.send_splits)
+
+    @property
+    def received(self) -> int:
+        return sum(self.receive_splits)
+
+
+def senders(matrix: Matrix, host: int, tp: int) -> range:
+    """TP ranks whose gradients make up the whole: where every rank has all of it, the host's own do."""
+    return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
+
+
+def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
+    """Fragments from all ranks to the hosts of their matrices; `hosts` by matrix."""
+    moves = [
+        _Move(matrix, source, host)
+        for matrix, host in zip(matrices, hosts, strict=True)
+        for source in senders(matrix, host, tp)
+        if source != host
+    ]
+    return _route(moves, [[] for _ in range(tp)], rank)
+
+
+def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
+    """Fragments from hosts back to all ranks that store one, and a flag for each matrix to every rank."""
+    pairs = list(zip(matrices, hosts, strict=True))
+    moves = [_Move(matrix, host, target) for matrix, host in pairs for target in matrix.holders(tp) if target != host]
+    flagged = [[matrix for matrix, host in pairs if host == peer and moves] for peer in range(tp)]
+    return _route(moves, flagged, rank)
+
+
+@dataclass(frozen=True)
+class _Move:
+    matrix: Matrix
+    source: int
+    target: int
+
+
+def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: int) -> Route:
+    """`flagged`: by host, the matrices whose flags it sends to every other rank."""
+    tp = len(flagged)
+    sends, receives, send_splits, receive_splits = [], [], [], []
+    send_flags: list[tuple[int, ...]] = []
+    receive_flags: list[tuple[Matrix, int]] = []
+    sent = received = 0
+    for peer in range(tp):
+        outgoing = list(_parcels([m for m in moves if (m.source, m.target) == (rank, peer)], peer, sent, tp))
+        incoming = list(_parcels([m for m in moves if (m.source, m.target) == (peer, rank)], peer, received, tp))
+        out_size, in_size = sum(p.elements for p in outgoing), sum(p.elements for p in incoming)
+        own, theirs = (flagged[rank], flagged[peer]) if peer != rank else ([], [])
+        send_flags.append(tuple(sent + out_size + n for n in range(len(own))))
+        receive_flags += [(matrix, received + in_size + n) for n, matrix in enumerate(theirs)]
+        sends += outgoing
+        receives += incoming
+        send_splits.append(out_size + len(own))
+        receive_splits.append(in_size + len(theirs))
+        sent, received = sent + send_splits[-1], received + receive_splits[-1]
+    return Route(
+        sends=tuple(sends),
+        receives=tuple(receives),
+        send_splits=tuple(send_splits),
+        receive_splits=tuple(receive_splits),
+        send_flags=tuple(send_flags),
+        receive_flags=tuple(receive_flags),
+        travels=bool(moves),
+    )
+
+
+def _parcels(moves: Sequence[_Move], peer: int, start: int, tp: int) -> Iterator[Parcel]:
+    for move in moves:
+        size = move.matrix.held_elements(tp)
+        yield Parcel(matrix=move.matrix, peer=peer, offset=start, elements=size)
+        start += size

@@ -1,0 +1,134 @@
+"""Bytes that a step's all-to-alls really carry over gloo, against the plan's account of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canzona_cli.engine.buffers import Messages
+from canzona_cli.engine.fragments import Fragments
+from canzona_cli.engine.hosted import HostedGroup, Wiring
+from canzona_cli.megatron.in_flight import watcher_for
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import exchange, from_hosts, to_hosts
+from canzona_cli.planner.measures import exchange_sent
+from canzona_cli.planner.planner import make_plan
+from tests import sizes
+from tests.dist.engine_support import SMALL_GROUPS, engine_of, resolve
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import fill_gradients, noise
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]:
+    """Bytes this rank sends to others, by all-to-all over `group`."""
+    sent: list[int] = []
+    real: Callable[..., object] = torch.distributed.all_to_all_single
+
+    def counting(output: torch.Tensor, given: torch.Tensor, *splits: list[int], **options: object) -> object:
+        if options["group"] is group:
+            own = splits[1][torch.distributed.get_rank(group)]
+            sent.append((given.numel() - own) * given.element_size())
+            assert sum(splits[1]) == given.numel()
+        return real(output, given, *splits, **options)
+
+    torch.distributed.all_to_all_single = counting  # type: ignore[assignment]
+    try:
+        yield sent
+    finally:
+        torch.distributed.all_to_all_single = real  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("splitting", ["split", "per_head"])
+def test_a_step_sends_what_its_plan_says(splitting: str) -> None:
+    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", f"engine.splitting={splitting}", *SMALL_GROUPS)
+    plan = make_plan(config, layout)
+    assert len(plan.groups) > 4
+
+    def rank() -> int:
+        trainee = build(config, layout)
+        fill_gradients(trainee, 0, noise)
+        with counted(trainee.world.groups.tp) as sent:
+            engine_of(trainee).step()
+        return sum(sent)
+
+    sent = run_ranks(layout.world_size, rank)
+    assert sent == exchange_sent(config, plan)
+    assert min(sent) > 0
+
+
+def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
+    """One micro-group of every kind of storage on three ranks, sent and received by the engine."""
+    tp = 3
+    cut = Matrix(
+        index=0, name="layers.0.cut", kind="other", layer=0, stage=0, rows=6, cols=9,
+        shard_dim=0, parameter="cut", unit=0,
+    )  # fmt: skip
+    members = [
+        cut,
+        replace(cut, index=1, name="layers.0.columns", shard_dim=1, parameter="columns", rows=5),
+        replace(cut, index=2, name="layers.0.replicated", shard_dim=None, parameter="replicated", rows=7),
+        replace(cut, index=3, name="layers.0.home", shard_dim=None, home=2, parameter="home", rows=4),
+    ]
+    hosts = [1, 0, 1, 0]
+    widths = {torch.float32: 4, torch.bfloat16: 2}
+
+    def whole(matrix: Matrix) -> torch.Tensor:
+        return torch.arange(matrix.elements, dtype=torch.float32).view(matrix.rows, matrix.cols)
+
+    def rank() -> tuple[list[int], list[bool]]:
+        torch.distributed.init_process_group("gloo")
+        own = torch.distributed.get_rank()
+        parameters: dict[str, torch.nn.Parameter] = {}
+        empty = Fragments(sizes.model("tiny"), tp, own, {})
+        for matrix in members:
+            if own in matrix.holders(tp):
+                # Weights start at zero; gradients are the numbers of `whole`.
+                gradient = empty.in_whole(matrix, whole(matrix), own).clone()
+                parameter = torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.bfloat16))
+                parameter.main_grad = gradient  # type: ignore[attr-defined]
+                parameters[matrix.parameter] = parameter
+        hosted = [m for m, host in zip(members, hosts, strict=True) if host == own]
+        wiring = Wiring(
+            fragments=Fragments(sizes.model("tiny"), tp, own, parameters),
+            rank=own,
+            tp_group=torch.distributed.group.WORLD,
+            timer=PhaseTimer(CPU),
+            watcher=watcher_for(CPU),
+            device=CPU,
+            masters={m.index: torch.nn.Parameter(torch.zeros(m.rows, m.cols)) for m in hosted},
+        )
+        out, back = to_hosts(members, hosts, rank=own, tp=tp), from_hosts(members, hosts, rank=own, tp=tp)
+        group = HostedGroup(
+            wiring,
+            members,
+            hosts,
+            (out, Messages.for_routes([out], torch.float32, CPU)),
+            (back, Messages.for_routes([back], torch.bfloat16, CPU)),
+            torch.empty(sum(m.elements for m in hosted)),
+            0,
+            lambda _, masters: torch.optim.SGD(masters, lr=1.0),
+        )
+        with counted(wiring.tp_group) as sent:
+            group.send_gradients()
+            group.receive_gradients(1.0)
+            group.step()
+            group.send_weights()
+            group.receive_weights()
+        # A step of SGD from zero: every rank has its part of minus the gradient.
+        wanted = {m.parameter: empty.in_whole(m, -whole(m), own) for m in members if m.parameter in parameters}
+        return sent, [torch.equal(parameters[name].float(), part) for name, part in wanted.items()]
+
+    moved = exchange(members, hosts, tp)
+    found = run_ranks(tp, rank)
+    gradient, weight = widths[torch.float32], widths[torch.bfloat16]
+    assert [sent for sent, _ in found] == [
+        [out * gradient, back * weight] for out, back in zip(moved.gradients.sent, moved.weights.sent, strict=True)
+    ]
+    assert all(all(right) for _, right in found)
