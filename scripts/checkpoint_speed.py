@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 
 STEPS, EVERY, TURNS = 24, 6, 3
 
@@ -134,7 +134,7 @@ def _show(raw: dict[str, object]) -> None:
 
 
 def _quartiles(values: list[float]) -> str:
-    spread = Spread.of(values)
+    spread = Quartiles.of(values)
     return f"{spread.low:.3f} to {spread.high:.3f}"
 
 

@@ -29,7 +29,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.planner.cost import algorithm, flops, work
 from canzona_cli.report.errors import show_failure
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 
 if TYPE_CHECKING:  # torch and Megatron take seconds to import; that there is no GPU is told at once
     from canzona_cli.calibrate.team import Team
@@ -48,7 +48,7 @@ class Update:
     cols: int
     size: str
     """The first of the models that has it."""
-    seconds: Spread
+    seconds: Quartiles
     tflops: float
     precision: str
     """Of its products, and of the product of two (side, side) squares it is measured against."""
@@ -151,7 +151,7 @@ def measure(device: str, sizes: Sequence[str], budget_s: float) -> Iterator[Upda
     for (label, rows, cols), (way, size) in wanted.items():
         side, precision = alike(way, rows, cols, device)
         against = product_tflops(team, side, precision, budget_s)
-        times = Spread.of(update_samples(team, way, rows, cols, budget_s))
+        times = Quartiles.of(update_samples(team, way, rows, cols, budget_s))
         tflops = flops(algorithm(way.config), rows, cols) / times.median / 1e12
         found = Update(
             algorithm=label, rows=rows, cols=cols, size=size, seconds=times, tflops=tflops,
@@ -185,7 +185,7 @@ def product_tflops(team: "Team", side: int, precision: str, budget_s: float) -> 
         torch.mm(a, b, out=out)
 
     with products("tf32" if precision == "tf32" else "fp32"):
-        return 2 * side**3 / Spread.of(team.samples(multiply, budget_s)).median / 1e12
+        return 2 * side**3 / Quartiles.of(team.samples(multiply, budget_s)).median / 1e12
 
 
 def show(found: Update) -> None:

@@ -31,7 +31,7 @@ from canzona_cli.megatron import parallel
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
 from canzona_cli.training.loop import step_metrics
@@ -134,7 +134,7 @@ def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]
     baseline, measured = kept
     kept[f"{measured} / {baseline}"] = [m / b for b, m in zip(kept[baseline], kept[measured], strict=True)]
     for name, values in kept.items():
-        spread, unit = Spread.of(values), "" if "/" in name else " s"
+        spread, unit = Quartiles.of(values), "" if "/" in name else " s"
         print(f"{what:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
     return kept
 

@@ -23,7 +23,7 @@ from canzona_cli.bench.results_file import load
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.errors import ErrorView
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import clean, milliseconds, plural
 
 Time = Literal["optimizer", "iteration"]
@@ -114,7 +114,7 @@ def pairs(results: Iterable[BenchResult], of: Time) -> Iterator[Pair]:
 
 
 def median(measured: Measured, of: Time) -> float:
-    return Spread.of(measured.optimizer_s if of == "optimizer" else measured.iteration_s).median
+    return Quartiles.of(measured.optimizer_s if of == "optimizer" else measured.iteration_s).median
 
 
 def predicted(result: BenchResult, name: str, of: Time) -> float:

@@ -7,21 +7,11 @@ not all fit into memory together there are several, each with the reference stra
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout
-from canzona_cli.run.statistics import Speedup, Spread
-
-VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseSeconds:
-    """One phase, mean over the measured steps: least, mean and most over ranks."""
-
-    min_s: float
-    mean_s: float
-    max_s: float
+from canzona_cli.run.statistics import OverRanks, Quartiles, Speedup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +26,7 @@ class Measured:
     wait for it there, which is no part of the optimizer step)."""
     processor_s: tuple[float, ...]
     """By round: processor time of all ranks together in one step; where ranks outnumber cores this tells the work."""
-    phases: Mapping[str, PhaseSeconds]
+    phases: Mapping[str, OverRanks]
     """In-step phases and `_total`s, by the breakdown's names."""
     load_balance: float
     """Of matrix updates, max over mean of the ranks; 1.0 where there are none."""
@@ -80,6 +70,8 @@ class StrategyBench:
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
     """One recipe and layout, all strategies."""
+
+    VERSION: ClassVar[int] = 1
 
     recipe: str
     overrides: tuple[str, ...]
@@ -125,7 +117,7 @@ class BenchResult:
             return Speedup.of(own.iteration_s, adamw.measured.iteration_s)
         by_mine, by_adamw = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
         return Speedup(
-            ratio=Spread(
+            ratio=Quartiles(
                 low=by_mine.low / by_adamw.median,
                 median=by_mine.median / by_adamw.median,
                 high=by_mine.high / by_adamw.median,
@@ -143,9 +135,9 @@ class BenchResult:
     def error(self, strategy: str) -> float:
         """Predicted over measured optimizer step, less 1: 0.1 is a prediction 10% too long."""
         found = self.strategies[strategy]
-        return found.predicted.optimizer_s / Spread.of(found.measured.optimizer_s).median - 1
+        return found.predicted.optimizer_s / Quartiles.of(found.measured.optimizer_s).median - 1
 
     def iteration_error(self, strategy: str) -> float:
         """The same of the whole step."""
         found = self.strategies[strategy]
-        return found.predicted.iteration_s / Spread.of(found.measured.iteration_s).median - 1
+        return found.predicted.iteration_s / Quartiles.of(found.measured.iteration_s).median - 1

@@ -1,19 +1,19 @@
 """A bench's result as JSON: what `--json` prints and what stays in the bench directory. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from canzona_cli.bench.losses import disagreements
-from canzona_cli.bench.results import VERSION, BenchResult
+from canzona_cli.bench.results import BenchResult
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run import codec
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import json_text
 
-_FIX = "make it anew with `canzona bench ... --out FILE.json`"
+_FIX = "write it again with `canzona bench ... --out FILE.json`"
 _DISAGREE = "strategies disagree in their losses"
 _OVERLAP = "the interquartile ranges of the two times overlap"
 
@@ -36,7 +36,7 @@ def as_json(result: BenchResult) -> dict[str, object]:
         ratio = over_adamw.ratio
         overhead = {"median": ratio.median - 1, "low": ratio.low - 1, "high": ratio.high - 1}
     return {
-        "version": VERSION,
+        "version": result.VERSION,
         "recipe": result.recipe,
         "optimizer": result.optimizer,
         "layout": asdict(result.layout),
@@ -69,26 +69,10 @@ def load(path: Path) -> BenchResult:
     Raises:
         ConfigError: it is missing, damaged, or of another version.
     """
-    from pydantic import TypeAdapter, ValidationError
-
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict) or "result" not in content or "version" not in content:
-        raise _unreadable(path, "is not a result of canzona bench")
-    if content["version"] != VERSION:
-        raise _unreadable(path, f"has version {content['version']}, this canzona reads version {VERSION}")
-    try:
-        return TypeAdapter(BenchResult).validate_python(content["result"])
-    except ValidationError as error:
-        places = [f"{'.'.join(map(str, e['loc'])) or 'top level'}: {e['msg'].lower()}" for e in error.errors()]
-        shown = "; ".join(places[:5]) + (f"; and {len(places) - 5} more" if len(places) > 5 else "")
-        raise _unreadable(path, f"is damaged: {shown}") from None
-
-
-def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(Problem(key="bench result", value=path, reason=reason, fix=_FIX))
+        return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")
+    except FileNotFoundError:
+        raise ConfigError(Problem(key="bench result", value=path, reason="there is no such file", fix=_FIX)) from None
 
 
 def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
@@ -120,12 +104,12 @@ def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
 def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
     found = result.strategies[name]
     measured = found.measured
-    iteration, optimizer = Spread.of(measured.iteration_s), Spread.of(measured.optimizer_s)
+    iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
     return {
         "phases": {phase: seconds.mean_s for phase, seconds in measured.phases.items()},
         "iteration_s": iteration.median,
         "optimizer_s": optimizer.median,
-        "processor_s": Spread.of(measured.processor_s).median,
+        "processor_s": Quartiles.of(measured.processor_s).median,
         "loss": measured.losses[-1],
         "spread": {
             "iteration_s": {**asdict(iteration), "relative": iteration.relative},

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from canzona_cli.bench.results import Measured, PhaseSeconds
+from canzona_cli.bench.results import Measured
 from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.run.codec import parse
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.run.statistics import OverRanks
 
 _OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """Phases of the optimizer step that a rank spends by itself, or in exchanges with its TP group."""
@@ -62,7 +62,7 @@ class Turns:
 
     @classmethod
     def read(cls, files: RunFiles) -> "Turns":
-        return TypeAdapter(cls).validate_json(_turns(files).read_bytes())
+        return parse(cls, _turns(files).read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def write_samples(files: RunFiles, found: Mapping[str, Samples]) -> None:
 
 
 def read_samples(files: RunFiles) -> dict[str, Samples]:
-    return TypeAdapter(dict[str, Samples]).validate_json(_samples(files).read_bytes())
+    return parse(dict[str, Samples], _samples(files).read_bytes())
 
 
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
@@ -116,10 +116,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> M
         iteration_s=tuple(_mean([max(s.step_s for s in step) for step in turn]) for turn in turns),
         optimizer_s=tuple(_mean([_optimizer_s(step) for step in turn]) for turn in turns),
         processor_s=tuple(_mean([sum(s.processor_s for s in step) for step in turn]) for turn in turns),
-        phases={
-            name: PhaseSeconds(min_s=min(ranks), mean_s=statistics.fmean(ranks), max_s=max(ranks))
-            for name, ranks in by_rank.items()
-        },
+        phases={name: OverRanks.of(ranks) for name, ranks in by_rank.items()},
         load_balance=max(updates) / statistics.fmean(updates) if any(updates) else 1.0,
         losses=samples.losses,
         tensor_bytes=samples.tensor_bytes,

@@ -11,7 +11,7 @@ from canzona_cli.calibrate.measurement import Measurement, Recorder
 from canzona_cli.calibrate.team import Team, group_of, wait
 from canzona_cli.cluster.machine import cores
 from canzona_cli.config.schema import Collective
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200
 _PILOTS = 2
@@ -70,7 +70,7 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
     own = [_alone(team, run) for _ in range(repetitions)]
     # The last rank's end counts.
     slowest = [max(each) for each in zip(*team.gather(own), strict=True)]
-    median = Spread.of(slowest).median
+    median = Quartiles.of(slowest).median
     busy = 0.0
     if members.device.type == "cpu":
         team.meet()

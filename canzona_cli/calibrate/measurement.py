@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from canzona_cli.launch.monitor import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
 """In the order they are measured. A part that is missing from a calibration comes from the profile it started from."""
@@ -44,7 +44,7 @@ class Measurement:
     quantity: Quantity
     key: tuple[str | int, ...] = ()
     """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes)."""
-    spread: Spread
+    spread: Quartiles
     repetitions: int
     """Over all ranks that worked at it."""
     busy: float = 0.0
@@ -52,7 +52,7 @@ class Measurement:
 
     @classmethod
     def of(cls, quantity: Quantity, values: Sequence[float], *key: str | int, busy: float = 0.0) -> "Measurement":
-        return cls(quantity=quantity, key=key, spread=Spread.of(values), repetitions=len(values), busy=busy)
+        return cls(quantity=quantity, key=key, spread=Quartiles.of(values), repetitions=len(values), busy=busy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def read_record(files: RunFiles) -> Record:
         match line:
             case {"measurement": dict(found)}:
                 measurements.append(
-                    Measurement(**{**found, "key": tuple(found["key"]), "spread": Spread(**found["spread"])})
+                    Measurement(**{**found, "key": tuple(found["key"]), "spread": Quartiles(**found["spread"])})
                 )
             case {"done": str(part)}:
                 done += [known for known in get_args(Part) if known == part]

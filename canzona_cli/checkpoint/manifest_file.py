@@ -12,14 +12,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Header, Manifest
 from canzona_cli.checkpoint.shard_file import ITEM_BYTES, tensor_bytes
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from canzona_cli.run.codec import parse
 
 LARGEST: Final = 1 << 30
 """Bytes of a manifest that is read at all."""
@@ -73,27 +70,9 @@ def parse_manifest(text: bytes) -> Manifest:
         raise ValueError("it is not the manifest of a checkpoint")
     if value.get("version") != VERSION:
         raise ValueError(f"it has version {value.get('version')!r}; this canzona reads version {VERSION}")
-    manifest = _validated(text)
+    manifest = parse(Manifest, text, strict=True)
     _check(manifest)
     return manifest
-
-
-@cache
-def _adapter() -> "TypeAdapter[Manifest]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Manifest)
-
-
-def _validated(text: bytes) -> Manifest:
-    from pydantic import ValidationError
-
-    try:
-        return _adapter().validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place}: {first['msg']}") from None
 
 
 def _check(manifest: Manifest) -> None:

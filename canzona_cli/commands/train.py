@@ -166,10 +166,9 @@ def _launch(
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.machines import Machines
     from canzona_cli.launch.resume import reordered, resumption
-    from canzona_cli.launch.run_dir import RunDirectory, check_free
+    from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
-    from canzona_cli.report.predicted import planned_step
     from canzona_cli.run.files import RunFiles, read_json
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
@@ -221,7 +220,7 @@ def _launch(
                 corpus=corpus,
                 command=command,
                 plan=None if plan is None else plan.plan.to_json(),
-                predicted=planned_step(config, layout, None if plan is None else plan.plan),
+                predicted=prediction_here(config, layout, None if plan is None else plan.plan),
             )
             machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
         view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan, earlier=run.earlier)
@@ -255,8 +254,8 @@ def _conclude(
     outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
 ) -> None:
     from canzona_cli.launch import torchrun
-    from canzona_cli.report.breakdown import load_breakdown
     from canzona_cli.report.breakdown_table import render
+    from canzona_cli.run.breakdown import load_breakdown
 
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
         # machine 0 has said all of it; both often write to one file

@@ -9,6 +9,7 @@ from canzona_cli.data.indexed import PairInfo
 from canzona_cli.data.sources import InputRecord
 from canzona_cli.data.tokenizers import TokenizerKind
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.codec import load
 
 FORMAT: Literal[1] = 1
 
@@ -66,24 +67,16 @@ def load_sidecar(pair: PairInfo) -> Sidecar | None:
     """The sidecar of an intact pair; None when another tool made the pair.
 
     Raises:
-        ConfigError: key `data.path`; it is damaged, or describes other data than what lies beside it.
+        ConfigError: key `data.path`; it is damaged, or describes another pair.
     """
     path = sidecar_path(pair.prefix)
     if not path.is_file():
         return None
-    from pydantic import TypeAdapter, ValidationError
-
     fix = f"prepare the data again with --overwrite, or remove {path} if another tool made the pair"
-    try:
-        sidecar = TypeAdapter(Sidecar).validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        reason = f"damaged: {place + ': ' if place else ''}{first['msg']}"
-        raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix)) from error
+    sidecar = load(path, Sidecar, key="data.path", value=str(path), fix=fix)
     said = (sidecar.tokens, sidecar.documents, sidecar.sequences, sidecar.dtype)
     if said != (pair.tokens, pair.documents, pair.sequences, pair.dtype):
-        reason = f"it speaks of {sidecar.tokens:,} tokens in {sidecar.documents:,} documents, the pair beside it holds "
+        reason = f"it describes {sidecar.tokens:,} tokens in {sidecar.documents:,} documents, but its pair has "
         reason += f"{pair.tokens:,} in {pair.documents:,}"
         raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix))
     return sidecar

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.redaction import redacted
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
@@ -25,7 +26,11 @@ from canzona_cli.launch.resume import Resumption, holds_run, next_free, read_lin
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
+from canzona_cli.planner.plan import Plan
+from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.run.prediction import Prediction
+from canzona_cli.simulate.predict import predict
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
 
@@ -134,14 +139,14 @@ class RunDirectory:
         corpus: object,
         command: LaunchCommand,
         plan: str | None = None,
-        predicted: object = None,
+        predicted: Prediction | None = None,
     ) -> None:
         """Write what the workers read and what a person needs to repeat the run.
 
         Args:
             corpus: a dataclass.
             plan: the plan the run executes, as a file's text; None for a run that executes none.
-            predicted: a dataclass, what its step is predicted to take; None where nothing was predicted.
+            predicted: of its step; None where nothing was predicted.
 
         Raises:
             EnvironmentProblem: the disk is full, or went away.
@@ -153,7 +158,7 @@ class RunDirectory:
             if plan is not None:
                 write_text_atomic(self.files.plan, plan)
             if predicted is not None:
-                write_json_atomic(self.files.predicted, _plain(predicted))
+                save(self.files.predicted, predicted)
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:
@@ -179,6 +184,16 @@ def check_free(config: RunConfig, *, goes_on: bool = False) -> None:
         raise _not_writable(path, config, f"{existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _not_writable(path, config, f"{existing} does not allow writing")
+
+
+def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
+    """Simulate the step of a resolved run, and say where its profile may not hold on this machine.
+
+    Args:
+        plan: for strategies that execute one; None for the others.
+    """
+    found = predict(config, layout, plan)
+    return replace(found, mismatches=profile_mismatches(config.cluster)) if found.calibrated else found
 
 
 def describe_environment() -> dict[str, object]:

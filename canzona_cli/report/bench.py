@@ -26,8 +26,8 @@ from canzona_cli.report.columns import Cell, Group, tables
 from canzona_cli.report.header import describe_layout
 from canzona_cli.report.stacked import legend, stacked
 from canzona_cli.report.text import wrapped
-from canzona_cli.report.why import explain
 from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
+from canzona_cli.run.why import explain
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
 _WIDEST = 130

@@ -7,7 +7,7 @@ from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_words import MIB, NOT_DISTINCT, measured_phase, order, phase_name, times
 from canzona_cli.report.png import save
 from canzona_cli.run.phases import IN_STEP, PHASES, STRATEGY_COLOURS
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import clean, layout_words, step_time
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ def plain(axes: "Axes") -> None:
 def _steps(axes: "Axes", result: BenchResult) -> None:
     """Two stacked bars for each strategy: measured, and paler below it, predicted."""
     names = order(result)
-    ends = [max(Spread.of(s.measured.iteration_s).median, s.predicted.iteration_s) for s in result.strategies.values()]
+    ends = [
+        max(Quartiles.of(s.measured.iteration_s).median, s.predicted.iteration_s) for s in result.strategies.values()
+    ]
     limit = 1.3 * max(ends)
     seen: dict[str, None] = {}
     for place, name in enumerate(names):
@@ -53,7 +55,7 @@ def _steps(axes: "Axes", result: BenchResult) -> None:
         measured = {phase: measured_phase(found.measured, phase) or 0.0 for phase in IN_STEP}
         predicted = {phase: found.predicted.phases.get(phase, 0.0) for phase in IN_STEP}
         iteration, optimizer = (
-            Spread.of(values) for values in (found.measured.iteration_s, found.measured.optimizer_s)
+            Quartiles.of(values) for values in (found.measured.iteration_s, found.measured.optimizer_s)
         )
         faster = ""
         if name != result.reference:

@@ -28,7 +28,7 @@ from canzona_cli.report.columns import Group, tables
 from canzona_cli.report.png import save
 from canzona_cli.report.text import wrapped
 from canzona_cli.run.phases import STRATEGY_COLOURS
-from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _rows(results: Mapping[str, BenchResult]) -> Iterator[_Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Point:
-    measured: Spread
+    measured: Quartiles
     predicted: float
 
 
@@ -279,15 +279,15 @@ def _iteration(row: _Row) -> _Point:
     return _Point(measured=_ms(row.measured.iteration_s), predicted=1e3 * row.predicted.iteration_s)
 
 
-def _ms(values: Sequence[float]) -> Spread:
-    return Spread.of([1e3 * value for value in values])
+def _ms(values: Sequence[float]) -> Quartiles:
+    return Quartiles.of([1e3 * value for value in values])
 
 
 def _subject(kind: Sweep, rows: Sequence[_Row]) -> tuple[str, Callable[[_Row], _Point | None]]:
     """What the setting is about: the third panel's title and values."""
 
     def balance(row: _Row) -> _Point:
-        return _Point(measured=Spread.of([row.measured.load_balance]), predicted=row.predicted.load_balance)
+        return _Point(measured=Quartiles.of([row.measured.load_balance]), predicted=row.predicted.load_balance)
 
     def exchange(row: _Row) -> _Point | None:
         measured, plan = row.phase("exchange")
@@ -296,7 +296,7 @@ def _subject(kind: Sweep, rows: Sequence[_Row]) -> tuple[str, Callable[[_Row], _
     def efficiency(row: _Row) -> _Point:
         base = next(other for other in rows if other.strategy == row.strategy)
         measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
-        return _Point(measured=Spread.of([100 * measured]), predicted=100 * plan)
+        return _Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)
 
     def speedup(row: _Row) -> _Point | None:
         found = row.result.optimizer_speedup(row.strategy)

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Measured
 from canzona_cli.run.phases import COMMUNICATION, PHASES, STRATEGIES
-from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import MISSING, milliseconds, number, real
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def beside(
 
 def quartiles(values: Sequence[float], show: Callable[[float], str] = milliseconds) -> str:
     """`41.2 [40.8, 43.0]`; without brackets where one round was measured."""
-    spread = Spread.of(values)
+    spread = Quartiles.of(values)
     if len(values) < 2:
         return show(spread.median)
     return f"{show(spread.median)} [{show(spread.low)}, {show(spread.high)}]"
@@ -92,4 +92,4 @@ def measured_phase(measured: Measured, phase: str) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    return Spread.of(values).median
+    return Quartiles.of(values).median

@@ -8,11 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_cli.config.schema import Device
-from canzona_cli.report.breakdown import Breakdown, PhaseTime, Spread, relative_error
 from canzona_cli.report.charts import bar
 from canzona_cli.report.header import batch_factors, describe_layout
 from canzona_cli.report.text import wrapped
+from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
 from canzona_cli.run.phases import LABELS
+from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
 
 
@@ -207,10 +208,10 @@ def _percent(error: float | None) -> str:
     return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
 
 
-def _times(spread: Spread | None) -> tuple[str, str, str]:
-    if spread is None:
+def _times(times: OverRanks | None) -> tuple[str, str, str]:
+    if times is None:
         return MISSING, MISSING, MISSING
-    return milliseconds(spread.min_s), milliseconds(spread.mean_s), milliseconds(spread.max_s)
+    return milliseconds(times.min_s), milliseconds(times.mean_s), milliseconds(times.max_s)
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:

@@ -10,30 +10,18 @@ processes behind the measured ones; their step begins with the first measured on
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.report.predicted import PlannedStep, load_planned
-from canzona_cli.run.files import RunFiles, read_json, write_text_atomic
-from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval, StepTimeline
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.files import RunFiles, write_text_atomic
+from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
+from canzona_cli.run.prediction import Prediction, load_prediction
+from canzona_cli.run.timeline import RankTimeline, load_timelines
 
-VERSION = 1
 _TIDS = 100
 """Track numbers that one process may use; they are different in every process, as threads of a machine are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTimeline:
-    """timeline/rank-NNNNN.json."""
-
-    version: int
-    rank: int
-    host: str
-    clock: str
-    """Equal on ranks that share a clock."""
-    steps: tuple[StepTimeline, ...]
 
 
 def write_trace(run_dir: Path, target: Path) -> int:
@@ -54,10 +42,10 @@ def write_trace(run_dir: Path, target: Path) -> int:
             )
         )
     try:
-        planned = load_planned(run_dir)
+        planned = load_prediction(run_dir)
     except ConfigError:
         planned = None
-    layout = _layout(files)
+    layout = load_if_sound(files.layout, Layout)
     trace = {
         "displayTimeUnit": "ms",
         "otherData": {"run": str(run_dir.absolute()), "clock": "microseconds from the first step shown"},
@@ -71,51 +59,8 @@ def write_trace(run_dir: Path, target: Path) -> int:
     return len(ranks)
 
 
-def load_timelines(files: RunFiles) -> list[RankTimeline]:
-    """By rank; empty where there are none.
-
-    Raises:
-        ConfigError: with every file that is damaged or of another version.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    adapter, found, problems = TypeAdapter(RankTimeline), [], []
-    for path in sorted(files.timelines.glob("rank-*.json")):
-        content = read_json(path) or {}
-        try:
-            if content.get("version") != VERSION:
-                raise ValueError(f"it has version {content.get('version')}, this canzona reads version {VERSION}")
-            found.append(adapter.validate_python(content | {"steps": [_step(step) for step in content["steps"]]}))  # type: ignore[attr-defined]
-        except ValidationError:
-            problems.append(_damaged(path, "it is not a timeline of canzona's"))
-        except (ValueError, KeyError, TypeError) as error:
-            problems.append(_damaged(path, str(error) or "it is not a timeline of canzona's"))
-    if problems:
-        raise ConfigError(*problems)
-    return sorted(found, key=lambda timeline: timeline.rank)
-
-
-def _step(step: Mapping[str, Sequence[Sequence[object]]]) -> dict[str, object]:
-    """Intervals are rows in the file: name, start, end."""
-    names = ("name", "start_s", "end_s")
-    return dict(step) | {
-        kind: [dict(zip(names, row, strict=True)) for row in step[kind]] for kind in ("phases", "transfers")
-    }
-
-
-def _damaged(path: Path, reason: str) -> Problem:
-    return Problem(key="timeline", value=path, reason=reason, fix="remove the file, or train again")
-
-
-def _layout(files: RunFiles) -> Layout | None:
-    try:
-        return Layout(**(read_json(files.layout) or {}))  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
 def trace_events(
-    ranks: Sequence[RankTimeline], planned: PlannedStep | None, layout: Layout | None
+    ranks: Sequence[RankTimeline], planned: Prediction | None, layout: Layout | None
 ) -> Iterator[dict[str, object]]:
     """The trace's events: names of processes and tracks, then what happened; microseconds."""
     shifts = _clock_shifts(ranks)

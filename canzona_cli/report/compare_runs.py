@@ -11,9 +11,9 @@ from rich.text import Text
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.report.breakdown import NOTHING_S, Breakdown
 from canzona_cli.report.summary import RunSummary, load_summary
 from canzona_cli.report.text import wrapped
+from canzona_cli.run.breakdown import NOTHING_S, Breakdown
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, real, size

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from canzona_cli.report.png import save
 from canzona_cli.run.phases import PHASES, STRATEGY_COLOURS, STREAMS
+from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import layout_words, step_time
-from canzona_cli.simulate.simulate import Event
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _end(axes: "Axes", study: Study) -> None:
     _plain(axes)
 
 
-def _lane(axes: "Axes", place: int, events: Sequence[Event], begin: float) -> None:
+def _lane(axes: "Axes", place: int, events: Sequence[SimulatedEvent], begin: float) -> None:
     spans = [(1e3 * (max(e.start_s, begin) - begin), 1e3 * (e.end_s - max(e.start_s, begin))) for e in events]
     axes.broken_barh(spans, (place - 0.38, 0.76), facecolors=[PHASES[e.phase].colour for e in events])
 

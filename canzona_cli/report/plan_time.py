@@ -7,8 +7,8 @@ from rich.text import Text
 
 from canzona_cli.report.stacked import legend, stacked
 from canzona_cli.run.phases import PHASES, STREAMS
+from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import step_time
-from canzona_cli.simulate.simulate import Event
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 _CUT = 1.6
@@ -64,7 +64,9 @@ def streams(study: Study, console: Console, options: ConsoleOptions) -> tuple[Te
     return title, lines()
 
 
-def _lane(events: Sequence[Event], start: float, end: float, width: int, *, colour: bool, ascii_only: bool) -> Text:
+def _lane(
+    events: Sequence[SimulatedEvent], start: float, end: float, width: int, *, colour: bool, ascii_only: bool
+) -> Text:
     """A character for each `width`-th of the time: the phase that fills most of it, faint if less than half."""
     drawn = Text(no_wrap=True)
     step = (end - start) / width

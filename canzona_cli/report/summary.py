@@ -11,14 +11,14 @@ from rich.text import Text
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
-from canzona_cli.report.breakdown import Breakdown, load_breakdown
 from canzona_cli.report.breakdown_table import render
 from canzona_cli.report.charts import line_chart
-from canzona_cli.report.predicted import load_planned
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import wrapped
+from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.events import describe
 from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.words import clean, duration, guarded, number, plural, real
 
 VERSION = 1
@@ -119,7 +119,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         breakdown = None
         notes += [f"no breakdown: {problem.reason}" for problem in error.problems]
     try:
-        load_planned(run_dir)
+        load_prediction(run_dir)
     except ConfigError as error:
         notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
     events = list(_lines(files.events, []))

@@ -6,7 +6,7 @@ Standard library only: ranks import it before anything slow.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import Strategy
@@ -84,7 +84,8 @@ def _labels() -> dict[str, str]:
 LABELS: Final[Mapping[str, str]] = MappingProxyType(_labels())
 """The rows of a breakdown, in the order of the step; a `_total` is below its phase."""
 
-STREAMS: Final[Mapping[str, str]] = MappingProxyType(
+Stream = Literal["compute", "data", "exchange"]
+STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
     {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
 )
 """What a rank does at the same time, in simulated timelines."""
@@ -96,9 +97,11 @@ STRATEGY_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A stretch of a step: a phase, or a transfer in flight. Seconds of this machine's monotonic clock."""
+class Interval(NamedTuple):
+    """A stretch of a step: a phase, or a transfer in flight. Seconds of this machine's monotonic clock.
+
+    A row in files, where there are thousands of them.
+    """
 
     name: str
     start_s: float

@@ -1,4 +1,4 @@
-"""Medians, spreads, and when two measurements differ enough to be compared. No torch."""
+"""Medians, quartiles, means over ranks, and when two measurements differ enough to be compared. No torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class Quartiles:
     """Median and quartiles of a series; all equal where there is one value."""
 
     low: float
@@ -14,7 +14,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "Quartiles":
         """Quartiles by linear interpolation between the values, which are at least one."""
         if len(values) == 1:
             return cls(low=values[0], median=values[0], high=values[0])
@@ -26,7 +26,7 @@ class Spread:
         """Interquartile range over the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
-    def overlaps(self, other: "Spread") -> bool:
+    def overlaps(self, other: "Quartiles") -> bool:
         return self.low <= other.high and other.low <= self.high
 
 
@@ -34,7 +34,7 @@ class Spread:
 class Speedup:
     """How many times longer one strategy takes than another, measured in turns in one session."""
 
-    ratio: Spread
+    ratio: Quartiles
     """Of the ratios round by round."""
     distinct: bool
     """Whether the interquartile ranges of the two times are apart; where they are not, no speed-up may be claimed."""
@@ -43,4 +43,18 @@ class Speedup:
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
         """Times by round, of the same rounds."""
         ratios = [theirs / ours for theirs, ours in zip(slower, faster, strict=True)]
-        return cls(ratio=Spread.of(ratios), distinct=not Spread.of(slower).overlaps(Spread.of(faster)))
+        return cls(ratio=Quartiles.of(ratios), distinct=not Quartiles.of(slower).overlaps(Quartiles.of(faster)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRanks:
+    """Seconds of one phase: least, mean and most over ranks."""
+
+    min_s: float
+    mean_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, by_rank: Sequence[float]) -> "OverRanks":
+        """From each rank's seconds, at least one."""
+        return cls(min_s=min(by_rank), mean_s=statistics.fmean(by_rank), max_s=max(by_rank))

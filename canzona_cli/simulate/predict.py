@@ -1,8 +1,5 @@
 """What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of
 from canzona_cli.config.schema import Layout, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -12,33 +9,11 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.subject import bucket_elements
 from canzona_cli.planner.types import Assignment
+from canzona_cli.run.prediction import Prediction
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.compare import simulate_plan
 from canzona_cli.simulate.cores import with_cores
-from canzona_cli.simulate.simulate import Event, StrategyResult, simulate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
-
-    strategy: AnyStrategy
-    profile: str
-    """Name of the cluster profile."""
-    calibrated: bool
-    """Whether that profile was measured by `canzona calibrate`."""
-    iteration_s: float
-    optimizer_s: float
-    """From reduced gradients to the next forward, as the step has it: what hides under other work is not counted
-    (`StrategyResult.optimizer_exposed_s`)."""
-    phases: Mapping[str, float]
-    """Mean over ranks; the phases of a step add up to `iteration_s`, totals stand beside them."""
-    load_balance: float
-    """Of matrix updates, max over mean of the ranks; 1.0 is perfect, and where there are none."""
-    memory_bytes: int
-    """Of the fullest rank."""
-    events: tuple[Event, ...]
-    """Timelines of the slowest rank and of the one that has least to update."""
+from canzona_cli.simulate.simulate import StrategyResult, simulate
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -59,7 +34,8 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
         calibrated=bool(config.cluster.measured_on),
         iteration_s=result.iteration_s,
         optimizer_s=result.optimizer_exposed_s,
-        phases=result.mean_phases,
+        phases=dict(result.mean_phases),
+        cores=config.cluster.cores if config.cluster.device == "cpu" else None,
         load_balance=result.update_balance,
         memory_bytes=memory,
         events=result.events,

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
@@ -20,7 +19,8 @@ from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.memory import element_bytes, stage_weights
 from canzona_cli.planner.types import Assignment, Bucket, MicroGroup
-from canzona_cli.run.phases import IN_STEP, Phase
+from canzona_cli.run.phases import IN_STEP, Phase, Stream
+from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk
 from canzona_cli.simulate.iteration import IterationTimeline
 from canzona_cli.simulate.model_time import stage_time
@@ -28,21 +28,8 @@ from canzona_cli.simulate.timeline import crowded
 from canzona_cli.simulate.update import UpdateModel
 from canzona_cli.simulate.update_phase import Cell, UpdatePhase
 
-Stream = Literal["compute", "data", "exchange"]
-
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """A stretch of one rank's time on one of its streams."""
-
-    rank: int
-    stream: Stream
-    phase: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +52,7 @@ class StrategyResult:
     """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
     updates_end_s: tuple[float, ...]
     """By stage: when its last rank has finished its updates."""
-    events: tuple[Event, ...]
+    events: tuple[SimulatedEvent, ...]
     """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
 
 
@@ -260,7 +247,7 @@ class _Simulation:
         clipped: float,
         gather_s: Sequence[float],
         early: Sequence[float],
-    ) -> list[Event]:
+    ) -> list[SimulatedEvent]:
         rank, stage = self._rank(cell), cell.stage
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
@@ -275,7 +262,7 @@ class _Simulation:
         if gather_s[stage]:
             found.append(("data", "param_gather", updated, updated + gather_s[stage]))
         return [
-            Event(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
+            SimulatedEvent(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
             for stream, phase, start, end in _merged(found)
         ]
 

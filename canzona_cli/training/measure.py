@@ -1,22 +1,33 @@
 """From per-rank step timings to breakdown.json."""
 
 import resource
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
 from canzona_cli.run.phases import IN_STEP
 
 WARM_UP_STEPS = 2
 """The first steps pay for lazy initialisation: allocations, kernels, Megatron's first unoverlapped reduction."""
 
 
-def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> dict[str, object] | None:
+@dataclass(frozen=True, kw_only=True)
+class _OwnMeans:
+    """One rank's, over the measured steps."""
+
+    step_s: float
+    phases: Mapping[str, float]
+    peak_memory: float
+    """Bytes."""
+
+
+def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
     """Collect every rank's mean phase times; the breakdown on rank 0, `None` on the others or with no step to show.
 
     Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured steps.
@@ -26,46 +37,44 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     first, last = config.run.profile_steps or (0, -1)
     plain = [step for number, step in enumerate(steps, 1) if number > skipped and not first <= number <= last]
     measured = plain or steps[skipped:]
-    own = {
-        "step_s": sum(s.step_s for s in measured) / max(1, len(measured)),
-        "phases": _mean_phases(measured),
-        "peak_memory": _peak_memory(world),
-    }
-    everyone: list[dict[str, object]] = [{} for _ in range(world.world_size)]
+    own = _OwnMeans(
+        step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
+        phases=_mean_phases(measured),
+        peak_memory=_peak_memory(world),
+    )
+    everyone = [own] * world.world_size
     torch.distributed.all_gather_object(everyone, own)
     if world.rank != 0 or not measured:
         return None
-    step_times = [_number(rank["step_s"]) for rank in everyone]
-    step_mean = sum(step_times) / len(step_times)
-    by_rank = [_phases(rank) for rank in everyone]
-    phases = {
-        name: _spread([phases.get(name, 0.0) for phases in by_rank], step_mean) | {"in_step": name in IN_STEP}
-        for name in dict.fromkeys(name for phases in by_rank for name in phases)
-    }
-    tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step_mean
+    step = _phase_time([rank.step_s for rank in everyone])
+    by_rank = [rank.phases for rank in everyone]
+    names = dict.fromkeys(name for phases in by_rank for name in phases)
+    tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step.mean_s
     per_gpu = tokens_per_s / world.world_size
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
-    memory = [_number(rank["peak_memory"]) for rank in everyone]
-    return {
-        "version": 1,
-        "strategy": strategy_of(config),
-        "optimizer": config.optimizer.name,
-        "device": config.cluster.device,
-        "layout": asdict(world.layout),
-        "steps_measured": len(measured),
-        "steps_skipped": skipped,
-        "steps_profiled": len(steps) - skipped - len(measured),
-        "step": _spread(step_times, step_mean),
-        "phases": phases,
-        "ranks": [{"rank": rank, "phases": phases} for rank, phases in enumerate(by_rank)],
-        "tokens_per_s": tokens_per_s,
-        "tokens_per_s_per_gpu": per_gpu,
-        "model_tflops_per_gpu": tflops,
-        "peak_tflops_per_gpu": config.cluster.bf16_tflops,
-        "mfu": tflops / config.cluster.bf16_tflops,
-        "load_balance": _load_balance(by_rank),
-        "peak_memory_bytes": {"min": min(memory), "mean": sum(memory) / len(memory), "max": max(memory)},
-    }
+    memory = [rank.peak_memory for rank in everyone]
+    return MeasuredBreakdown(
+        strategy=config.engine.strategy if config.optimizer.name != "adamw" else "adamw",
+        optimizer=config.optimizer.name,
+        device=config.cluster.device,
+        layout=world.layout,
+        steps_measured=len(measured),
+        steps_skipped=skipped,
+        steps_profiled=len(steps) - skipped - len(measured),
+        step=step,
+        phases={
+            name: _phase_time([phases.get(name, 0.0) for phases in by_rank], step.mean_s, in_step=name in IN_STEP)
+            for name in names
+        },
+        ranks=tuple(RankTimes(rank=rank, phases=phases) for rank, phases in enumerate(by_rank)),
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_gpu=per_gpu,
+        model_tflops_per_gpu=tflops,
+        peak_tflops_per_gpu=config.cluster.bf16_tflops,
+        mfu=tflops / config.cluster.bf16_tflops,
+        load_balance=_load_balance(by_rank),
+        peak_memory_bytes=PeakMemory(min=min(memory), mean=sum(memory) / len(memory), max=max(memory)),
+    )
 
 
 def _mean_phases(steps: list[StepTiming]) -> dict[str, float]:
@@ -73,12 +82,14 @@ def _mean_phases(steps: list[StepTiming]) -> dict[str, float]:
     return {name: sum(step.phases.get(name, 0.0) for step in steps) / len(steps) for name in names}
 
 
-def _spread(values: list[float], step_mean: float) -> dict[str, object]:
-    mean = sum(values) / len(values)
-    return {"min_s": min(values), "mean_s": mean, "max_s": max(values), "share": mean / step_mean}
+def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_step: bool = True) -> PhaseTime:
+    """A phase over ranks; the step itself without `step_mean`."""
+    mean = sum(by_rank) / len(by_rank)
+    share = 1.0 if step_mean is None else mean / step_mean
+    return PhaseTime(min_s=min(by_rank), mean_s=mean, max_s=max(by_rank), share=share, in_step=in_step)
 
 
-def _load_balance(by_rank: list[dict[str, float]]) -> dict[str, float]:
+def _load_balance(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """max/mean over ranks of each update's time; 1.0 is perfect."""
     balance = {}
     for name in ("matrix_update", "adamw_update"):
@@ -92,14 +103,3 @@ def _peak_memory(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(world.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, float)
-    return value
-
-
-def _phases(rank: dict[str, object]) -> dict[str, float]:
-    phases = rank["phases"]
-    assert isinstance(phases, dict)
-    return phases

@@ -10,6 +10,8 @@ from typing import Literal
 
 from canzona_cli.config.redaction import redacted, shown_value
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.run.breakdown import MeasuredBreakdown
+from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
 from canzona_cli.run.heartbeat import Heart
 from canzona_cli.run.heartbeat import Stage as Stage
@@ -180,11 +182,11 @@ class Journal:
         if self._board is not None:
             self._board.add({"validation/loss": loss}, step)
 
-    def breakdown(self, breakdown: dict[str, object]) -> None:
+    def breakdown(self, breakdown: MeasuredBreakdown) -> None:
         if not self._writes:
             return
         try:
-            write_json_atomic(self._files.breakdown, breakdown)
+            save(self._files.breakdown, breakdown)
         except OSError as error:
             self._warn(f"{self._files.breakdown.name} cannot be written ({error.strerror})")
 

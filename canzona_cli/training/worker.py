@@ -19,13 +19,13 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.errors import WorkerCrashed
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
+    from canzona_cli.run.timeline import write_timeline
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import CorpusFacts, build_datasets
     from canzona_cli.training.loop import Start, train
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.pulse import Pulse
     from canzona_cli.training.saving import Saver
-    from canzona_cli.training.trace import write_timeline
 
     config = load_resolved(files.config)
     layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from canzona_cli.bench.results import BenchResult, Measured, PhaseSeconds, Predicted, StrategyBench
+from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
 from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.run.statistics import OverRanks
 from tests.sizes import layout
 
 PHASES = {
@@ -51,7 +52,7 @@ def measured(strategy: AnyStrategy, *, ranks: int = 4, scale: float = 1.0) -> Me
         iteration_s=tuple(step * wobble for wobble in wobbles),
         optimizer_s=tuple(optimizer * wobble for wobble in wobbles),
         processor_s=tuple(2.1 * step * wobble for wobble in wobbles),
-        phases={name: PhaseSeconds(min_s=0.9 * s, mean_s=s, max_s=1.12 * s) for name, s in found.items()},
+        phases={name: OverRanks(min_s=0.9 * s, mean_s=s, max_s=1.12 * s) for name, s in found.items()},
         load_balance=1.04 if update else 1.0,
         losses=tuple(9.7 - 0.4 * step + 1e-5 * UPDATES[strategy] for step in range(8)),
         tensor_bytes=tuple((300 + 5 * rank) * 2**20 for rank in range(ranks)),

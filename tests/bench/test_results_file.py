@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.bench.results_file import as_json, load, save
 from canzona_cli.errors import ConfigError
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 from tests.bench.benches import bench, with_measured
 
 
@@ -27,7 +27,7 @@ def test_speedups_are_the_ratios_round_by_round() -> None:
         )
     ]
     told = content["speedup"]["optimizer_vs_sc"]
-    assert (told["low"], told["median"], told["high"]) == pytest.approx(tuple(vars(Spread.of(ratios)).values()))
+    assert (told["low"], told["median"], told["high"]) == pytest.approx(tuple(vars(Quartiles.of(ratios)).values()))
     assert content["overhead_over_adamw"]["median"] > 0
     for name in ("canzona", "asc", "layerwise", "sc", "adamw"):
         assert content["strategies"][name].keys() >= {"phases", "iteration_s", "optimizer_s", "loss", "spread"}
@@ -63,7 +63,7 @@ def test_what_did_not_run_is_said_to_be_missing() -> None:
     ("text", "reason"),
     [
         ("{", "cannot be read"),
-        ("[]", "is not a result"),
+        ("[]", "expected a JSON object"),
         ('{"version": 99, "result": {}}', "version 99"),
         ('{"version": 1, "result": {"rounds": "many"}}', "recipe: field required"),
     ],

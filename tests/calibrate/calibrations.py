@@ -9,13 +9,13 @@ from canzona_cli.calibrate.profile import profile_of
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.run.statistics import Spread
+from canzona_cli.run.statistics import Quartiles
 
 ALL: tuple[Part, ...] = ("arithmetic", "memory", "adamw", "collectives", "model", "updates")
 
 
 def number(quantity: Quantity, value: float, *key: str | int, busy: float = 0.0, spread: float = 0.1) -> Measurement:
-    around = Spread(low=value * (1 - spread / 2), median=value, high=value * (1 + spread / 2))
+    around = Quartiles(low=value * (1 - spread / 2), median=value, high=value * (1 + spread / 2))
     return Measurement(quantity=quantity, key=key, spread=around, repetitions=9, busy=busy)
 
 

@@ -162,7 +162,7 @@ def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:
     run, built = prepared(tmp_path, LONG)
     said = json.loads(sidecar_path(built.prefix).read_text()) | {"tokens": 1}
     sidecar_path(built.prefix).write_text(json.dumps(said))
-    assert "it speaks of 1 tokens" in problems(run)["data.path"]
+    assert "it describes 1 tokens" in problems(run)["data.path"]
 
 
 def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.report.chrome_trace import write_trace
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
+from canzona_cli.run.timeline import write_timeline
 from canzona_cli.training.data import Datasets
 from canzona_cli.training.loop import train
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.trace import write_timeline
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens

@@ -1,17 +1,17 @@
 """Real ranks, one of which is slow: the breakdown names it, or, where TP ranks go in step, says that they wait."""
 
 import time
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
+from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.breakdown import load_breakdown
-from canzona_cli.report.predicted import planned_step
-from canzona_cli.run.files import RunFiles, write_json_atomic
+from canzona_cli.run.breakdown import load_breakdown
+from canzona_cli.run.codec import save
+from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.step import train_step
@@ -50,10 +50,10 @@ def test_a_slow_rank_is_told(tmp_path_factory: pytest.TempPathFactory, layout: s
             train_step(trainee, batches)
         breakdown = gather_breakdown(config, trainee.world, trainee.timer.timings())
         if breakdown is not None:
-            write_json_atomic(files.breakdown, breakdown)
+            save(files.breakdown, breakdown)
 
     run_ranks(2, rank)
-    write_json_atomic(files.predicted, asdict(planned_step(config, shape, make_plan(config, shape))))
+    save(files.predicted, prediction_here(config, shape, make_plan(config, shape)))
     why = load_breakdown(files.root).why
     assert why is not None
     assert cause in why.text

@@ -12,7 +12,7 @@ from canzona_cli.report.bench import BenchView
 from canzona_cli.report.bench_plot import draw
 from canzona_cli.report.bench_words import error_text, quartiles, times
 from canzona_cli.report.columns import Group, tables
-from canzona_cli.run.statistics import Speedup, Spread
+from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
 
 PNG = b"\x89PNG"
@@ -55,7 +55,7 @@ def test_measured_predicted_and_error_stand_side_by_side() -> None:
     text = shown(BenchView(bench(("canzona",))))
     assert line_of(text, "matrix update").split() == ["matrix", "update", "151", "166", "+10%"]
     result = bench(("canzona",))
-    middle = Spread.of(result.strategies["canzona"].measured.optimizer_s).median
+    middle = Quartiles.of(result.strategies["canzona"].measured.optimizer_s).median
     assert line_of(text, "optimizer step").split()[2:4] == [f"{1e3 * middle:.0f}", "219"]
     assert line_of(text, "exposed communication").split()[2:] == ["43.0", "40.8", "-5%"]
 

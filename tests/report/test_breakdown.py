@@ -12,9 +12,9 @@ from rich.console import Console
 
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.breakdown import Breakdown, load_breakdown
 from canzona_cli.report.breakdown_table import render
-from canzona_cli.report.predicted import load_planned
+from canzona_cli.run.breakdown import Breakdown, load_breakdown
+from canzona_cli.run.prediction import load_prediction
 
 DATA = Path(__file__).parent
 
@@ -133,8 +133,8 @@ def _with_phase(value: object) -> dict[str, object]:
     [
         ("", "cannot be read"),
         ('{"version": 1, "strat', "cannot be read"),
-        ("[1, 2]", "not a breakdown"),
-        ({"lr": 3}, "not a breakdown"),
+        ("[1, 2]", "expected a JSON object"),
+        ({"lr": 3}, "has no version"),
         ({**fixture(), "version": 99}, "version 99"),
         (_without("step"), "step: field required"),
         (_with_phase({"min_s": "x"}), r"phases\.forward\.min_s"),
@@ -253,7 +253,7 @@ def test_a_damaged_prediction_leaves_what_was_measured(tmp_path: Path, damage: s
     assert breakdown.planned is None
     assert shown(breakdown) == shown(load_breakdown(DATA))
     with pytest.raises(ConfigError, match=r"predicted\.json"):
-        load_planned(tmp_path)
+        load_prediction(tmp_path)
 
 
 def test_phases_without_a_plan_or_without_a_time_have_no_error(tmp_path: Path) -> None:

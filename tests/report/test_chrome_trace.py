@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.errors import ConfigError
+from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.chrome_trace import lanes, load_timelines, write_trace
-from canzona_cli.report.predicted import planned_step
+from canzona_cli.report.chrome_trace import lanes, write_trace
+from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.run.phases import Interval
+from canzona_cli.run.timeline import load_timelines
 from tests.run.runs import CONFIG, LAYOUT
 from tests.trace_events import Trace, read_trace
 
@@ -99,8 +101,8 @@ def test_clocks_of_other_machines_are_laid_over_the_first_ones_by_the_ends_of_st
 
 def test_the_planned_step_stands_behind_the_measured_ranks(tmp_path: Path) -> None:
     files = run(tmp_path, *(timeline(rank) for rank in range(4)))
-    planned = planned_step(CONFIG, LAYOUT, make_plan(CONFIG, LAYOUT))
-    write_json_atomic(files.predicted, asdict(planned))
+    planned = prediction_here(CONFIG, LAYOUT, make_plan(CONFIG, LAYOUT))
+    save(files.predicted, planned)
     trace = drawn(files)
     names = list(trace.processes.values())
     assert [name.startswith("planned: rank ") for name in names[:4]] == [False] * 4

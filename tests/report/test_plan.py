@@ -8,7 +8,7 @@ from rich.console import Console
 from canzona_cli.report.heat import heat_map, owners_a_column
 from canzona_cli.report.plan_time import _lane
 from canzona_cli.report.stacked import Ink, legend, stacked
-from canzona_cli.simulate.simulate import Event
+from canzona_cli.run.prediction import SimulatedEvent
 
 INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "c": Ink(letter="C", style="green")}
 
@@ -62,7 +62,7 @@ def test_a_legend_breaks_between_its_parts_only() -> None:
 
 def lane(*spans: tuple[str, float, float]) -> str:
     events = [
-        Event(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
+        SimulatedEvent(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
         for phase, start, end in spans
     ]
     return _lane(events, 10.0, 16.0, 6, colour=False, ascii_only=True).plain

@@ -10,7 +10,8 @@ from canzona_cli.config.schema import Splitting
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.planner.memory import matrix_shapes
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.simulate.predict import Prediction, predict
+from canzona_cli.run.prediction import Prediction
+from canzona_cli.simulate.predict import predict
 
 
 def _predicted(optimizer: str, splitting: Splitting) -> tuple[Prediction, float]:

@@ -10,9 +10,24 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord, StepMetrics
+from tests.run.runs import LAYOUT
+
+BREAKDOWN = MeasuredBreakdown(
+    strategy="canzona",
+    optimizer="muon",
+    layout=LAYOUT,
+    steps_measured=1,
+    steps_skipped=2,
+    step=OverRanks.of([0.1]),
+    phases={},
+    tokens_per_s=1e4,
+    tokens_per_s_per_gpu=2.5e3,
+)
 
 
 @pytest.fixture
@@ -117,7 +132,7 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     journal.step(_metrics(1))
     journal.step(_metrics(2))
     journal.validation(2, 2.25)
-    journal.breakdown({"version": 1})
+    journal.breakdown(BREAKDOWN)
     journal.close()
     lines = [json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -130,7 +145,8 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     assert (event["event"], event["stage"], event["detail"]) == ("stage", "train", "2 steps")
     validation = _read(files.validation)
     assert (validation["step"], validation["loss"]) == (2, 2.25)
-    assert _read(files.breakdown) == {"version": 1}
+    assert _read(files.breakdown)["version"] == 1
+    assert load_breakdown(files.root).planned is None
 
 
 def test_only_one_rank_writes_the_files_of_the_job(files: RunFiles) -> None:
@@ -138,7 +154,7 @@ def test_only_one_rank_writes_the_files_of_the_job(files: RunFiles) -> None:
     journal.stage("train")
     journal.step(_metrics(1))
     journal.validation(0, 6.0)
-    journal.breakdown({"version": 1})
+    journal.breakdown(BREAKDOWN)
     journal.close()
     assert [path.name for path in files.root.iterdir()] == [files.ranks.name]
 
@@ -175,7 +191,7 @@ def test_events_that_cannot_be_written_are_counted_too(files: RunFiles) -> None:
 def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> None:
     files.breakdown.mkdir()
     (files.breakdown / "x").touch()
-    Journal(files, writes=True).breakdown({"version": 1})
+    Journal(files, writes=True).breakdown(BREAKDOWN)
     assert "breakdown.json cannot be written" in str(_read(files.events)["detail"])
 
 

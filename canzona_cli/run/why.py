@@ -5,9 +5,9 @@ It judges by what the phases and ranks show and knows no more: a cause it names 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from canzona_cli.run.phases import IN_STEP, PHASES
+from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.words import milliseconds, plural
 
 _COMPUTE = ("forward", "backward", "matrix_update", "adamw_update")
@@ -18,17 +18,6 @@ _MUCH = 1.25
 """Times as long: what counts as longer rather than as scatter."""
 _EXPLAINS = 0.5
 """Of the difference to the plan: a cause that brings less is not the one."""
-
-
-class OverRanks(Protocol):
-    """One phase's seconds: least, mean, most over ranks."""
-
-    @property
-    def min_s(self) -> float: ...
-    @property
-    def mean_s(self) -> float: ...
-    @property
-    def max_s(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)

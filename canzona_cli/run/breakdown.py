@@ -1,39 +1,30 @@
-"""The step-time breakdown: where the time of one training step went, over all ranks, beside what was planned.
+"""The step-time breakdown: where the time of one training step went, over all ranks, next to its prediction.
 
 `breakdown.json` is written by the workers. Times are seconds; `min_s`, `mean_s`, `max_s` are over ranks, of each rank's
 mean over the measured steps. Phases with `in_step` follow one another and add up to the step; the others (`*_total`)
-count work that ran under them as well. What was planned comes from `predicted.json`, which runs of
-earlier versions lack.
+count work that ran under them as well. The prediction comes from `predicted.json`, which runs of earlier versions lack.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.report.predicted import PlannedStep, load_planned
-from canzona_cli.report.why import Why, explain
+from canzona_cli.run.codec import load, plain
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.prediction import Prediction, load_prediction
+from canzona_cli.run.statistics import OverRanks
+from canzona_cli.run.why import Why, explain
 
-VERSION = 1
 NOTHING_S = 1e-6
 """Times below it have no relative error: nothing was done in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Seconds over ranks."""
-
-    min_s: float
-    mean_s: float
-    max_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseTime(Spread):
+class PhaseTime(OverRanks):
     """One phase of the step."""
 
     share: float
@@ -60,10 +51,11 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Breakdown:
+class MeasuredBreakdown:
     """The content of breakdown.json."""
 
-    version: int
+    VERSION: ClassVar[int] = 1
+
     strategy: str
     optimizer: str
     device: Device | None = None
@@ -73,7 +65,7 @@ class Breakdown:
     """Warm-up steps at the start that were not measured."""
     steps_profiled: int = 0
     """Steps under torch's profiler, which slows them; not measured either."""
-    step: Spread
+    step: OverRanks
     phases: Mapping[str, PhaseTime | None]
     """A phase that this strategy does not have is absent or null."""
     ranks: tuple[RankTimes, ...] = ()
@@ -87,8 +79,19 @@ class Breakdown:
     load_balance: Mapping[str, float | None] | None = None
     """Per phase, max over mean of the ranks' work; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
-    planned: PlannedStep | None = None
-    """Not in breakdown.json: what the run was predicted to take, where it left a prediction."""
+
+    @property
+    def in_step_share(self) -> float:
+        """The sum of the step's phases as a share of it; 1.0 but for rounding."""
+        return math.fsum(phase.share for phase in self.phases.values() if phase is not None and phase.in_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown(MeasuredBreakdown):
+    """A measured step next to its prediction."""
+
+    planned: Prediction | None = None
+    """None where the run left no prediction, or none that can be read."""
 
     @property
     def why(self) -> Why | None:
@@ -106,15 +109,15 @@ class Breakdown:
         )
 
     def as_json(self) -> dict[str, object]:
-        """The content of breakdown.json, what was planned beside it, and why they differ; additions keep `version`."""
+        """The content of breakdown.json, the prediction, and why they differ; additions keep `version`."""
         planned, why = self.planned, self.why
         return {
-            **asdict(replace(self, planned=None)),
+            **plain(replace(self, planned=None)),
             "planned": None if planned is None else planned.as_json() | {"error": self._errors(planned)},
             "why": None if why is None else asdict(why),
         }
 
-    def _errors(self, planned: PlannedStep) -> dict[str, float | None]:
+    def _errors(self, planned: Prediction) -> dict[str, float | None]:
         """Planned over measured mean, less 1, by phase and of the step."""
         errors = {
             name: relative_error(planned.phases.get(name), phase.mean_s)
@@ -122,11 +125,6 @@ class Breakdown:
             if phase is not None
         }
         return {**errors, "step": relative_error(planned.iteration_s, self.step.mean_s)}
-
-    @property
-    def in_step_share(self) -> float:
-        """What the phases of the step add up to, as a share of it; 1.0 but for rounding."""
-        return math.fsum(phase.share for phase in self.phases.values() if phase is not None and phase.in_step)
 
 
 def relative_error(planned: float | None, measured: float) -> float | None:
@@ -137,47 +135,21 @@ def relative_error(planned: float | None, measured: float) -> float | None:
 
 
 def load_breakdown(run_dir: Path) -> Breakdown:
-    """Read and check a run's breakdown.json, and what was planned where that can be read.
+    """Read and check a run's breakdown.json, with its prediction where that can be read.
 
     Raises:
         ConfigError: it is missing, damaged, or of another version; the problem's key is `RUN_DIR`.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    path = RunFiles(run_dir).breakdown
+    files = RunFiles(run_dir)
+    fix = "the run's other files can still be read; train again for a new breakdown"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        measured = load(files.breakdown, MeasuredBreakdown, key="RUN_DIR", value=run_dir, fix=fix)
     except FileNotFoundError:
-        raise _unreadable(
-            run_dir,
-            "there is no breakdown.json in it",
-            "it is written when training ends after the warm-up steps; give the directory of such a run",
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise _unreadable(run_dir, f"breakdown.json cannot be read: {error}", _FIX_DAMAGED) from None
-    version = data.get("version") if isinstance(data, dict) else None
-    if not isinstance(version, int):
-        raise _unreadable(run_dir, "breakdown.json is not a breakdown of canzona's", _FIX_DAMAGED)
-    if version != VERSION:
-        raise _unreadable(
-            run_dir,
-            f"breakdown.json has version {version}, this canzona reads version {VERSION}",
-            "read it with the canzona that wrote it",
-        )
+        reason = "there is no breakdown.json in it"
+        fix = "it is written when training ends after the warm-up steps; give the directory of such a run"
+        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
     try:
-        measured = TypeAdapter(Breakdown).validate_python(data | {"planned": None})
-    except ValidationError as error:
-        places = [f"{'.'.join(map(str, e['loc'])) or 'top level'}: {e['msg'].lower()}" for e in error.errors()]
-        shown = "; ".join(places[:5]) + (f"; and {len(places) - 5} more" if len(places) > 5 else "")
-        raise _unreadable(run_dir, f"breakdown.json is damaged: {shown}", _FIX_DAMAGED) from None
-    try:
-        return replace(measured, planned=load_planned(run_dir))
-    except ConfigError:  # `canzona report` notes it; what was measured is none the worse for it
-        return measured
-
-
-_FIX_DAMAGED = "the run's other files are still readable; train again for a new breakdown"
-
-
-def _unreadable(run_dir: Path, reason: str, fix: str) -> ConfigError:
-    return ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
+        planned = load_prediction(run_dir)
+    except ConfigError:  # `canzona report` notes it; the measurement stands without it
+        planned = None
+    return Breakdown(**vars(measured), planned=planned)

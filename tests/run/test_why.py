@@ -1,14 +1,14 @@
 """The line that says why a step was not as planned: the phase that differs most, and a cause that the data shows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.report.why import Why, explain
 from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.statistics import OverRanks
+from canzona_cli.run.why import Why, explain
 
 PLAN = {
     "forward": 0.100,
@@ -27,22 +27,10 @@ PLAN = {
 Rank = Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """One phase over ranks."""
-
-    min_s: float
-    mean_s: float
-    max_s: float
-
-
-def over(ranks: Sequence[Rank]) -> dict[str, Seconds]:
+def over(ranks: Sequence[Rank]) -> dict[str, OverRanks]:
     names = dict.fromkeys(name for rank in ranks for name in rank)
     values = {name: [rank.get(name, 0.0) for rank in ranks] for name in names}
-    return {
-        name: Seconds(min_s=min(times), mean_s=sum(times) / len(times), max_s=max(times))
-        for name, times in values.items()
-    }
+    return {name: OverRanks.of(times) for name, times in values.items()}
 
 
 def why(ranks: Sequence[Rank], *, calibrated: bool = True, cores: int | None = None, named: bool = True) -> Why:

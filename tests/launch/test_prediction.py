@@ -1,17 +1,19 @@
 """What a run is predicted to take is written before it starts, for every strategy, in the breakdown's words."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
+from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.predicted import load_planned, planned_step
-from canzona_cli.run.files import RunFiles, write_json_atomic
+from canzona_cli.run.codec import save
+from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import IN_STEP, LABELS
+from canzona_cli.run.prediction import load_prediction
 from tests.run.runs import CONFIG, LAYOUT
 
 MUON, ADAMW = MuonConfig(name="muon", lr=3e-3), AdamWConfig(name="adamw", lr=3e-3)
@@ -26,7 +28,7 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     tmp_path: Path, strategy: Strategy, optimizer: OptimizerConfig
 ) -> None:
     config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
-    planned = planned_step(
+    planned = prediction_here(
         config, LAYOUT, make_plan(config, LAYOUT) if execution_of(config) is Execution.PLANNED else None
     )
     assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
@@ -36,10 +38,10 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     assert planned.events
     assert planned.calibrated is False
     assert planned.cores
-    write_json_atomic(RunFiles(tmp_path).predicted, asdict(planned))
-    assert load_planned(tmp_path) == planned
+    save(RunFiles(tmp_path).predicted, planned)
+    assert load_prediction(tmp_path) == planned
     json.dumps(planned.as_json())
 
 
 def test_runs_of_earlier_versions_have_none(tmp_path: Path) -> None:
-    assert load_planned(tmp_path) is None
+    assert load_prediction(tmp_path) is None

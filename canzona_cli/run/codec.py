@@ -1,0 +1,133 @@
+"""How a run's records get to disk and back: frozen dataclasses on both sides, JSON between them, one word for damage.
+
+A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version. Reading
+checks every type; what a record does not know is ignored, so that newer versions may add to it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.files import read_json, write_json_atomic, write_text_atomic
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from pydantic import TypeAdapter
+
+_MOST_PLACES: Final = 5
+
+
+class Damaged(ValueError):
+    """The content is not what the type says; the message lists where and why."""
+
+
+def plain(record: "DataclassInstance") -> dict[str, object]:
+    """The record as JSON has it, its version first."""
+    version = getattr(record, "VERSION", None)
+    return {**({} if version is None else {"version": version}), **asdict(record)}
+
+
+def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
+    """A record from plain values, or from JSON as bytes.
+
+    Args:
+        strict: no number may be written as text, nor the other way round; needs bytes.
+
+    Raises:
+        Damaged: a value is missing or has another type.
+    """
+    from pydantic import ValidationError
+
+    adapter: TypeAdapter[T] = _adapter(kind)  # type: ignore[arg-type]
+    try:
+        if isinstance(content, bytes):
+            return adapter.validate_json(content, strict=strict)
+        return adapter.validate_python(content)
+    except ValidationError as error:
+        found = [
+            f"{'.'.join(map(str, one['loc'])) or 'top level'}: {one['msg'].lower()}"
+            for one in error.errors(include_url=False)
+        ]
+        more = f"; and {len(found) - _MOST_PLACES} more" if len(found) > _MOST_PLACES else ""
+        raise Damaged("; ".join(found[:_MOST_PLACES]) + more) from None
+
+
+def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
+    """Replace the file in one step.
+
+    Args:
+        indented: False for what has thousands of entries and no reader but programs.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if indented:
+        write_json_atomic(path, plain(record))
+    else:
+        write_text_atomic(path, json.dumps(plain(record)) + "\n")
+
+
+def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = None, inside: str | None = None) -> T:
+    """Read and check a record.
+
+    Args:
+        key, fix, value: of the problem that an unreadable file is; the value is the path unless it is given.
+        inside: the record is the value of this key in the file, not the whole of it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: it cannot be read, is damaged, or has another version.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        _check_version(content, getattr(kind, "VERSION", None))
+        return parse(kind, content if inside is None else content[inside])
+    except FileNotFoundError:
+        raise
+    except Damaged as error:
+        reason = f"{path.name} is damaged: {error}"
+    except OSError as error:
+        reason = f"{path.name} cannot be read: {error.strerror or error}"
+    except KeyError as error:
+        reason = f"{path.name} is damaged: it has no {error}"
+    except _OtherVersion as error:
+        reason, fix = f"{path.name} {error}", "read it with the canzona that wrote it"
+    except ValueError as error:
+        reason = f"{path.name} cannot be read: {error}"
+    raise ConfigError(Problem(key=key, value=path if value is None else value, reason=reason, fix=fix))
+
+
+def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
+    """A record that nobody depends on; None where there is none, or none that can be read."""
+    content = read_json(path)
+    try:
+        return None if content is None else parse(kind, content)
+    except Damaged:
+        return None
+
+
+class _OtherVersion(Exception):
+    pass
+
+
+def _check_version(content: object, version: int | None) -> None:
+    if not isinstance(content, Mapping):
+        raise Damaged("expected a JSON object")
+    if version is None:
+        return
+    found = content.get("version")
+    if found is None:
+        raise Damaged("it has no version, as files of canzona's have")
+    if found != version:
+        raise _OtherVersion(f"has version {found}, this canzona reads version {version}")
+
+
+@cache
+def _adapter[T](kind: type[T]) -> "TypeAdapter[T]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)

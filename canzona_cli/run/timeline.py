@@ -1,0 +1,64 @@
+"""timeline/rank-NNNNN.json: a few steps of one rank, moment by moment. `canzona_cli.report.chrome_trace` draws them."""
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.codec import load, save
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.phases import StepTimeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """The content of one rank's file."""
+
+    VERSION: ClassVar[int] = 1
+
+    rank: int
+    host: str
+    clock: str
+    """Equal on ranks that share a clock."""
+    steps: tuple[StepTimeline, ...]
+
+
+def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
+    """Nothing where no step was kept; a warning in the log where it cannot be written."""
+    if not steps:
+        return
+    timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
+    try:
+        files.timelines.mkdir(exist_ok=True)
+        save(files.timeline(rank), timeline, indented=False)  # a step of a large model has thousands of entries
+    except OSError as error:  # a full disk is no reason to lose the run at its very end
+        logging.getLogger(__name__).warning("%s cannot be written: %s", files.timeline(rank), error.strerror)
+
+
+def load_timelines(files: RunFiles) -> list[RankTimeline]:
+    """By rank; empty where there are none.
+
+    Raises:
+        ConfigError: with every file that is damaged or of another version.
+    """
+    found: list[RankTimeline] = []
+    problems: list[Problem] = []
+    for path in sorted(files.timelines.glob("rank-*.json")):
+        try:
+            found.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return sorted(found, key=lambda timeline: timeline.rank)
+
+
+def clock_name() -> str:
+    """Equal on ranks that share one monotonic clock: those of a machine since it was started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
