@@ -120,7 +120,7 @@ def _profiles_here() -> list[str]:
 
 def _keys(prefix: str) -> list[str]:
     """Keys that begin like this. Sections first, so that an empty word does not offer a hundred settings."""
-    from canzona_cli.config.keys import sections, settings
+    from canzona_cli.config.settings import sections, settings
 
     if "." in prefix:
         return [key for key in settings() if key != "optimizer.name"]  # chosen by optimizer=NAME
@@ -131,7 +131,7 @@ def _keys(prefix: str) -> list[str]:
 
 
 def _values(key: str) -> list[str]:
-    from canzona_cli.config.keys import settings
+    from canzona_cli.config.settings import settings
 
     if key in GROUPS:
         try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from canzona_cli.config.checks import config_problems, config_warnings
-from canzona_cli.config.keys import sections, settings
 from canzona_cli.config.overrides import Overrides, parse_overrides
 from canzona_cli.config.paths import (
     GROUPS,
@@ -19,6 +18,7 @@ from canzona_cli.config.paths import (
 )
 from canzona_cli.config.safety import unasked_problems
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import sections, settings
 from canzona_cli.config.source import (
     FILE_OPTION,
     RecipeSource,
@@ -112,12 +112,11 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         told = {problem.key for problem in problems}
         problems += [problem for problem in config if problem.key not in told]
         bad = {problem.key for problem in config}
-        fallback = _with_values(base, {k: v for k, v in asked.values.items() if not _among(k, bad)}, [])
-        substitute = build(fallback, texts=asked.texts, where=where)
-        if isinstance(substitute, RunConfig):
-            problems += _judged(substitute, asked, base, ignoring=bad, training=training)
+        stand_in = _stand_in(base, asked, bad)
+        if stand_in is not None:
+            problems += [p for p in config_problems(stand_in, training=training) if p.key not in bad]
         raise ConfigError(*problems)
-    problems += _judged(config, asked, base, ignoring=set(), training=training)
+    problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
     if problems:
@@ -317,22 +316,22 @@ def _put(tree: dict[str, object], key: str, value: object) -> None:
     tree[name] = value
 
 
-def _judged(
-    config: RunConfig, asked: Overrides, base: Mapping[str, object], *, ignoring: set[str], training: bool
-) -> list[Problem]:
-    """How the values go together. What concerns settings in `ignoring` is left out.
-
-    A size below 1 makes other arithmetic meaningless, so the rest is judged again with the recipe's own size.
-    """
-    problems = [problem for problem in config_problems(config, training=training) if problem.key not in ignoring]
-    sizes = {problem.key for problem in problems if isinstance(problem.value, int) and problem.value < 1}
-    if sizes & set(asked.values):
-        skipped = ignoring | sizes
-        tree = _with_values(base, {key: value for key, value in asked.values.items() if key not in skipped}, [])
-        again = build(tree, texts=asked.texts, where="")
-        if isinstance(again, RunConfig):
-            problems += [problem for problem in config_problems(again, training=training) if problem.key not in skipped]
-    return _distinct(problems)
+def _stand_in(base: Mapping[str, object], asked: Overrides, bad: Collection[str]) -> RunConfig | None:
+    """The run with the recipe's own values, or else the defaults, in place of bad ones, so that the others can be
+    checked together; None where neither makes a run."""
+    values = {key: value for key, value in asked.values.items() if not _among(key, bad)}
+    without = {
+        name: {own: value for own, value in part.items() if f"{name}.{own}" not in bad}
+        if isinstance(part, Mapping)
+        else part
+        for name, part in base.items()
+        if name not in bad
+    }
+    for tree in (base, without):
+        config = build(_with_values(tree, values, []), texts=asked.texts, where="")
+        if isinstance(config, RunConfig):
+            return config
+    return None
 
 
 def _checked_alone(asked: Overrides) -> list[Problem]:

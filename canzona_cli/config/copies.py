@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from canzona_cli.config.keys import meanings
 from canzona_cli.config.paths import shown
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import settings
 from canzona_cli.errors import ConfigError, Problem
 
 _WIDTH = 120
@@ -26,7 +26,7 @@ def recipe_text(config: RunConfig, *, origin: str) -> str:
         f"# Copied from the recipe {origin}. It stands alone: nothing else has to be there for it to run.",
         "# What is null is chosen when a run starts.",
     ]
-    explained = meanings()
+    explained = {key: setting.meaning for key, setting in settings().items()}
     for name, value in asdict(config).items():
         if isinstance(value, dict):
             lines += ["", f"{name}:"]

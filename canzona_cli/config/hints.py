@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-from canzona_cli.config.keys import settings
+from canzona_cli.config.settings import settings
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -25,37 +25,8 @@ def possible_tp(model: ModelConfig) -> tuple[int, ...]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Everything about the sizes, the parallelism and the batch of a run that cannot work; empty when it can.
-
-    A size below 1 makes the divisibility questions meaningless, so those are reported alone.
-    """
-    return list(_sizes(config)) or [*_parallelism(config), *_machines(config), *_batch(config)]
-
-
-def _sizes(config: RunConfig) -> Iterator[Problem]:
-    model, train, parallel, cluster = config.model, config.train, config.parallel, config.cluster
-    sizes: dict[str, int | None] = {
-        "gpus": config.gpus,
-        "parallel.tp": parallel.tp,
-        "parallel.pp": parallel.pp,
-        "parallel.cp": parallel.cp,
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.num_query_groups,
-        "model.head_dim": model.head_dim,
-        "model.vocab_size": model.vocab_size,
-        "train.seq_length": train.seq_length,
-        "train.batch_tokens": train.batch_tokens,
-        "train.global_batch_size": train.global_batch_size,
-        "train.micro_batch_size": train.micro_batch_size,
-        "cluster.gpus_per_node": cluster.gpus_per_node,
-        "cluster.nodes": cluster.nodes,
-    }
-    for key, value in sizes.items():
-        if value is not None and value < 1:
-            yield Problem(key=key, value=value, reason="must be at least 1", fix=f"set {key}=1 or more")
+    """Everything about the parallelism, the machines and the batch of a run that cannot work; empty when it can."""
+    return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 
 def _parallelism(config: RunConfig) -> Iterator[Problem]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.hints import closest, closest_key
-from canzona_cli.config.keys import mapping_key, sections, setting_of, settings
 from canzona_cli.config.paths import GROUPS
+from canzona_cli.config.settings import mapping_key, sections, setting_of, settings
 from canzona_cli.errors import Problem
 
 _REFERENCE = re.compile(r"\$\{\s*[\w.\[\]]+\s*\}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from canzona_cli.config.hints import closest
-from canzona_cli.config.keys import sections
 from canzona_cli.config.overrides import resolver_problem, target_problem, unknown_key
 from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, full_name, group_options, shown
+from canzona_cli.config.settings import sections
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 # What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in

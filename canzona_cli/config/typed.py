@@ -1,6 +1,7 @@
 """From a plain tree of values to the typed `RunConfig`, with every mistake and its place."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
@@ -8,9 +9,9 @@ from typing import get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from canzona_cli.config.hints import closest
-from canzona_cli.config.keys import OPTIMIZERS, Setting, sections, setting_of, settings
 from canzona_cli.config.overrides import unknown_key
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import OPTIMIZERS, RunConfig
+from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
 from canzona_cli.errors import Problem
 
 _EXAMPLE_OPTIONS = {
@@ -20,20 +21,6 @@ _EXAMPLE_OPTIONS = {
     "engine": "canzona",
     "data": "stdlib-bpe",
 }
-_EXAMPLES = {
-    "optimizer.lr": "0.0003",
-    "optimizer.min_lr": "0.00003",
-    "optimizer.eps": "1e-8",
-    "optimizer.source": "my_optimizer.py:MyOptimizer",
-    "optimizer.allow": "[my_package]",
-    "optimizer.options": "'{momentum:0.9}'",
-    "run.trace_steps": "[5,7]",
-    "run.profile_steps": "[5,7]",
-    "cluster.matmul_tflops": "[[2048,540],[8192,800]]",
-    "cluster.measured_updates": "[[muon/standard/5,4096,4096,0.004]]",
-    "cluster.collectives": "[[all_reduce,2,1048576,0.002,1.5]]",
-}
-"""Where the usual example of the setting's kind would be a bad idea."""
 
 
 def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
@@ -77,7 +64,29 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 problems.append(_missing_section(name))
         elif settings()[name].required:
             problems.append(_missing(name, where))
+    told = {problem.key for problem in problems}
+    problems += [problem for problem in _out_of_range(tree, texts, where) if problem.key not in told]
     return problems or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+def _out_of_range(tree: Mapping[str, object], texts: Mapping[str, str], where: str) -> Iterator[Problem]:
+    for key, value in leaves(tree):
+        setting = settings().get(key)
+        if setting is None or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        place = "" if key in texts else f" (in {where})"
+        shown = texts.get(key, value)
+        if not math.isfinite(value):
+            yield Problem(key=key, value=shown, reason=f"is not a finite number{place}", fix=_in_range(setting))
+        elif value not in setting.range:
+            yield Problem(key=key, value=shown, reason=f"must be {setting.range}{place}", fix=_in_range(setting))
+
+
+def _in_range(setting: Setting) -> str:
+    null = ", or null to have it chosen" if setting.optional else ""
+    if math.isfinite(setting.range.at_least) and math.isinf(setting.range.below + setting.range.at_most):
+        return f"use {setting.key}={setting.range.at_least:g} or more{null}"
+    return _example(setting) + null
 
 
 def _optimizer_type(tree: Mapping[str, object]) -> type | None:
@@ -189,9 +198,9 @@ def _missing_section(name: str) -> Problem:
 
 
 def _example(setting: Setting) -> str:
-    example = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "choice": "", "list": "[]"}
-    usual = setting.choices[0] if setting.kind == "choice" else example.get(setting.kind, "VALUE")
-    value = _EXAMPLES.get(setting.key, usual)
+    default = "" if setting.default in (None, (), {}) else str(setting.default)
+    usual = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "list": "[]"}
+    value = setting.example or default or (setting.choices[0] if setting.choices else usual.get(setting.kind, "VALUE"))
     return f"write for example {setting.key}={value}"
 
 

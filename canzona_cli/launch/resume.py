@@ -18,6 +18,7 @@ from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.words import layout_words
 
 _KEY = "checkpoint.resume"
 
@@ -188,13 +189,9 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         raise CheckpointInvalid(*found)
     progress = manifest.progress
     saved = load_resolved(checkpoint / "config.yaml")
-    between = changes(
-        saved,
-        config,
-        old_layout=Layout(**json.loads((checkpoint / "layout.json").read_text(encoding="utf-8"))),
-        new_layout=layout,
-        step=progress.step,
-    )
+    between = changes(saved, config, step=progress.step)
+    before = layout_words(Layout(**json.loads((checkpoint / "layout.json").read_text(encoding="utf-8"))))
+    layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not own):
         reason = f"the checkpoint is of step {progress.step:,}, and the run ends at step {config.train.steps:,}"
@@ -219,5 +216,5 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         own=own,
         steps_before=saved.train.steps,
         warnings=between.warnings,
-        spread=between.spread,
+        spread=", ".join([*layouts, *between.spread]),
     )

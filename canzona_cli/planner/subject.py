@@ -1,30 +1,15 @@
 """What a plan depends on, taken out of a run's configuration."""
 
 import json
-from dataclasses import asdict
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema.field import PLAN
+from canzona_cli.config.settings import affecting
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.plan import Mesh, Scalar, Subject
 from canzona_cli.planner.types import PlanSettings
-
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "head_dim",
-    "vocab_size",
-    "tied_embeddings",
-)
-_NO_INFLUENCE = (
-    *("nodes", "node_rank", "rdzv_endpoint", "rdzv_id"),
-    *("cores", "crowding", "forward_factor", "backward_factor", "step_factors", "measured_on", "not_measured"),
-)
-"""Of a profile, what changes no assignment."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -33,7 +18,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     Args:
         shapes: the user's own, where these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in _SHAPE}
+    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=Mesh.of(layout),
@@ -49,8 +34,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
         profile=MappingProxyType(
             {
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-                for name, value in asdict(config.cluster).items()
-                if name not in _NO_INFLUENCE
+                for name in affecting(PLAN, "cluster")
+                for value in (getattr(config.cluster, name),)
             }
         ),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.keys import settings
+from canzona_cli.config.settings import settings
 from tests.commands.support import canzona
 
 

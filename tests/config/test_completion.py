@@ -3,7 +3,6 @@
 import pytest
 
 from canzona_cli.config.completion import complete_override, joined_words
-from canzona_cli.config.keys import meanings, settings
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,3 @@ def test_words_are_joined_as_they_were_typed(
     words: list[str], current: int, expected: tuple[list[str], int, str]
 ) -> None:
     assert joined_words(words, current) == expected
-
-
-def test_every_meaning_belongs_to_a_setting() -> None:
-    assert meanings().keys() <= settings().keys()
-    assert "Newton-Schulz" in meanings()["optimizer.ns_steps"]
-    assert "Decoupled" in meanings()["optimizer.weight_decay"], "inherited fields are found too"

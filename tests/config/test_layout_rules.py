@@ -17,10 +17,6 @@ TINY = run("tiny", 4)
 GPU = run("8b", 16)
 
 BROKEN = {
-    "no GPUs": (replace(TINY, gpus=0), "gpus"),
-    "negative GPUs": (replace(TINY, gpus=-4), "gpus"),
-    "tp 0": (changed(TINY, "parallel", tp=0), "parallel.tp"),
-    "pp negative": (changed(TINY, "parallel", pp=-1), "parallel.pp"),
     "kv heads % tp": (replace(changed(TINY, "parallel", tp=8), gpus=8), "parallel.tp"),
     "tp 3": (replace(changed(TINY, "parallel", tp=3), gpus=3), "parallel.tp"),
     "ffn % tp": (changed(changed(TINY, "parallel", tp=4), "model", ffn_hidden_size=770), "parallel.tp"),

@@ -1,0 +1,79 @@
+"""The typed schema of a run: what a recipe, its groups and the overrides come to.
+
+Plain frozen dataclasses, so that every other module can use them without knowing how they were filled.
+`canzona_cli.config.compose` fills them from Hydra and reports all mistakes at once. A field whose type admits
+`None` is chosen by `canzona_cli.cluster.fit` unless the user sets it; every other field has its value after
+composition. A new setting is one field here, with its `About`, and a line in a recipe where its default is not enough.
+"""
+
+from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device
+from canzona_cli.config.schema.optimizer import (
+    OPTIMIZERS,
+    AdamWConfig,
+    CustomConfig,
+    MuonConfig,
+    OptimizerBase,
+    OptimizerConfig,
+    OptimizerName,
+    ShampooConfig,
+    SoapConfig,
+)
+from canzona_cli.config.schema.run import (
+    BufferLayout,
+    CheckpointConfig,
+    EngineConfig,
+    Grouping,
+    Layout,
+    Reduction,
+    RunConfig,
+    RunSettings,
+    Splitting,
+    Strategy,
+)
+from canzona_cli.config.schema.training import (
+    DataConfig,
+    DecayStyle,
+    LossSpike,
+    ModelConfig,
+    NonFinite,
+    ParallelConfig,
+    Precision,
+    Recompute,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "OPTIMIZERS",
+    "AdamWConfig",
+    "BufferLayout",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Collective",
+    "CustomConfig",
+    "DataConfig",
+    "DecayStyle",
+    "Device",
+    "EngineConfig",
+    "Grouping",
+    "Layout",
+    "LossSpike",
+    "ModelConfig",
+    "MuonConfig",
+    "NonFinite",
+    "OptimizerBase",
+    "OptimizerConfig",
+    "OptimizerName",
+    "ParallelConfig",
+    "Precision",
+    "Recompute",
+    "Reduction",
+    "RunConfig",
+    "RunSettings",
+    "ScheduleConfig",
+    "ShampooConfig",
+    "SoapConfig",
+    "Splitting",
+    "Strategy",
+    "TrainConfig",
+]

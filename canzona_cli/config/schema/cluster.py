@@ -1,0 +1,149 @@
+"""The hardware: a profile of its rates, by hand or by `canzona calibrate`, and how many machines a job takes."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from canzona_cli.config.schema.field import (
+    NOTHING,
+    PLAN,
+    SPREAD,
+    Count,
+    CountOrZero,
+    Example,
+    NotNegative,
+    Positive,
+    Unit,
+)
+
+Device = Literal["cpu", "cuda"]
+Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A hardware profile, and how many machines of it a job takes.
+
+    The order of these fields is the order in which a plan lists what it was computed from.
+    """
+
+    name: Annotated[str, "Name of the profile.", PLAN]
+    device: Annotated[Device, "What a rank computes on.", PLAN]
+    gpus_per_node: Annotated[Count, "Ranks on one machine (GPUs, or CPU processes).", PLAN]
+    memory_gib: Annotated[Positive, "Memory of one GPU, or of one CPU rank.", Unit("GiB"), PLAN]
+    reserved_gib: Annotated[
+        NotNegative,
+        "The part of that memory that the driver, the communication library and the allocator's fragmentation take.",
+        Unit("GiB"),
+        PLAN,
+    ]
+    bf16_tflops: Annotated[
+        Positive,
+        "Dense bf16 matrix-multiply peak of one GPU, against which model FLOP utilisation is measured.",
+        Unit("TFLOP/s"),
+        PLAN,
+    ]
+    memory_gb_per_s: Annotated[Positive, "Memory bandwidth of one GPU.", Unit("GB/s (1e9 bytes)"), PLAN]
+    intra_node_gb_per_s: Annotated[
+        Positive, "One GPU to its peers inside a machine, one direction.", Unit("GB/s"), PLAN
+    ]
+    inter_node_gb_per_s: Annotated[Positive, "One GPU to another machine, one direction.", Unit("GB/s"), PLAN]
+    transformer_engine: Annotated[
+        bool, "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention).", PLAN
+    ] = False
+    intra_node_latency_us: Annotated[
+        NotNegative,
+        "One step of a collective inside a machine: the time of a message without content.",
+        Unit("microseconds"),
+        PLAN,
+    ] = 10.0
+    inter_node_latency_us: Annotated[NotNegative, "The same between machines.", Unit("microseconds"), PLAN] = 20.0
+    matmul_tflops: Annotated[
+        tuple[tuple[int, float], ...],
+        "Rates that bf16 products of n by n matrices reach: pairs of n, ascending, and a rate; empty: guessed.",
+        Unit("TFLOP/s"),
+        Example("[[2048,540],[8192,800]]"),
+        PLAN,
+    ] = ()
+    fp32_tflops: Annotated[
+        Positive | None,
+        "Rate that large fp32 products reach; null: a sixteenth of the bf16 peak.",
+        Unit("TFLOP/s"),
+        PLAN,
+    ] = None
+    tf32_tflops: Annotated[
+        Positive | None,
+        "The same where TF32 is allowed, as Shampoo and SOAP do; null: no TF32 units, so fp32_tflops.",
+        Unit("TFLOP/s"),
+        PLAN,
+    ] = None
+    qr_tflops: Annotated[
+        Positive | None,
+        "Rate that the QR factorisation of a large fp32 matrix reaches; null: a twentieth of fp32_tflops.",
+        Unit("TFLOP/s"),
+        PLAN,
+    ] = None
+    eigh_tflops: Annotated[
+        Positive | None,
+        "Rate that its symmetric eigendecomposition reaches; null: a hundredth of fp32_tflops.",
+        Unit("TFLOP/s"),
+        PLAN,
+    ] = None
+    launch_us: Annotated[NotNegative, "What launching one operation adds to its work.", Unit("microseconds"), PLAN] = (
+        5.0
+    )
+    measured_updates: Annotated[
+        tuple[tuple[str, int, int, float], ...],
+        "Measured updates, used instead of the cost model: algorithm (soap, muon/standard/5), rows, columns, "
+        "seconds. A name that begins with megatron/ is Megatron's own implementation, which sc and layerwise run.",
+        Example("[[muon/standard/5,4096,4096,0.004]]"),
+        PLAN,
+    ] = ()
+    adamw_ns: Annotated[
+        Positive | None, "Measured time of AdamW per element; null: from memory traffic.", Unit("nanoseconds"), PLAN
+    ] = None
+    collectives: Annotated[
+        tuple[tuple[str, int, float, float, float], ...],
+        "Measured collectives inside a machine, used instead of bandwidth and latency: kind, ranks, bytes, "
+        "seconds, and the processor cores they kept busy meanwhile (0 on GPUs). Bytes are those of the whole "
+        "buffer for all_reduce, all_gather and reduce_scatter, of the message for reduce, broadcast and send, and "
+        "of what the busiest rank sends to all others for all_to_all.",
+        Example("[[all_reduce,2,1048576,0.002,1.5]]"),
+        PLAN,
+    ] = ()
+    cores: Annotated[
+        Count | None,
+        "Processor cores that the ranks of one machine share; null: every rank has a device of its own or, where a"
+        " run is started on CPU ranks, the cores of that machine. It changes predicted times, never a plan.",
+        NOTHING,
+    ] = None
+    crowding: Annotated[
+        Positive,
+        "Measured time of steps whose ranks outnumber the cores, over the time that even shares of the cores would"
+        " give: ranks that take turns on a core find its caches full of each other's data.",
+        NOTHING,
+    ] = 1.0
+    forward_factor: Annotated[Positive, "Measured time of forward passes over their modelled time.", NOTHING] = 1.0
+    backward_factor: Annotated[Positive, "Measured time of backward passes over their modelled time.", NOTHING] = 1.0
+    step_factors: Annotated[
+        dict[str, float],
+        "Measured time of a phase in whole steps over the sum of its parts, by phase (norm_clip, exchange, "
+        "matrix_update, adamw_update, grad_reduce, param_gather); megatron/PHASE for Megatron's own strategies.",
+        NOTHING,
+    ] = field(default_factory=dict, hash=False)
+    measured_on: Annotated[
+        dict[str, str | int | float],
+        "The machine `canzona calibrate` measured (processor, cores, torch, ...), and when; empty for a profile "
+        "written by hand.",
+        NOTHING,
+    ] = field(default_factory=dict, hash=False)
+    not_measured: Annotated[
+        tuple[str, ...],
+        "Parts that an interrupted calibration did not reach and took from the profile it started from.",
+        NOTHING,
+    ] = ()
+    nodes: Annotated[Count | None, "Machines; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
+    node_rank: Annotated[CountOrZero | None, "This machine's number when several are started by hand.", NOTHING] = None
+    rdzv_endpoint: Annotated[
+        str | None, "host:port that every machine can reach; needed when nodes > 1.", Example("node0:29500"), NOTHING
+    ] = None
+    rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all machines of a run.", NOTHING] = None

@@ -1,0 +1,76 @@
+"""What a setting says about itself, at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
+
+The text is its help. `Affects` says what a change of it does, to a run that goes on from a checkpoint and to plans.
+Everything else reads it from there: the range check, `canzona recipes copy`, completion, the comparison of a resumed
+run with the one that was saved, and the planner's choice of what a plan depends on.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Annotated
+
+
+class Affects(Flag):
+    """What a changed value does."""
+
+    NOTHING = 0
+    CURVE = auto()
+    """The loss of a resumed run goes on differently: a warning."""
+    SPREAD = auto()
+    """The work of a resumed run is shared out differently and the loss stays the same: a note."""
+    LAYOUT = auto()
+    """Likewise, noted as part of the layout (TP 2 x DP 4)."""
+    MODEL = auto()
+    """Other weights than those that were saved: a resumed run is refused."""
+    OPTIMIZER = auto()
+    """Other optimizer state than what was saved: a resumed run is refused."""
+    PLAN = auto()
+    """A plan is computed from it, once the layout is resolved: runs that differ in it do not share plans."""
+
+
+NOTHING = Affects.NOTHING
+CURVE = Affects.CURVE
+SPREAD = Affects.SPREAD
+LAYOUT = Affects.LAYOUT
+MODEL = Affects.MODEL
+OPTIMIZER = Affects.OPTIMIZER
+PLAN = Affects.PLAN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers a setting admits. They are finite in any case."""
+
+    above: float = -math.inf
+    at_least: float = -math.inf
+    below: float = math.inf
+    at_most: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.above < value < self.below and self.at_least <= value <= self.at_most
+
+    def __str__(self) -> str:
+        bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
+        return " and ".join(f"{name} {bound:.16g}" for name, bound in bounds.items() if math.isfinite(bound))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a number counts, where its name and help leave it open."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """For error messages, where the default or an arbitrary value of the type would be a bad example."""
+
+    value: str
+
+
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(at_least=0)]
+Share = Annotated[float, Range(at_least=0, below=1)]
+Count = Annotated[int, Range(at_least=1)]
+CountOrZero = Annotated[int, Range(at_least=0)]

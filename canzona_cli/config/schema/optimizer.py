@@ -1,0 +1,155 @@
+"""How the weights are updated: one class of settings per optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from canzona_cli.config.schema.field import (
+    CURVE,
+    NOTHING,
+    OPTIMIZER,
+    PLAN,
+    SPREAD,
+    Count,
+    Example,
+    NotNegative,
+    Positive,
+    Share,
+)
+
+OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerBase:
+    """What every optimizer shares. The AdamW values also govern embeddings, output layer, norms and biases."""
+
+    lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
+    min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
+    weight_decay: Annotated[
+        NotNegative, "Decoupled weight decay; 1-D parameters (norms, biases) are excluded.", CURVE
+    ] = 0.1
+    clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
+    beta1: Annotated[Share, "AdamW's decay of the first moment.", CURVE] = 0.9
+    beta2: Annotated[Share, "AdamW's decay of the second moment.", CURVE] = 0.95
+    eps: Annotated[Positive, "AdamW's term in the denominator.", Example("1e-8"), CURVE] = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerBase):
+    """AdamW on every parameter, by Megatron's DistributedOptimizer."""
+
+    name: Annotated[Literal["adamw"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerBase):
+    """Muon on matrices, AdamW on the rest (Jordan et al. 2024)."""
+
+    name: Annotated[Literal["muon"], "The optimizer.", OPTIMIZER | PLAN]
+    momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
+    nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
+    ns_steps: Annotated[Count, "Newton-Schulz iterations.", CURVE | PLAN] = 5
+    coefficients: Annotated[
+        Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
+        "Polynomial of the Newton-Schulz iteration.",
+        CURVE,
+    ] = "quintic"
+    scale_mode: Annotated[
+        Literal["spectral", "unit_rms_norm", "shape_scaling"],
+        "How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols)).",
+        CURVE,
+    ] = "spectral"
+    scale_factor: Annotated[
+        Positive, "Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025).", CURVE
+    ] = 0.2
+    stack: Annotated[
+        bool,
+        "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU.",
+        CURVE | PLAN,
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KroneckerFactors(OptimizerBase):
+    """What Shampoo and SOAP share."""
+
+    shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
+    precondition_frequency: Annotated[
+        Count,
+        "Steps between refreshes of what is derived from the factors: Shampoo's inverse roots, SOAP's eigenbases.",
+        CURVE | PLAN,
+    ] = 10
+    max_preconditioner_dim: Annotated[Count, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
+    stagger: Annotated[
+        bool, "Spread refreshes of different matrices over the period, so that no step has all of them.", CURVE
+    ] = True
+    tf32: Annotated[
+        bool,
+        "On GPUs, multiply in TF32; false: in full fp32, several times slower. Decompositions are always fp32.",
+        CURVE | PLAN,
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooConfig(_KroneckerFactors):
+    """Shampoo on matrices, AdamW on the rest (Gupta et al. 2018)."""
+
+    name: Annotated[Literal["shampoo"], "The optimizer.", OPTIMIZER | PLAN]
+    grafting: Annotated[
+        Literal["none", "sgd", "adam"], "The method whose update's norm a Shampoo update is given.", CURVE | PLAN
+    ] = "adam"
+    shampoo_eps: Annotated[
+        Positive,
+        "Added to the factors' eigenvalues, relative to the largest; none counts below sqrt(n) * 2^-23 of that.",
+        Example("1e-12"),
+        CURVE,
+    ] = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig(_KroneckerFactors):
+    """SOAP on matrices, AdamW on the rest (Vyas et al. 2024)."""
+
+    name: Annotated[Literal["soap"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(OptimizerBase):
+    """A user's own torch optimizer on whole matrices, AdamW on the rest."""
+
+    name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
+    source: Annotated[
+        str,
+        "FILE.py:Class, or module:Class of an installed package that `allow` names. It is called with the "
+        "matrices, lr, weight_decay and `options`.",
+        Example("my_optimizer.py:MyOptimizer"),
+        OPTIMIZER | CURVE,
+    ]
+    allow: Annotated[
+        tuple[str, ...], "Packages a class may be taken from; files need no entry.", Example("[my_package]"), NOTHING
+    ] = ()
+    options: Annotated[
+        dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]],
+        "Further keyword arguments of the class: plain values and lists of them.",
+        Example("'{momentum:0.9}'"),
+        CURVE,
+    ] = field(default_factory=dict, hash=False)
+    cost_like: Annotated[
+        Literal["adamw", "muon", "shampoo", "soap"],
+        "The optimizer whose update costs and state sizes plans assume for it, unless cluster.measured_updates has"
+        " entries named custom.",
+        SPREAD | PLAN,
+    ] = "muon"
+
+
+OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig | CustomConfig
+"""Identified by `name`."""
+
+OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "muon": MuonConfig,
+    "shampoo": ShampooConfig,
+    "soap": SoapConfig,
+    "custom": CustomConfig,
+}

@@ -1,0 +1,187 @@
+"""A whole run: who updates the matrices, what is saved, where its files go, and all sections together."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from canzona_cli.config.schema.cluster import ClusterConfig
+from canzona_cli.config.schema.field import (
+    CURVE,
+    NOTHING,
+    PLAN,
+    SPREAD,
+    Count,
+    Example,
+    Positive,
+    Range,
+    Unit,
+)
+from canzona_cli.config.schema.optimizer import OptimizerConfig
+from canzona_cli.config.schema.training import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    Recompute,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+Strategy = Literal["canzona", "asc", "layerwise", "sc"]
+BufferLayout = Literal["contiguous", "owner", "aligned"]
+Splitting = Literal["fused", "qkv", "split", "per_head"]
+Grouping = Literal["registration", "balanced", "greedy", "auto"]
+Reduction = Literal["reduce", "all_to_all", "even"]
+"""How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; Megatron's
+reduce-scatter of equal shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Who updates the matrices."""
+
+    strategy: Annotated[
+        Strategy,
+        "asc and canzona execute a Plan; layerwise is Megatron's own; sc (every rank updates everything) is too "
+        "with Muon, and is done by canzona's engine with other optimizers. AdamW alone needs none of them.",
+        SPREAD | PLAN,
+    ]
+    layout: Annotated[
+        BufferLayout,
+        "Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, "
+        "no padding), aligned (equal padded shards, Megatron's own collectives).",
+        SPREAD | PLAN,
+    ] = "owner"
+    splitting: Annotated[
+        Splitting,
+        "What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v apart (as far as sc "
+        "and layerwise go); split: gate and up apart too; per_head: q, k and v by head, gate and up apart.",
+        SPREAD | PLAN,
+    ] = "split"
+    alpha: Annotated[
+        float,
+        Range(at_least=0, at_most=1),
+        "Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both.",
+        SPREAD | PLAN,
+    ] = 1.0
+    grouping: Annotated[
+        Grouping,
+        "How micro-groups are cut: registration order, balanced, greedy with rollback (the paper's), auto (searched).",
+        SPREAD | PLAN,
+    ] = "auto"
+    c_max_mib: Annotated[
+        Positive | None, "Largest fused exchange of one rank; null: chosen.", Unit("MiB"), Example("64"), SPREAD | PLAN
+    ] = None
+    reduction: Annotated[
+        Reduction | None,
+        "How gradients get to their owners; null: chosen for each bucket by its shares.",
+        SPREAD | PLAN,
+    ] = None
+    plan: Annotated[
+        str | None,
+        "A plan file to execute, as `canzona plan` wrote it; null: the newest in ./plans for this very run, else a"
+        " new plan. The same run is always planned the same.",
+        NOTHING,
+    ] = None
+    exchange_dtype: Annotated[
+        Precision,
+        "Precision of gradients on their way between TP ranks; bf16 halves the exchange and rounds them.",
+        CURVE | PLAN,
+    ] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run is saved, what is kept of it, and what a run goes on from."""
+
+    every_steps: Annotated[Count | None, "Steps between two checkpoints; null: by time alone.", NOTHING] = None
+    every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: by steps alone.", NOTHING] = 30.0
+    at_end: Annotated[bool, "Also after the last step. A preempted or interrupted run is always saved.", NOTHING] = True
+    asynchronous: Annotated[bool, "Write while training goes on; false: wait for the disk.", NOTHING] = True
+    keep: Annotated[Count, "Newest checkpoints to keep.", NOTHING] = 3
+    keep_every: Annotated[
+        Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
+    ] = None
+    resume: Annotated[
+        str,
+        "auto: the newest checkpoint of the run directory, else from the start. Or the name of a checkpoint in it "
+        "(step-00000030), or the path of a checkpoint or of another run's directory.",
+        NOTHING,
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Where a run leaves its files, and what it reports on the way."""
+
+    dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
+    root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"
+    log_interval: Annotated[Count, "Steps between lines of metrics.jsonl.", NOTHING] = 1
+    tensorboard: Annotated[bool, "Write metrics for TensorBoard as well.", NOTHING] = False
+    hang_timeout_s: Annotated[
+        Positive | None,
+        "Time without progress on any rank after which the run is ended and the stuck rank is named; three times "
+        "as long for start-up, loading, saving and the first step. null: never.",
+        Unit("seconds"),
+        NOTHING,
+    ] = 600.0
+    trace_steps: Annotated[
+        tuple[int, int] | None,
+        "First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two "
+        "steps are kept for `canzona report --trace`.",
+        Example("[5,7]"),
+        NOTHING,
+    ] = None
+    profile_steps: Annotated[
+        tuple[int, int] | None,
+        "First and last step to record with torch's profiler, on every rank of up to 8, else on rank 0; it slows "
+        "those steps, which the breakdown leaves out.",
+        Example("[5,7]"),
+        NOTHING,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything `canzona train` needs to know."""
+
+    name: Annotated[str, "The recipe's name.", NOTHING]
+    gpus: Annotated[Count, "Ranks in all (GPUs, or CPU processes on a CPU cluster profile).", SPREAD | PLAN]
+    model: ModelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    cluster: ClusterConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunSettings = field(default_factory=RunSettings)
+    description: Annotated[str, "One line for `canzona recipes list`.", NOTHING] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A resolved spread of one job over its ranks; all numbers concrete, `gpus == tp * pp * cp * dp`."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    micro_batch_size: int
+    """Sequences."""
+    num_microbatches: int
+    """Micro-batches of one step on one data-parallel rank (gradient accumulation)."""
+    global_batch_size: int
+    """Sequences; `dp * micro_batch_size * num_microbatches`."""
+    recompute: Recompute
+    sequence_parallel: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank."""
+        axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
+        return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

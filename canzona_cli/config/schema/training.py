@@ -1,0 +1,153 @@
+"""What is trained: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from canzona_cli.config.schema.field import (
+    CURVE,
+    LAYOUT,
+    MODEL,
+    NOTHING,
+    PLAN,
+    SPREAD,
+    Count,
+    CountOrZero,
+    Positive,
+    Range,
+    Share,
+)
+
+Precision = Literal["bf16", "fp32"]
+Recompute = Literal["none", "selective", "full"]
+NonFinite = Literal["stop", "skip"]
+LossSpike = Literal["ignore", "warn", "stop"]
+DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Qwen3 family (RMSNorm, QK-norm, SwiGLU, GQA, RoPE, no bias)."""
+
+    name: Annotated[str, "Name of the model, for reports.", NOTHING]
+    num_layers: Annotated[Count, "Transformer layers.", MODEL | PLAN]
+    hidden_size: Annotated[Count, "Width of the residual stream.", MODEL | PLAN]
+    ffn_hidden_size: Annotated[Count, "Width of the feed-forward layers.", MODEL | PLAN]
+    num_attention_heads: Annotated[Count, "Query heads.", MODEL | PLAN]
+    num_query_groups: Annotated[Count, "Key/value heads (GQA groups).", MODEL | PLAN]
+    head_dim: Annotated[Count, "Width of one attention head.", MODEL | PLAN]
+    vocab_size: Annotated[Count, "Rows of the embedding.", MODEL | PLAN]
+    tied_embeddings: Annotated[bool, "Whether the output layer shares the embedding's weight.", MODEL | PLAN]
+    rope_base: Annotated[Positive, "Base of the rotary embedding.", CURVE] = 1_000_000.0
+    norm_eps: Annotated[Positive, "Epsilon of the RMSNorms.", CURVE] = 1e-6
+    qk_norm: Annotated[bool, "Normalise queries and keys, head by head.", MODEL] = True
+    init_std: Annotated[
+        Positive,
+        "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
+        NOTHING,
+    ] = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one model is spread over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
+
+    tp: Annotated[Count | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
+    pp: Annotated[Count | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
+    cp: Annotated[Count, "Context-parallel ranks.", LAYOUT | PLAN] = 1
+    sequence_parallel: Annotated[
+        bool | None,
+        "Shard activations of norms over TP ranks. It needs Transformer Engine; null: on where there is one and tp"
+        " > 1.",
+        NOTHING,
+    ] = None
+    overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients while backward goes on.", PLAN] = True
+    overlap_param_gather: Annotated[bool, "Gather a bucket's new weights while forward goes on.", NOTHING] = True
+    bucket_elements: Annotated[
+        Count | None, "Elements in one gradient bucket; null: Megatron's max(40M, 1M * dp).", PLAN
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The job: how long, on how much data a step, in which precision."""
+
+    steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
+    seq_length: Annotated[Count, "Tokens in a sequence.", CURVE]
+    batch_tokens: Annotated[Count, "Tokens per optimizer step to aim for when `global_batch_size` is null.", NOTHING]
+    global_batch_size: Annotated[
+        Count | None,
+        "Sequences per optimizer step over all ranks; null: the multiple of dp nearest to `batch_tokens`.",
+        CURVE,
+    ] = None
+    micro_batch_size: Annotated[
+        Count | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", NOTHING
+    ] = None
+    recompute: Annotated[
+        Recompute | None,
+        "Activation recomputation: none, selective (core attention), full (whole layers); null: chosen.",
+        SPREAD,
+    ] = None
+    precision: Annotated[Precision, "bf16: bf16 weights with fp32 masters. fp32: everything in fp32.", CURVE | PLAN] = (
+        "bf16"
+    )
+    grad_reduce_dtype: Annotated[Precision, "Precision in which data-parallel ranks sum gradients.", CURVE | PLAN] = (
+        "fp32"
+    )
+    non_finite: Annotated[
+        NonFinite,
+        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip that step and count it.",
+        NOTHING,
+    ] = "stop"
+    loss_spike: Annotated[
+        LossSpike,
+        "On a sudden rise of the loss: ignore it, warn, or stop and leave the last checkpoint as it is.",
+        NOTHING,
+    ] = "warn"
+    loss_spike_sigmas: Annotated[
+        Positive, "A rise counts when the loss is this many standard deviations above its recent mean.", NOTHING
+    ] = 8.0
+    seed: Annotated[
+        int, Range(at_least=0, below=2**31), "Seed of the initial weights and the order of the data.", CURVE
+    ] = 1234
+    eval_interval: Annotated[
+        CountOrZero,
+        "Steps between validations; 0 for none. Validation also runs before step 1 and after the last step.",
+        NOTHING,
+    ] = 100
+    eval_batches: Annotated[Count, "Global batches a validation reads.", NOTHING] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up, then a decay."""
+
+    decay: Annotated[DecayStyle, "Shape of the decay after the warm-up.", CURVE] = "cosine"
+    warmup_steps: Annotated[
+        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, 2000 at most.", CURVE
+    ] = None
+    decay_steps: Annotated[
+        Count | None, "Step at which the rate has reached its minimum; null: `train.steps`.", CURVE
+    ] = None
+    wsd_decay_steps: Annotated[
+        Count | None, "For wsd, steps of the final decay; null: a tenth of what follows the warm-up.", CURVE
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    source: Annotated[
+        Literal["stdlib", "prepared"],
+        "stdlib: the Python standard library's own sources, tokenised once and cached. prepared: files at `path`.",
+        CURVE,
+    ]
+    path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
+    tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
+    tokenizer_vocab_size: Annotated[Count, "Entries of a bpe trained on the spot.", CURVE] = 16384
+    validation_fraction: Annotated[Share, "Share of the documents held out, from the end.", CURVE] = 0.02
+    cache_dir: Annotated[
+        str | None,
+        "Folder of prepared corpora and sample indices; null: $CANZONA_CACHE, else ~/.cache/canzona.",
+        NOTHING,
+    ] = None

@@ -1,0 +1,147 @@
+"""The settings that exist, read off the schema: dotted names, types, defaults, and what their fields say about them."""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from canzona_cli.config.schema import OPTIMIZERS, RunConfig
+from canzona_cli.config.schema.field import Affects, Example, Range, Unit
+
+Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting of a run."""
+
+    key: str
+    """Dotted: `train.steps`."""
+    kind: Kind
+    choices: tuple[str, ...] = ()
+    """For a choice."""
+    optional: bool
+    """Whether null (automatic) is a value of it."""
+    required: bool
+    """Whether composition must give it a value."""
+    default: object = None
+    """What it is where nobody gives one."""
+    range: Range
+    """For a number."""
+    help: str
+    """Empty where the field has none, which a test refuses."""
+    unit: str
+    affects: Affects | None
+    """None where the field does not say, which a test refuses."""
+    example: str
+    optimizers: frozenset[str] = frozenset()
+    """For `optimizer.*`: the optimizers that have it."""
+
+    @property
+    def meaning(self) -> str:
+        """The help and the unit, on one line."""
+        return f"{self.help} In {self.unit}." if self.unit else self.help
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Every setting by dotted key, in the schema's order."""
+    found: dict[str, Setting] = {}
+    own = {setting.key: setting for setting in _settings_of(RunConfig, "")}
+    for name, hint in get_type_hints(RunConfig).items():
+        if name == "optimizer":
+            for optimizer, variant in OPTIMIZERS.items():
+                for setting in _settings_of(variant, "optimizer."):
+                    known = found.get(setting.key)
+                    having = (known.optimizers if known else frozenset()) | {optimizer}
+                    choices = tuple(OPTIMIZERS) if setting.key == "optimizer.name" else setting.choices
+                    found[setting.key] = replace(setting, optimizers=having, choices=choices)
+        elif is_dataclass(hint):
+            assert isinstance(hint, type)
+            found.update({setting.key: setting for setting in _settings_of(hint, f"{name}.")})
+        else:
+            found[name] = own[name]
+    return found
+
+
+def setting_of(key: str) -> Setting | None:
+    """The setting a dotted key is of; `optimizer.options.momentum` is an entry of `optimizer.options`."""
+    return settings().get(mapping_key(key) or key)
+
+
+def mapping_key(key: str) -> str | None:
+    """The mapping that a key is an entry of, if it is one."""
+    return next(
+        (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
+    )
+
+
+@cache
+def sections() -> Mapping[str, frozenset[str]]:
+    """The names of the sections (`train`, `model`, ...) with the bare names of their settings."""
+    found: dict[str, set[str]] = {}
+    for key in settings():
+        section, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(section, set()).add(name)
+    return {section: frozenset(names) for section, names in found.items()}
+
+
+@cache
+def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
+    """The settings whose change has an effect, in the schema's order; of a section, their bare names."""
+    prefix = f"{section}." if section else ""
+    return tuple(
+        key.removeprefix(prefix)
+        for key, setting in settings().items()
+        if key.startswith(prefix) and setting.affects is not None and effect in setting.affects
+    )
+
+
+def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Every setting that a tree of sections gives, by its dotted key. A mapping such as `optimizer.options` is one."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and name in sections():
+            yield from ((f"{name}.{own}", inner) for own, inner in value.items())
+        else:
+            yield name, value
+
+
+def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(owner, include_extras=True)
+    for field in fields(owner):
+        kind, choices, optional, said = _kind(hints[field.name])
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Setting(
+            key=prefix + field.name,
+            kind=kind,
+            choices=choices,
+            optional=optional,
+            required=default is MISSING,
+            default=None if default is MISSING else default,
+            range=next((mark for mark in said if isinstance(mark, Range)), Range()),
+            help=next((mark for mark in said if isinstance(mark, str)), ""),
+            unit=next((mark.name for mark in said if isinstance(mark, Unit)), ""),
+            affects=next((mark for mark in said if isinstance(mark, Affects)), None),
+            example=next((mark.value for mark in said if isinstance(mark, Example)), ""),
+        )
+
+
+def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
+    """What sort of value a type hint asks for, the choices it names, whether it admits None, and what it is annotated
+    with at any depth."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        kind, choices, optional, said = _kind(inner)
+        return kind, choices, optional, (*marks, *said)
+    if get_origin(hint) in (Union, types.UnionType):
+        rest = [part for part in get_args(hint) if part is not type(None)]
+        kind, choices, _, said = _kind(rest[0]) if len(rest) == 1 else ("other", (), False, ())
+        return kind, choices, len(rest) < len(get_args(hint)), said
+    if get_origin(hint) is Literal:
+        return "choice", get_args(hint), False, ()
+    kinds: dict[object, Kind] = {
+        bool: "boolean", int: "integer", float: "number", str: "text", tuple: "list", dict: "mapping"
+    }  # fmt: skip
+    return kinds.get(get_origin(hint) or hint, "other"), (), False, ()

@@ -1,0 +1,111 @@
+"""Every setting says at its field what it means, which numbers it admits, and what a change of it affects."""
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.changes import changes
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema.field import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
+from canzona_cli.config.settings import Setting, affecting, settings
+from canzona_cli.config.typed import build
+from canzona_cli.errors import ConfigError
+
+SETTINGS = [*settings().values()]
+TREE: dict[str, object] = asdict(compose_run(["recipe=tiny"]).config)
+BOUNDED = [
+    setting
+    for setting in SETTINGS
+    if setting.range != Range() and (not setting.optimizers or "muon" in setting.optimizers)
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_a_field_says_what_it_means_and_what_it_affects(setting: Setting) -> None:
+    assert setting.help.endswith("."), f"{setting.key} needs a sentence of help in its Annotated[...]"
+    assert "\n" not in setting.meaning
+    assert setting.affects is not None, (
+        f"{setting.key} must say what a change of it affects: NOTHING, CURVE | PLAN, ..."
+    )
+    resumed = setting.affects & ~PLAN
+    assert resumed in (NOTHING, CURVE, SPREAD, LAYOUT, MODEL, OPTIMIZER, OPTIMIZER | CURVE)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_a_number_has_a_range_that_its_default_is_in(setting: Setting) -> None:
+    if setting.kind not in ("integer", "number"):
+        assert setting.range == Range()
+        return
+    assert setting.range != Range(), f"{setting.key} admits every number"
+    if setting.default is not None:
+        assert isinstance(setting.default, int | float)
+        assert setting.default in setting.range
+
+
+@pytest.mark.parametrize("setting", BOUNDED, ids=lambda setting: setting.key)
+def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting: Setting) -> None:
+    limits = setting.range
+    too_low = limits.above if math.isfinite(limits.above) else limits.at_least - 1
+    too_high = limits.below if math.isfinite(limits.below) else limits.at_most + 1
+    section, _, name = setting.key.rpartition(".")
+    for value in (too_low, *([too_high] if math.isfinite(too_high) else [])):
+        value = int(value) if setting.kind == "integer" else value
+        own = TREE[section] if section else {}
+        assert isinstance(own, dict)
+        found = build(TREE | ({section: own | {name: value}} if section else {name: value}), texts={}, where="a file")
+        assert isinstance(found, list)
+        (problem,) = found
+        assert (problem.key, problem.value) == (setting.key, value)
+        assert problem.reason == f"must be {limits} (in a file)"
+        assert f"{setting.key}=" in problem.fix
+
+
+def test_what_a_recipe_itself_gives_out_of_range_hides_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "defaults: [qwen3-tiny]\ngpus: 3\noptimizer: {beta1: 2}\nparallel: {tp: 3}\ntrain: {eval_interval: many}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        compose_run([f"recipe={path}"])
+    assert {problem.key for problem in caught.value.problems} == {
+        "optimizer.beta1",
+        "parallel.tp",
+        "train.eval_interval",
+    }
+    assert all("mine.yaml" in problem.reason for problem in caught.value.problems if problem.key != "parallel.tp")
+
+
+def test_meanings_have_units_and_inherited_fields_are_found() -> None:
+    assert settings()["cluster.memory_gib"].meaning == "Memory of one GPU, or of one CPU rank. In GiB."
+    assert "Newton-Schulz" in settings()["optimizer.ns_steps"].meaning
+    assert "Decoupled" in settings()["optimizer.weight_decay"].meaning
+
+
+def test_a_resumed_run_is_judged_by_what_its_settings_say() -> None:
+    old = compose_run(["recipe=tiny"]).config
+    new = replace(
+        old,
+        gpus=4,
+        model=replace(old.model, head_dim=128),
+        train=replace(old.train, seq_length=512, eval_interval=1),
+        optimizer=replace(old.optimizer, lr=0.1),
+    )
+    found = changes(old, new, step=1_000)
+    assert [problem.key for problem in found.problems] == ["model.head_dim"]
+    assert found.warnings == (
+        "optimizer.lr is 0.1 now; up to step 1,000 it was 0.005",
+        "train.seq_length is 512 now; up to step 1,000 it was 256",
+    )
+    assert found.spread == ("gpus 2 -> 4",)
+    other = changes(old, compose_run(["recipe=tiny", "optimizer=soap"]).config, step=1)
+    assert [problem.key for problem in other.problems] == ["optimizer.name"]
+    assert not other.warnings, "another optimizer's settings are no news"
+
+
+def test_the_effects_that_matter_most_are_said() -> None:
+    assert {"optimizer.lr", "train.seed", "schedule.decay", "data.source"} <= {*affecting(CURVE)}
+    assert {"engine.strategy", "gpus", "cluster.nodes"} <= {*affecting(SPREAD)}
+    assert {"num_layers", "qk_norm"} <= {*affecting(MODEL, "model")}
+    assert affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.cp")
