@@ -33,7 +33,7 @@ from canzona_cli.run.statistics import Quartiles
 
 if TYPE_CHECKING:  # torch and Megatron take seconds to import; that there is no GPU is told at once
     from canzona_cli.calibrate.team import Team
-    from canzona_cli.calibrate.updates import Way
+    from canzona_cli.calibrate.updates import Variant
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 PARTS = ("train", "calibrate", "kernels")
@@ -136,23 +136,23 @@ def measure(device: str, sizes: Sequence[str], budget_s: float) -> Iterator[Upda
     import torch
 
     from canzona_cli.calibrate.team import Team
-    from canzona_cli.calibrate.updates import Way, shapes, update_samples, ways
+    from canzona_cli.calibrate.updates import Variant, shapes, update_samples, variants
 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     team = Team(0, 1, torch.device(device))
     print(f"\n{'update':26} {'matrix':>13} {'of':>11} {'time':>12} {'spread':>7} {'TFLOP/s':>8}  share of a product")
-    wanted: dict[tuple[str, int, int], tuple[Way, str]] = {}
+    wanted: dict[tuple[str, int, int], tuple[Variant, str]] = {}
     for size in sizes:
         config = compose_run([f"recipe={size}"]).config
-        for way in (way for way in ways(config) if way.kind == "ours"):
+        for variant in (found for found in variants(config) if found.kind == "ours"):
             for shape in shapes(config):
-                wanted.setdefault((way.label, *shape), (way, size))
-    for (label, rows, cols), (way, size) in wanted.items():
-        side, precision = alike(way, rows, cols, device)
+                wanted.setdefault((variant.label, *shape), (variant, size))
+    for (label, rows, cols), (variant, size) in wanted.items():
+        side, precision = alike(variant, rows, cols, device)
         against = product_tflops(team, side, precision, budget_s)
-        times = Quartiles.of(update_samples(team, way, rows, cols, budget_s))
-        tflops = flops(algorithm(way.config), rows, cols) / times.median / 1e12
+        times = Quartiles.of(update_samples(team, variant, rows, cols, budget_s))
+        tflops = flops(algorithm(variant.config), rows, cols) / times.median / 1e12
         found = Update(
             algorithm=label, rows=rows, cols=cols, size=size, seconds=times, tflops=tflops,
             precision=precision, side=side, product_tflops=against, share=tflops / against,
@@ -162,9 +162,9 @@ def measure(device: str, sizes: Sequence[str], budget_s: float) -> Iterator[Upda
     torch.distributed.destroy_process_group()
 
 
-def alike(way: "Way", rows: int, cols: int, device: str) -> tuple[int, str]:
+def alike(variant: "Variant", rows: int, cols: int, device: str) -> tuple[int, str]:
     """Side and precision of the product of two squares that is like the mean one of an update."""
-    how = algorithm(way.config)
+    how = algorithm(variant.config)
     parts = work(how, rows, cols)[0].products
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
     precision = how.precision if how.name == "muon" else "tf32" if how.tf32 and device == "cuda" else "fp32"

@@ -18,7 +18,7 @@ _DISAGREE = "strategies disagree in their losses"
 _OVERLAP = "the interquartile ranges of the two times overlap"
 
 
-def as_json(result: BenchResult) -> dict[str, object]:
+def content_of(result: BenchResult) -> dict[str, object]:
     """The figures to read, and under `result` everything they come from.
 
     A speed-up is null where it may not be told; `withheld` says why.
@@ -54,13 +54,13 @@ def as_json(result: BenchResult) -> dict[str, object]:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    """Write `as_json`.
+    """Write `content_of`.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, json_text(as_json(result)) + "\n")
+    write_text_atomic(path, json_text(content_of(result)) + "\n")
 
 
 def load(path: Path) -> BenchResult:

@@ -1,4 +1,4 @@
-"""`canzona calibrate` from the launcher's side: start the ranks, read what they measured, make a profile of it."""
+"""The launcher's side of `canzona calibrate`: start the ranks, read their measurements, make a profile of them."""
 
 import json
 import os
@@ -8,8 +8,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from canzona_cli.calibrate.effort import FULL, Effort, Orders
-from canzona_cli.calibrate.measurement import Measurement, Record, read_record
+from canzona_cli.calibrate.measurement import FULL, Effort, Measurement, Orders, Record, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import cores, machine_facts
@@ -24,23 +23,23 @@ from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
-"""A spread (interquartile range over median) that is named."""
+"""A larger spread (interquartile range over median) is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What came of it."""
+    """The result of a calibration."""
 
     base: ClusterConfig
     profile: ClusterConfig
-    """The base profile with everything measured in its place."""
+    """The base profile with every measured value in place."""
     record: Record
     outcome: Outcome
     seconds: float
     load: float
-    """Runnable processes at the start, the mean of a minute."""
+    """Load average at the start: runnable processes, over one minute."""
     logs: Path | None
-    """Kept where the ranks failed."""
+    """Kept if the ranks failed."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -48,7 +47,7 @@ class Calibration:
         if self.load > cores() / 2:
             found.append(
                 f"load average {self.load:.1f} on {cores()} cores at the start: other programs are running; repeat on "
-                "a quiet machine"
+                "an idle machine"
             )
         noisy = [m for m in self.record.measurements if m.spread.relative > NOISE]
         if noisy:
@@ -62,10 +61,10 @@ class Calibration:
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """The run to calibrate for, on one machine, every rank with a whole model.
+    """The run to calibrate for: on one machine, with a whole model on every rank.
 
     Raises:
-        ConfigError: ranks on several machines, or CPU ranks too few for a collective.
+        ConfigError: ranks on several machines, or too few CPU ranks for a collective.
     """
     cluster = config.cluster
     if config.gpus > cluster.gpus_per_node or (cluster.nodes or 1) > 1:
@@ -73,7 +72,7 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
             Problem(
                 key="gpus",
                 value=config.gpus,
-                reason=f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on one",
+                reason=f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on each",
                 fix=f"gpus={cluster.gpus_per_node}, or fewer",
             )
         )
@@ -83,7 +82,7 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
                 key="gpus",
                 value=config.gpus,
                 reason="collectives cannot be measured among fewer than 2 CPU ranks",
-                fix="gpus=4 measures groups of 2 and 4, gpus=8 those of 8 too",
+                fix="gpus=4 measures groups of 2 and 4, gpus=8 also those of 8",
             )
         )
     layout = Layout(
@@ -121,12 +120,12 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
 def calibrate(
     config: RunConfig, layout: Layout, view: TrainView, *, name: str, effort: Effort = FULL, worker: str = WORKER_MODULE
 ) -> Calibration:
-    """Measure this machine. Ctrl-C and a crash leave what was measured until then.
+    """Measure this machine. After Ctrl-C or a crash, everything measured until then is kept.
 
     Args:
-        config, layout: `prepared`.
+        config, layout: from `prepared`.
         name: of the profile.
-        effort: how much time each number gets.
+        effort: how much time each measurement gets.
         worker: the module each rank runs.
 
     Raises:
@@ -171,7 +170,7 @@ def calibrate(
 
 
 def describe(measurement: Measurement) -> str:
-    """What it is of, on a line."""
+    """What was measured, on one line."""
     quantity, key = measurement.quantity, measurement.key
     if quantity == "collectives":
         return f"{key[0]} of {key[2]:,} bytes among {key[1]}"
@@ -183,7 +182,7 @@ def describe(measurement: Measurement) -> str:
 
 
 def _micro_batch(config: RunConfig) -> int:
-    """What the recipe's own run would have; 1 where it could not run here."""
+    """That of the recipe's own run; 1 where it could not run here."""
     if config.train.micro_batch_size is not None:
         return config.train.micro_batch_size
     try:
@@ -192,8 +191,8 @@ def _micro_batch(config: RunConfig) -> int:
         return 1
 
 
-def as_json(found: Calibration, written: Path | None) -> dict[str, object]:
-    """Everything, for another program."""
+def content_of(found: Calibration, written: Path | None) -> dict[str, object]:
+    """What `--json` prints."""
     return {
         "profile_file": None if written is None else str(written),
         "status": found.outcome.status,

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from canzona_cli.calibrate.effort import Effort
-from canzona_cli.calibrate.measurement import Measurement, Recorder
-from canzona_cli.calibrate.team import Team, group_of, wait
+from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
+from canzona_cli.calibrate.team import Team, joined, wait
 from canzona_cli.cluster.machine import cores
 from canzona_cli.config.schema import Collective
 from canzona_cli.run.statistics import Quartiles
@@ -16,11 +15,11 @@ from canzona_cli.run.statistics import Quartiles
 LEAST, MOST = 5, 200
 _PILOTS = 2
 _LARGE_S = 1.5
-"""Seconds that the repetitions of the further, largest size may take."""
+"""Limit in seconds for the repetitions of the largest size."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
-"""Of a number of bytes: the collective, its buffers allocated."""
+"""From a number of bytes to the collective, with its buffers allocated."""
 
 
 class Members:
@@ -35,10 +34,10 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return group_of(self._group)
+        return joined(self._group)
 
     def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Of about so many bytes, divisible by the number of ranks."""
+        """A buffer of about `size` bytes, divisible by the number of ranks."""
         per_rank = max(1, size // (torch.empty(0, dtype=dtype).element_size() * self.size))
         return torch.ones(per_rank * self.size, dtype=dtype, device=self.device)
 
@@ -68,7 +67,7 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
     pilot = team.decide(min(pilots))
     repetitions = min(MOST, max(LEAST, int(budget_s / 2 / max(pilot, 1e-6))))
     own = [_alone(team, run) for _ in range(repetitions)]
-    # The last rank's end counts.
+    # It ends when the last rank is done.
     slowest = [max(each) for each in zip(*team.gather(own), strict=True)]
     median = Quartiles.of(slowest).median
     busy = 0.0
@@ -78,7 +77,7 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
         for _ in range(repetitions):
             run()
         busy = sum(team.gather((time.process_time() - begin) / repetitions)) / median
-        busy = min(busy, float(cores()))  # small ones in a row may take less time than each alone
+        busy = min(busy, float(cores()))  # several small ones in a row may take less time than each alone
     recorder.add(Measurement.of("collectives", slowest, kind, members.size, size, busy=busy))
     return median
 

@@ -1,21 +1,26 @@
-"""Rates of products, decompositions and memory, and what a launch takes."""
+"""Rates of products, decompositions and memory, the cost of a launch, and the model's own forward and backward."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from canzona_cli.calibrate.effort import Effort
-from canzona_cli.calibrate.measurement import Measurement, Quantity, Recorder
-from canzona_cli.calibrate.team import Team
+from canzona_cli.calibrate.measurement import Effort, Measurement, Quantity, Recorder
+from canzona_cli.calibrate.team import LEAST, Team, wait
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron import model, optimizer
+from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
 from canzona_cli.planner.cost import MEMORY_EFFICIENCY
 
 _CPU_SIZES = (64, 128, 256, 512, 1024, 2048)
 _GPU_SIZES = (*_CPU_SIZES, 4096, 8192)
 _LARGE_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""Of a buffer that no cache holds."""
+"""Of a buffer too large for any cache."""
 _LAUNCHES = 200
+_MODEL_BUDGET = 12
+"""Items' worth of time for forward and backward: every prediction of a step is scaled by these two numbers."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
@@ -49,13 +54,50 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """A copy between buffers that no cache holds, over what elementwise kernels are taken to reach. Team only."""
+    """The rate of a copy between buffers too large for any cache, over the efficiency assumed of kernels. Team only."""
     elements = _LARGE_BYTES[team.device.type] // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
     moved = 2 * source.nbytes
     samples = team.samples(lambda: _discard(target.copy_(source)), effort.item_s)
     values = [moved / seconds / MEMORY_EFFICIENCY / 1e9 for seconds in samples]
     recorder.add(Measurement.of("memory_gb_per_s", values))
+
+
+def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
+    """Time one micro-batch of random tokens through the recipe's model, shortened to a few layers. Collective.
+
+    Gradients are added to Megatron's buffers and nothing is sent.
+
+    Args:
+        config: `profile.shortened`.
+    """
+    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
+    if not team.member:
+        return
+    shape = (world.layout.micro_batch_size, config.train.seq_length)
+    tokens, labels = (torch.randint(config.model.vocab_size, shape, device=world.device) for _ in range(2))
+    positions = torch.arange(config.train.seq_length, device=world.device).expand(shape)
+
+    def step() -> tuple[float, float]:
+        wait(world.device)
+        begin = time.perf_counter()
+        loss = wrapped(tokens, positions, None, labels=labels).float().mean()
+        wait(world.device)
+        between = time.perf_counter()
+        loss.backward()
+        wait(world.device)
+        return between - begin, time.perf_counter() - between
+
+    with wrapped.no_sync():
+        step()
+        team.meet()
+        samples: list[tuple[float, float]] = []
+        begin = time.perf_counter()
+        while len(samples) < LEAST or time.perf_counter() - begin < _MODEL_BUDGET * effort.item_s:
+            samples.append(step())
+    everybody = [sample for own in team.gather(samples) for sample in own]
+    recorder.add(Measurement.of("forward", [forward for forward, _ in everybody]))
+    recorder.add(Measurement.of("backward", [backward for _, backward in everybody]))
 
 
 def _rate(
@@ -76,4 +118,4 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _discard(_: object) -> None:
-    """What was computed is of no interest."""
+    """Ignore the result."""

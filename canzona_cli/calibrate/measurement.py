@@ -1,12 +1,14 @@
-"""What `canzona calibrate` hands from its ranks to the launcher: one line of JSON a number. No torch."""
+"""What the launcher of a calibration tells its ranks, and what they report: a line of JSON per number. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from pydantic import TypeAdapter
+
 from canzona_cli.launch.monitor import JsonLines
-from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
@@ -38,6 +40,42 @@ WHAT: dict[Part, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Budgets in seconds: a measurement is repeated until its budget is spent."""
+
+    item_s: float = 0.3
+    """For each product, decomposition, size of a collective and shape of an update."""
+    largest_item_s: float = 40.0
+    """An update that would take longer than this to measure is left to the cost model."""
+    end_s: float = 70.0
+    """Since the start; after that only quick items are measured."""
+    sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
+    """Of collectives, in bytes."""
+    large: int | None = 32 << 20
+    """One more size, where it is quick enough."""
+
+
+FULL = Effort()
+QUICK = Effort(item_s=0.08, largest_item_s=1.5, end_s=30.0, sizes=(8, 64 << 10, 1 << 20), large=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the ranks read in addition to configuration and layout."""
+
+    effort: Effort
+    workers: int
+    """Ranks that compute at the same time."""
+
+    def write(self, files: RunFiles) -> None:
+        write_json_atomic(_orders(files), asdict(self))
+
+    @classmethod
+    def read(cls, files: RunFiles) -> "Orders":
+        return TypeAdapter(cls).validate_json(_orders(files).read_bytes())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One number, measured more than once."""
 
@@ -46,9 +84,9 @@ class Measurement:
     """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes)."""
     spread: Quartiles
     repetitions: int
-    """Over all ranks that worked at it."""
+    """Over all ranks that took part."""
     busy: float = 0.0
-    """Collectives: processor cores they kept busy."""
+    """For collectives: how many processor cores they kept busy."""
 
     @classmethod
     def of(cls, quantity: Quantity, values: Sequence[float], *key: str | int, busy: float = 0.0) -> "Measurement":
@@ -57,7 +95,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What only the ranks know of what they ran on."""
+    """Facts about the run that only its ranks know."""
 
     torch: str
     backend: str
@@ -69,21 +107,21 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that a calibration's ranks have left so far."""
+    """Everything the ranks of a calibration have reported so far."""
 
     measurements: tuple[Measurement, ...] = ()
     done: tuple[Part, ...] = ()
-    """Parts that came to their end."""
+    """Parts that are complete."""
     skipped: tuple[str, ...] = ()
-    """What was left to the cost model, and why."""
+    """Updates left to the cost model, and why."""
     facts: Facts | None = None
 
 
 class Recorder:
-    """Rank 0's pen: every number is on disk before the next one is measured. Other ranks write nothing."""
+    """Writes for rank 0: every number is on disk before the next one is measured. Other ranks write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
-        self._path, self._writes = _path(files), writes
+        self._path, self._writes = _measured(files), writes
 
     def add(self, measurement: Measurement) -> None:
         self._line({"measurement": asdict(measurement)})
@@ -103,12 +141,12 @@ class Recorder:
 
 
 def read_record(files: RunFiles) -> Record:
-    """What is there; lines that were cut off are left out."""
+    """The record so far; incomplete lines are left out."""
     measurements: list[Measurement] = []
     done: list[Part] = []
     skipped: list[str] = []
     facts: Facts | None = None
-    for line in JsonLines(_path(files)).read():
+    for line in JsonLines(_measured(files)).read():
         match line:
             case {"measurement": dict(found)}:
                 measurements.append(
@@ -124,9 +162,13 @@ def read_record(files: RunFiles) -> Record:
 
 
 def parts(ranks: int) -> Iterator[Part]:
-    """Those that a calibration on so many ranks has; one rank alone has no collectives."""
+    """The parts of a calibration on that many ranks; a single rank has no collectives."""
     yield from (part for part in get_args(Part) if part != "collectives" or ranks > 1)
 
 
-def _path(files: RunFiles) -> Path:
+def _orders(files: RunFiles) -> Path:
+    return files.root / "orders.json"
+
+
+def _measured(files: RunFiles) -> Path:
     return files.root / "measured.jsonl"

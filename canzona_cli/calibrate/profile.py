@@ -1,11 +1,19 @@
-"""From what a calibration measured to a cluster profile. No torch."""
+"""From the measurements of a calibration to a cluster profile. No torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
 from canzona_cli.cluster.machine import cores, profile_mismatches
-from canzona_cli.config.schema import AdamWConfig, ClusterConfig, Layout, RunConfig
+from canzona_cli.config.schema import (
+    AdamWConfig,
+    ClusterConfig,
+    Layout,
+    MuonConfig,
+    RunConfig,
+    ShampooConfig,
+    SoapConfig,
+)
 from canzona_cli.planner.links import EFFICIENCY
 from canzona_cli.simulate.model_time import stage_time
 
@@ -13,12 +21,28 @@ MODEL_LAYERS = 2
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """What forward and backward are measured on: a few layers, and AdamW's plain buffers."""
+    """The run that forward and backward are measured on: a few layers, and AdamW's plain buffers."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
         optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr),
     )
+
+
+def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
+    """The run under each optimizer that is measured: Muon one by one and stacked, SOAP, Shampoo.
+
+    An optimizer has the recipe's own settings where the recipe uses it.
+    """
+    own, lr = config.optimizer, config.optimizer.lr
+    muon = own if isinstance(own, MuonConfig) else MuonConfig(name="muon", lr=lr)
+    optimizers = (
+        replace(muon, stack=False),
+        replace(muon, stack=True),
+        own if isinstance(own, SoapConfig) else SoapConfig(name="soap", lr=lr),
+        own if isinstance(own, ShampooConfig) else ShampooConfig(name="shampoo", lr=lr),
+    )
+    return tuple(replace(config, optimizer=optimizer) for optimizer in optimizers)
 
 
 def profile_of(
@@ -29,9 +53,9 @@ def profile_of(
     name: str,
     facts: Mapping[str, str | int | float],
 ) -> ClusterConfig:
-    """The base profile of `config` with what was measured in its place.
+    """The base profile of `config` with every measured value in place.
 
-    Rows of the base's own tables stay where this calibration has none, if the base was measured on this machine too.
+    Rows of the base's own tables stay where this calibration has none, provided the base was measured on this machine.
     """
     base = config.cluster
     known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
@@ -43,11 +67,11 @@ def profile_of(
     here = {} if record.facts is None else asdict(record.facts)
 
     def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
-        return _digits(known[quantity]) if quantity in known else otherwise
+        return significant(known[quantity]) if quantity in known else otherwise
 
-    products = tuple((int(m.key[0]), _digits(m.spread.median)) for m in _those(record, "matmul_tflops"))
+    products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _those(record, "matmul_tflops"))
     if not products or "arithmetic" not in record.done:
-        products = base.matmul_tflops  # large sizes come last: half a table would say that products are slow
+        products = base.matmul_tflops  # large sizes come last: half a table would make products look slow
     profile = replace(
         base,
         name=name,
@@ -69,7 +93,7 @@ def profile_of(
         adamw_ns=single("adamw_ns", base.adamw_ns),
     )
     if base.device == "cpu" and products != base.matmul_tflops:
-        # No datasheet tells the peak of so many threads of whatever processor this is.
+        # No datasheet has the peak of this many threads on this processor.
         profile = replace(profile, bf16_tflops=max(rate for _, rate in products))
     profile = _with_link(profile, record)
     return _with_factors(replace(config, cluster=profile), layout, known)
@@ -83,7 +107,7 @@ def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, 
     rows = {entry[:3]: entry[3] for entry in base.measured_updates}
     for m in _those(record, "updates"):
         label, height, width = m.key
-        rows[str(label), int(height), int(width)] = _digits(m.spread.median)
+        rows[str(label), int(height), int(width)] = significant(m.spread.median)
     return tuple((*key, seconds) for key, seconds in sorted(rows.items()))
 
 
@@ -91,13 +115,12 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
     rows = {entry[:3]: entry[3:] for entry in base.collectives}
     for m in _those(record, "collectives"):
         kind, ranks, size = m.key
-        rows[str(kind), int(ranks), float(size)] = (_digits(m.spread.median), round(m.busy, 2))
+        rows[str(kind), int(ranks), float(size)] = (significant(m.spread.median), round(m.busy, 2))
     return tuple((*key, *found) for key, found in sorted(rows.items()))
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Latency and bandwidth inside the machine, from all-to-all of two ranks: what stands in for sizes and kinds that
-    no table has."""
+    """Latency and bandwidth inside the machine, from all-to-all of two ranks: for sizes and kinds without a row."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _those(record, "collectives")
@@ -106,23 +129,23 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
     if len(pairs) < 2 or pairs[-1][1] <= pairs[0][1]:
         return profile
     (_, latency_s), (size, seconds) = pairs[0], pairs[-1]
-    rate = size / (seconds - latency_s) / EFFICIENCY["machine"]
-    return replace(profile, intra_node_latency_us=_digits(1e6 * latency_s), intra_node_gb_per_s=_digits(rate / 1e9))
+    rate = size / (seconds - latency_s) / EFFICIENCY["machine"] / 1e9
+    return replace(profile, intra_node_latency_us=significant(1e6 * latency_s), intra_node_gb_per_s=significant(rate))
 
 
 def _with_factors(config: RunConfig, layout: Layout, known: Mapping[Quantity, float]) -> ClusterConfig:
-    """Measured forward and backward over what the model of them says on this very profile."""
+    """Measured forward and backward over the times that the cost model predicts on this profile."""
     if not {"forward", "backward"} <= known.keys():
         return config.cluster
     plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0)
     predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
     return replace(
         config.cluster,
-        forward_factor=_digits(known["forward"] / predicted.forward_s),
-        backward_factor=_digits(known["backward"] / predicted.backward_s),
+        forward_factor=significant(known["forward"] / predicted.forward_s),
+        backward_factor=significant(known["backward"] / predicted.backward_s),
     )
 
 
-def _digits(value: float) -> float:
-    """Four significant ones; more would only look exact."""
+def significant(value: float) -> float:
+    """Rounded to four significant digits; more would only look exact."""
     return float(f"{value:.4g}")

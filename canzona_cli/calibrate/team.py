@@ -1,4 +1,4 @@
-"""Ranks that measure at the same time, and the clock they measure with."""
+"""Ranks that measure at the same time, and the clock they use."""
 
 import datetime
 import time
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 LEAST, MOST = 3, 400
-"""Repetitions of a number; fewer only where three would take four times the budget."""
+"""Repetitions of a measurement; fewer only where three would take four times the budget."""
 _SAMPLE_S = 1e-3
-"""What is quicker is timed several times over as one sample."""
+"""Several calls of anything quicker make one sample."""
 
 
 class Team:
     """The first `size` ranks of the job; the others wait without using a processor.
 
-    They meet over gloo also where the collectives to measure are NCCL's: a gloo rank that waits sleeps.
+    They meet over gloo even where the measured collectives are NCCL's: a gloo rank sleeps while it waits.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -27,32 +27,32 @@ class Team:
 
     def meet(self) -> None:
         if self.size > 1:
-            dist.barrier(group=group_of(self._group))
+            dist.barrier(group=joined(self._group))
 
     def gather[T](self, value: T) -> list[T]:
-        """Everybody's, in rank order, on all members."""
+        """The values of all members in rank order, on all members."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=group_of(self._group))
+        dist.all_gather_object(values, value, group=joined(self._group))
         return [found for found in values if found is not None]
 
     def decide(self, value: float) -> float:
-        """The largest of all members' values, so that all do the same."""
+        """The largest of all members' values, so that all make the same choice."""
         return max(self.gather(value))
 
     def samples(self, work: Callable[[], None], budget_s: float) -> list[float]:
-        """Seconds of one call of `work`, all members at it at the same time; everybody's samples."""
+        """Seconds of one call of `work` while all members run it at the same time; the samples of all of them."""
         self.meet()
         return [sample for own in self.gather(repeat(work, self.device, budget_s)) for sample in own]
 
 
-def group_of(made: dist.ProcessGroup | int) -> dist.ProcessGroup:
-    """What `new_group` made, on a rank that is a member of it."""
-    assert isinstance(made, dist.ProcessGroup), "not a member"
-    return made
+def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
+    """The result of `new_group` on a rank that is a member; on other ranks it is a number."""
+    assert isinstance(group, dist.ProcessGroup), "not a member"
+    return group
 
 
 def repeat(work: Callable[[], None], device: torch.device, budget_s: float) -> list[float]:
-    """Seconds of one call, as often as the budget allows, after one call that does not count."""
+    """Seconds of one call, as many samples as the budget allows, after one call that does not count."""
     first = timed(work, device)
     calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
     samples: list[float] = []
@@ -65,7 +65,7 @@ def repeat(work: Callable[[], None], device: torch.device, budget_s: float) -> l
 
 
 def timed(work: Callable[[], None], device: torch.device, calls: int = 1) -> float:
-    """Seconds of one of so many calls in a row."""
+    """Seconds of one call, the mean of `calls` in a row."""
     wait(device)
     begin = time.perf_counter()
     for _ in range(calls):

@@ -1,8 +1,8 @@
-"""Seconds of one update, by algorithm and shape, as the engine runs them; and AdamW's by element.
+"""Seconds of one update, by algorithm and shape, as the engine runs it; and AdamW's time for one element.
 
-What is timed is what the engine does for a matrix beside exchanging it: clip the gradient, step, look whether the new
-weight is finite, and write it in the model's precision. Every matrix has memory of its own, as many of them as a model
-has layers, for in training each update finds the caches full of other matrices.
+The timed work is what the engine does for a matrix, except for exchanging it: clip the gradient, step, check that the
+new weight is finite, and write it in the model's precision. Each matrix has its own memory, and there are as many as
+the model has layers, because in training each update finds the caches full of other matrices.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +11,10 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.calibrate.effort import Effort
-from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
+from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.calibrate.team import Team, repeat, timed
-from canzona_cli.config.schema import (
-    MuonConfig,
-    OptimizerConfig,
-    RunConfig,
-    ShampooConfig,
-    SoapConfig,
-    Splitting,
-)
+from canzona_cli.config.schema import MuonConfig, RunConfig, Splitting
 from canzona_cli.engine.factory import optimizer_factory
 from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
@@ -32,14 +25,14 @@ from canzona_cli.planner.cost import algorithm, label, peak_seconds, seconds
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20
 _BYTES_AT_ONCE = {"cpu": 256 << 20, "cuda": 8 << 30}
-"""Of all matrices of one shape that are updated in turns, with gradients and state."""
+"""For all matrices of one shape that are updated in turn, with gradients and state."""
 _CLIP = 0.999
 _NEVER = 1 << 40
-"""Steps between refreshes, so that none comes by itself."""
+"""Steps between refreshes, so that none happens by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Variant:
     """One implementation of one algorithm."""
 
     config: RunConfig
@@ -47,21 +40,13 @@ class Way:
     kind: Literal["ours", "megatron"] = "ours"
 
 
-def ways(config: RunConfig) -> Iterator[Way]:
-    """Muon, one by one and stacked, Megatron's Muon, SOAP and Shampoo; the recipe's own settings where it has any."""
-    muon = _settings(config, MuonConfig(name="muon", lr=config.optimizer.lr))
-    assert isinstance(muon, MuonConfig)
-    for stack in (False, True):
-        run = replace(config, optimizer=replace(muon, stack=stack))
-        yield Way(config=run, label=label(algorithm(run)))
-        if not stack:
-            yield Way(config=run, label=f"megatron/{label(algorithm(run))}", kind="megatron")
-    for other in (
-        SoapConfig(name="soap", lr=config.optimizer.lr),
-        ShampooConfig(name="shampoo", lr=config.optimizer.lr),
-    ):
-        run = replace(config, optimizer=_settings(config, other))
-        yield Way(config=run, label=label(algorithm(run)))
+def variants(config: RunConfig) -> Iterator[Variant]:
+    """Ours of every measured optimizer, and Megatron's Muon."""
+    for run in measured_runs(config):
+        name = label(algorithm(run))
+        yield Variant(config=run, label=name)
+        if isinstance(run.optimizer, MuonConfig) and not run.optimizer.stack:
+            yield Variant(config=run, label=f"megatron/{name}", kind="megatron")
 
 
 def shapes(config: RunConfig) -> list[tuple[int, int]]:
@@ -73,19 +58,19 @@ def shapes(config: RunConfig) -> list[tuple[int, int]]:
 def measure_updates(
     team: Team, config: RunConfig, effort: Effort, recorder: Recorder, elapsed: Callable[[], float]
 ) -> None:
-    """Every way with every shape, the quick ones first; what would take too long is left to the cost model. Team only.
+    """Every variant with every shape, quick ones first; slow ones are left to the cost model. Team only.
 
     Args:
         elapsed: seconds since the calibration began.
     """
-    items = [(expected(way, *shape), way, shape) for way in ways(config) for shape in shapes(config)]
-    for cost_s, way, (rows, cols) in sorted(items, key=lambda item: item[0]):
+    items = [(expected(variant, *shape), variant, shape) for variant in variants(config) for shape in shapes(config)]
+    for cost_s, variant, (rows, cols) in sorted(items, key=lambda item: item[0]):
         late = max(0.0, elapsed() + cost_s - effort.end_s) if cost_s > 1.0 else 0.0
         if cost_s > effort.largest_item_s or team.decide(late) > 0.0:
-            recorder.skipped(f"{way.label} of {rows} x {cols}: measuring it would take about {cost_s:.0f} s")
+            recorder.skipped(f"{variant.label} of {rows} x {cols}: measuring it would take about {cost_s:.0f} s")
             continue
-        samples = update_samples(team, way, rows, cols, effort.item_s)
-        recorder.add(Measurement.of("updates", samples, way.label, rows, cols))
+        samples = update_samples(team, variant, rows, cols, effort.item_s)
+        recorder.add(Measurement.of("updates", samples, variant.label, rows, cols))
 
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
@@ -103,20 +88,20 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
     recorder.add(Measurement.of("adamw_ns", [1e9 * sample / ADAMW_ELEMENTS for sample in samples]))
 
 
-def expected(way: Way, rows: int, cols: int) -> float:
-    """Seconds that measuring it will roughly take, by the cost model: refreshes dominate, the first one included."""
-    how, cluster = algorithm(way.config), replace(way.config.cluster, measured_updates=())
-    if isinstance(way.config.optimizer, MuonConfig):
+def expected(variant: Variant, rows: int, cols: int) -> float:
+    """Seconds that measuring it will roughly take, by the cost model: refreshes dominate, including the first one."""
+    how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
+    if isinstance(variant.config.optimizer, MuonConfig):
         return 8 * seconds(how, rows, cols, cluster)
     return 3 * peak_seconds(how, rows, cols, cluster)
 
 
-def update_samples(team: Team, way: Way, rows: int, cols: int, budget_s: float) -> list[float]:
-    """Seconds of one update of one (rows, columns) matrix, of all members; SOAP and Shampoo as the mean over a period.
+def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
+    """Seconds of one update of one (rows, columns) matrix, of all members; for SOAP and Shampoo the mean over a period.
 
-    The samples of such a mean are those of plain steps, each with the median of the refreshes weighed in.
+    The samples of such a mean are those of plain steps, each weighted with the median of the refreshes.
     """
-    group = _Group(way, rows, cols, team.device)
+    group = _Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
     if not isinstance(optimizer, KroneckerOptimizer):
         return [sample / group.count for sample in team.samples(group.update, budget_s)]
@@ -139,16 +124,18 @@ def update_samples(team: Team, way: Way, rows: int, cols: int, budget_s: float) 
 class _Group:
     """Matrices of one shape with their gradients, optimizer and model weights."""
 
-    def __init__(self, way: Way, rows: int, cols: int, device: torch.device) -> None:
-        self.count = _count(way, rows, cols, device)
+    def __init__(self, variant: Variant, rows: int, cols: int, device: torch.device) -> None:
+        self.count = _count(variant, rows, cols, device)
         self._masters = [torch.nn.Parameter(0.02 * torch.randn(rows, cols, device=device)) for _ in range(self.count)]
         for master in self._masters:
             master.grad = torch.randn_like(master)
-        self._weights = [torch.empty(rows, cols, dtype=_dtype(way.config), device=device) for _ in range(self.count)]
+        self._weights = [
+            torch.empty(rows, cols, dtype=_dtype(variant.config), device=device) for _ in range(self.count)
+        ]
         self._finite = torch.ones(self.count, device=device)
-        self._ours = way.kind == "ours"
+        self._ours = variant.kind == "ours"
         self._device = device
-        self.optimizer = self._make(way, rows, cols)
+        self.optimizer = self._make(variant, rows, cols)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -163,7 +150,7 @@ class _Group:
             weight.copy_(master.detach())
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
-        """Make all eigenvalues distinct: factors of a few gradients are mostly zero, and decompose too quickly."""
+        """Make all eigenvalues distinct: factors of few gradients are mostly zero, and decompose too quickly."""
         for master in self._masters:
             for side in SIDES:
                 factor = optimizer.state[master].get(side)
@@ -171,25 +158,25 @@ class _Group:
                     diagonal = factor.diagonal()
                     diagonal.add_(torch.rand_like(diagonal) * diagonal.mean())
 
-    def _make(self, way: Way, rows: int, cols: int) -> torch.optim.Optimizer:
-        if way.kind == "megatron":
-            assert isinstance(way.config.optimizer, MuonConfig)
-            return megatron_muon(self._masters, way.config.optimizer, way.config.train.precision)
+    def _make(self, variant: Variant, rows: int, cols: int) -> torch.optim.Optimizer:
+        if variant.kind == "megatron":
+            assert isinstance(variant.config.optimizer, MuonConfig)
+            return megatron_muon(self._masters, variant.config.optimizer, variant.config.train.precision)
         matrices = _matrices(self.count, rows, cols)
-        return optimizer_factory(way.config, matrices)(matrices, self._masters)
+        return optimizer_factory(variant.config, matrices)(matrices, self._masters)
 
 
-def _count(way: Way, rows: int, cols: int, device: torch.device) -> int:
-    """As many as a model has layers, or memory for; one where each takes long."""
-    if not isinstance(way.config.optimizer, MuonConfig) and max(rows, cols) > 1024:
+def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
+    """As many as the model has layers, or as memory allows; one where each takes long."""
+    if not isinstance(variant.config.optimizer, MuonConfig) and max(rows, cols) > 1024:
         return 1
-    squares = 0 if isinstance(way.config.optimizer, MuonConfig) else rows * rows + cols * cols
+    squares = 0 if isinstance(variant.config.optimizer, MuonConfig) else rows * rows + cols * cols
     bytes_each = 18 * rows * cols + 12 * squares
-    return max(1, min(way.config.model.num_layers, _BYTES_AT_ONCE[device.type] // bytes_each))
+    return max(1, min(variant.config.model.num_layers, _BYTES_AT_ONCE[device.type] // bytes_each))
 
 
 def _matrices(count: int, rows: int, cols: int) -> list[Matrix]:
-    """Of the same kind in successive layers."""
+    """Matrices of the same kind in successive layers."""
     return [
         Matrix(
             index=layer,
@@ -205,11 +192,6 @@ def _matrices(count: int, rows: int, cols: int) -> list[Matrix]:
         )
         for layer in range(count)
     ]
-
-
-def _settings(config: RunConfig, usual: OptimizerConfig) -> OptimizerConfig:
-    """The recipe's own where it is of that algorithm."""
-    return config.optimizer if type(config.optimizer) is type(usual) else usual
 
 
 def _dtype(config: RunConfig) -> torch.dtype:

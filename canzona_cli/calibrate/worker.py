@@ -3,23 +3,23 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from canzona_cli.calibrate.effort import Orders
-from canzona_cli.calibrate.measurement import WHAT, Facts, Part, Recorder
+from canzona_cli.calibrate.measurement import WHAT, Facts, Orders, Part, Recorder
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, RankRecord
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Measure everything; rank 0 writes each number down as soon as it is known."""
+    """Measure everything; rank 0 writes each number as soon as it is known."""
     begun = time.monotonic()
     import torch
 
     from canzona_cli.calibrate.collectives import Members, group_sizes, measure_collectives
-    from canzona_cli.calibrate.compute import measure_arithmetic, measure_memory
-    from canzona_cli.calibrate.model_step import measure_model
+    from canzona_cli.calibrate.compute import measure_arithmetic, measure_memory, measure_model
     from canzona_cli.calibrate.profile import shortened
     from canzona_cli.calibrate.team import Team
     from canzona_cli.calibrate.updates import measure_adamw, measure_updates
@@ -29,7 +29,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.assemble import join
 
     orders = Orders.read(files)
-    spend = orders.effort
+    effort = orders.effort
     config = load_resolved(files.config)
     world = join(config, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
     ranks, device = world.world_size, world.device
@@ -46,43 +46,37 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         )
     )
 
-    def begin(part: Part) -> None:
+    @contextmanager
+    def part(name: Part) -> Iterator[None]:
         everybody.meet()
         record.step += 1
         if rank == 0:
-            stage = {"time": time.time(), "event": "stage", "stage": WHAT[part], "detail": ""}
+            stage = {"time": time.time(), "event": "stage", "stage": WHAT[name], "detail": ""}
             append_json_line(files.events, stage)
+        yield
+        everybody.meet()  # ranks without work in this part sleep here
+        recorder.done(name)
 
-    def done(part: Part) -> None:
-        everybody.meet()  # those that had nothing to do sleep here
-        recorder.done(part)
-
-    begin("arithmetic")
-    if workers.member:
-        measure_arithmetic(workers, spend, recorder)
-    done("arithmetic")
-    begin("memory")
-    if workers.member:
-        measure_memory(workers, spend, recorder)
-    done("memory")
-    begin("adamw")
-    if workers.member:
-        measure_adamw(workers, config, spend, recorder)
-    done("adamw")
+    with part("arithmetic"):
+        if workers.member:
+            measure_arithmetic(workers, effort, recorder)
+    with part("memory"):
+        if workers.member:
+            measure_memory(workers, effort, recorder)
+    with part("adamw"):
+        if workers.member:
+            measure_adamw(workers, config, effort, recorder)
     if groups:
-        begin("collectives")
-        for members in groups:
-            if members.team.member:
-                measure_collectives(members, spend, recorder)
-            everybody.meet()
-        done("collectives")
-    begin("model")
-    measure_model(workers, shortened(config), world, spend, recorder)
-    done("model")
-    begin("updates")
-    if workers.member:
-        measure_updates(workers, config, spend, recorder, lambda: time.monotonic() - begun)
-    done("updates")
+        with part("collectives"):
+            for members in groups:
+                if members.team.member:
+                    measure_collectives(members, effort, recorder)
+                everybody.meet()
+    with part("model"):
+        measure_model(workers, shortened(config), world, effort, recorder)
+    with part("updates"):
+        if workers.member:
+            measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)
     parallel.shutdown()
     return "done"
 

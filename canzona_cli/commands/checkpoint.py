@@ -1,12 +1,11 @@
 """`canzona checkpoint`: which checkpoints there are, whether they are whole, and what one holds."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from canzona_cli.commands.output import show as show_page
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -27,7 +26,7 @@ def checkpoint() -> None:
 
 
 @app.command("list")
-def list_(where: Where = None, json: Json = False) -> None:
+def list_(where: Where = None, as_json: Json = False) -> None:
     """List checkpoints, and whether each is whole.
 
     By manifest and sizes alone; `canzona checkpoint verify` reads the content.
@@ -36,11 +35,11 @@ def list_(where: Where = None, json: Json = False) -> None:
     from canzona_cli.report.checkpoint import Listing
 
     listing = Listing(choose(where))
-    _print(listing.as_json() if json else listing)
+    show_page(listing.as_json() if as_json else listing)
 
 
 @app.command()
-def verify(where: Where = None, json: Json = False) -> None:
+def verify(where: Where = None, as_json: Json = False) -> None:
     """Read every byte and compare it with the hashes.
 
     Of one checkpoint, or of all of a run. Exit code 5 when a file is missing, truncated or damaged; each one is named.
@@ -51,15 +50,15 @@ def verify(where: Where = None, json: Json = False) -> None:
     from canzona_cli.report.checkpoint_verify import verify_all
 
     verified = verify_all(choose(where).required())
-    _print(verified.as_json() if json else verified)
+    show_page(verified.as_json() if as_json else verified)
     if verified.problems:
-        if json:
+        if as_json:
             raise typer.Exit(ExitCode.CHECKPOINT)
         raise CheckpointInvalid(*shortened(verified.problems))
 
 
 @app.command()
-def show(where: Where = None, json: Json = False) -> None:
+def show(where: Where = None, as_json: Json = False) -> None:
     """Show what the newest or a given checkpoint holds."""
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.errors import CheckpointInvalid
@@ -69,16 +68,4 @@ def show(where: Where = None, json: Json = False) -> None:
     if found.manifest is None:
         raise CheckpointInvalid(*found.problems)
     content = Content(found=found, manifest=found.manifest)
-    _print(content.as_json() if json else content)
-
-
-def _print(content: "dict[str, object] | RenderableType") -> None:
-    """A mapping as JSON, anything else for a person."""
-    if isinstance(content, dict):
-        from canzona_cli.run.words import json_text
-
-        typer.echo(json_text(content))
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(content)
+    show_page(content.as_json() if as_json else content)

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.output import show
+
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -17,11 +19,9 @@ def doctor(
     with Console(stderr=True).status("looking at this machine, a few seconds ..."):
         diagnosis = diagnose()
     if json:
-        from canzona_cli.run.words import json_text
-
-        typer.echo(json_text(diagnosis.as_json()))
+        show(diagnosis.as_json())
     else:
         from canzona_cli.report.doctor import DiagnosisView
 
-        Console(highlight=False).print(DiagnosisView(diagnosis=diagnosis))
+        show(DiagnosisView(diagnosis=diagnosis))
     raise typer.Exit(int(diagnosis.exit_code))

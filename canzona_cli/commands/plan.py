@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.output import show, warn, write_out
 from canzona_cli.config.completion import complete_override
 
 
@@ -53,8 +54,6 @@ def plan(
 
     The plan is written where `canzona train` finds it, unless it is a dry run.
     """
-    from rich.console import Console
-    from rich.text import Text
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
@@ -63,11 +62,9 @@ def plan(
     from canzona_cli.planner.planner import plannable
     from canzona_cli.simulate.compare import study_run, with_shapes
 
-    errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
     config, notes = plannable(composed.config, composed.explicit)
-    for warning in (*composed.warnings, *notes):
-        errors.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    warn((*composed.warnings, *notes))
     _check_places(dry_run, out, plot)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
@@ -75,21 +72,20 @@ def plan(
     written = None
     if not dry_run:
         written = out or default_path(study.config, study.plan)
-        _write(written, study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus}))
+        text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
+        write_out(written, text, fix="name another place with --out FILE")
     if plot is not None:
         from canzona_cli.report.plan_plot import draw
 
         draw(study, plot)
     if json:
-        from canzona_cli.run.words import json_text
-
-        typer.echo(json_text({**study.as_json(), "plan_file": None if written is None else str(written)}))
+        show({**study.as_json(), "plan_file": None if written is None else str(written)})
         return
     from canzona_cli.report.plan import PlanView
 
     phases = compare == "strategies"
     view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions)
-    Console(highlight=False).print(view)
+    show(view)
 
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
@@ -111,21 +107,3 @@ def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
         raise EnvironmentProblem(
             Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
         )
-
-
-def _write(path: Path, text: str) -> None:
-    from canzona_cli.errors import EnvironmentProblem, Problem
-    from canzona_cli.run.files import write_text_atomic
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(path, text)
-    except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="--out",
-                value=path,
-                reason=f"cannot be written: {error.strerror or error}",
-                fix="name another place with --out FILE",
-            )
-        ) from None

@@ -1,12 +1,11 @@
 """`canzona report RUN_DIR`: how a run went, from the files it left; and how it differs from another one."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from canzona_cli.commands.output import show
 
 
 def report(
@@ -20,10 +19,10 @@ def report(
             "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
-    _check_usage(run_dirs, compare=compare, trace=trace, json=json)
+    _check_usage(run_dirs, compare=compare, trace=trace, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.chrome_trace import write_trace
         from canzona_cli.run.words import plural
@@ -35,27 +34,15 @@ def report(
         from canzona_cli.report.compare_runs import compare_runs, render_compared
 
         compared = compare_runs(run_dirs[0], run_dirs[1])
-        _print(compared.as_json() if json else render_compared(compared))
+        show(compared.as_json() if as_json else render_compared(compared))
         return
     from canzona_cli.report.summary import load_summary, render_summary
 
     summary = load_summary(run_dirs[0])
-    _print(summary.as_json() if json else render_summary(summary))
+    show(summary.as_json() if as_json else render_summary(summary))
 
 
-def _print(content: "dict[str, object] | RenderableType") -> None:
-    """A mapping as JSON, anything else for a person."""
-    if isinstance(content, dict):
-        from canzona_cli.run.words import json_text
-
-        typer.echo(json_text(content))
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(content)
-
-
-def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, json: bool) -> None:
+def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, as_json: bool) -> None:
     """One directory, two to compare; a trace is of one run."""
     from canzona_cli.errors import ConfigError, Problem
 
@@ -68,7 +55,7 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, jso
     if compare and trace is not None:
         reason, fix = "a trace is of one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
-    if json and trace is not None:
+    if as_json and trace is not None:
         reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"
         problems.append(Problem(key="--json", reason=reason, fix=fix))
     if problems:

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.measurement import Measurement, Quantity
+from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.paths import shown
-from canzona_cli.config.schema import ClusterConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.launch.view import Earlier, RunStatus
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
@@ -167,21 +168,11 @@ class _Assumed:
     """What the base profile would have said of an update."""
 
     def __init__(self, config: RunConfig) -> None:
-        own, lr = config.optimizer, config.optimizer.lr
         self._cluster = config.cluster
-        self._ways = {}
-        muon = own if isinstance(own, MuonConfig) else MuonConfig(name="muon", lr=lr)
-        for optimizer in (
-            replace(muon, stack=False),
-            replace(muon, stack=True),
-            own if isinstance(own, SoapConfig) else SoapConfig(name="soap", lr=lr),
-            own if isinstance(own, ShampooConfig) else ShampooConfig(name="shampoo", lr=lr),
-        ):
-            how = algorithm(replace(config, optimizer=optimizer))
-            self._ways[label(how)] = how
+        self._algorithms = {label(how): how for how in map(algorithm, measured_runs(config))}
 
     def update(self, key: Sequence[str | int]) -> str:
-        how = self._ways.get(str(key[0]).removeprefix("megatron/"))
+        how = self._algorithms.get(str(key[0]).removeprefix("megatron/"))
         if how is None:
             return MISSING
         return milliseconds(seconds(how, int(key[1]), int(key[2]), self._cluster))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results_file import as_json, load, save
+from canzona_cli.bench.results_file import content_of, load, save
 from canzona_cli.errors import ConfigError
 from canzona_cli.run.statistics import Quartiles
 from tests.bench.benches import bench, with_measured
@@ -19,7 +19,7 @@ def test_what_is_saved_is_loaded_back_the_same(tmp_path: Path) -> None:
 
 def test_speedups_are_the_ratios_round_by_round() -> None:
     result = bench()
-    content = json.loads(json.dumps(as_json(result)))
+    content = json.loads(json.dumps(content_of(result)))
     ratios = [
         theirs / ours
         for theirs, ours in zip(
@@ -38,7 +38,7 @@ def test_a_speedup_whose_intervals_overlap_is_withheld_with_the_reason() -> None
     result = bench()
     ours = result.references[0].optimizer_s
     result = with_measured(result, "asc", optimizer_s=tuple(1.001 * time for time in ours))
-    content = as_json(result)
+    content = content_of(result)
     assert content["speedup"]["optimizer_vs_asc"] is None  # type: ignore[index]
     assert "overlap" in content["withheld"]["optimizer_vs_asc"]  # type: ignore[index]
     assert content["speedup"]["optimizer_vs_sc"] is not None  # type: ignore[index]
@@ -46,7 +46,7 @@ def test_a_speedup_whose_intervals_overlap_is_withheld_with_the_reason() -> None
 
 def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(tmp_path: Path) -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
-    content = as_json(result)
+    content = content_of(result)
     assert set(content["speedup"].values()) == {None}  # type: ignore[attr-defined]
     assert content["overhead_over_adamw"] is None
     assert "sc, step 1" in content["disagreements"][0]  # type: ignore[index]
@@ -55,7 +55,7 @@ def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(
 
 
 def test_what_did_not_run_is_said_to_be_missing() -> None:
-    content = as_json(bench(("canzona", "sc")))
+    content = content_of(bench(("canzona", "sc")))
     assert content["withheld"].keys() >= {"optimizer_vs_layerwise", "iteration_vs_layerwise", "overhead_over_adamw"}  # type: ignore[attr-defined]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.calibrate.effort import FULL, QUICK, Orders
+from canzona_cli.calibrate.measurement import FULL, QUICK, Orders
 from canzona_cli.calibrate.team import LEAST, MOST, repeat
-from canzona_cli.calibrate.updates import expected, shapes, ways
+from canzona_cli.calibrate.updates import expected, shapes, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
@@ -23,18 +23,21 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "shampoo", "adamw"])
 def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
     config = compose_run(["recipe=tiny", f"optimizer={optimizer}"]).config
-    found = {way.label: way for way in ways(config)}
+    found = {variant.label: variant for variant in variants(config)}
     assert set(found) == {
         *("muon/standard/5", "muon/standard/5/stacked", "megatron/muon/standard/5"),
         *("soap", "shampoo"),
     }
-    for name, way in found.items():
-        assert name.removeprefix("megatron/") == label(algorithm(way.config))
+    for name, variant in found.items():
+        assert name.removeprefix("megatron/") == label(algorithm(variant.config))
 
 
 def test_a_recipes_own_settings_are_measured() -> None:
     config = compose_run(["recipe=tiny", "optimizer.ns_steps=7"]).config
-    assert {way.label for way in ways(config)} >= {"muon/standard/7", "megatron/muon/standard/7"}
+    assert {variant.label for variant in variants(config)} >= {
+        "muon/standard/7",
+        "megatron/muon/standard/7",
+    }
 
 
 def test_shapes_are_those_of_both_splittings() -> None:
@@ -42,7 +45,7 @@ def test_shapes_are_those_of_both_splittings() -> None:
     found = shapes(config)
     assert set(found) == {*layer_shapes(config.model, "qkv"), *layer_shapes(config.model, "split")}
     assert len(found) == len(set(found))
-    soap = next(way for way in ways(config) if way.label == "soap")
+    soap = next(variant for variant in variants(config) if variant.label == "soap")
     assert expected(soap, 1536, 256) > expected(soap, 256, 256), "decompositions grow with the longer side"
 
 

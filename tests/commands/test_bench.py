@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results_file import as_json, load
-from canzona_cli.commands.bench import hand_over
+from canzona_cli.bench.results_file import content_of, load
+from canzona_cli.commands.bench import write_json
 from canzona_cli.planner.plan_file import read_plan
 from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona, importable
@@ -92,5 +92,5 @@ def test_a_simulation_runs_nothing(tmp_path: Path) -> None:
 def test_numbers_of_strategies_that_disagree_are_written_all_the_same(tmp_path: Path) -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
     options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
-    hand_over(as_json(result), options, json=False)
+    write_json(content_of(result), options, as_json=False)
     assert load(tmp_path / "r.json") == result

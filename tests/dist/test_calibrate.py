@@ -13,11 +13,10 @@ from rich.console import Console
 
 from canzona_cli.calibrate.calibrate import calibrate, prepared
 from canzona_cli.calibrate.collectives import KINDS, Members, group_sizes, measure_collectives
-from canzona_cli.calibrate.effort import Effort
-from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile_file import write_profile
 from canzona_cli.calibrate.team import Team
-from canzona_cli.calibrate.updates import shapes, update_samples, ways
+from canzona_cli.calibrate.updates import shapes, update_samples, variants
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
@@ -48,10 +47,10 @@ def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(tmp_
     assert {key[1:] for key in measured if key[0] == "collectives"} == {
         (kind, 2, size) for kind in KINDS for size in HASTY.sizes
     }
-    for way in (way for way in ways(config) if way.kind == "ours"):
+    for variant in (variant for variant in variants(config) if variant.kind == "ours"):
         for rows, cols in shapes(config):
-            [row] = [row for row in found.profile.measured_updates if row[:3] == (way.label, rows, cols)]
-            assert seconds(algorithm(way.config), rows, cols, found.profile) == row[3]
+            [row] = [row for row in found.profile.measured_updates if row[:3] == (variant.label, rows, cols)]
+            assert seconds(algorithm(variant.config), rows, cols, found.profile) == row[3]
     assert {row[0] for row in found.profile.measured_updates if row[0].startswith("megatron/")} == {
         "megatron/muon/standard/5"
     }
@@ -104,17 +103,17 @@ def test_a_mean_over_a_period_weighs_refreshes_in() -> None:
 
     def ranks() -> tuple[list[float], list[float]]:
         team = Team(joined(), 2, CPU)
-        soap = next(way for way in ways(config) if way.label == "soap")
+        soap = next(variant for variant in variants(config) if variant.label == "soap")
         found = []
         for period in (1, 1000):
             settings = SoapConfig(name="soap", lr=1e-3, precondition_frequency=period)
-            way = replace(soap, config=replace(config, optimizer=settings))
-            found.append(update_samples(team, way, 192, 256, 0.05))
+            variant = replace(soap, config=replace(config, optimizer=settings))
+            found.append(update_samples(team, variant, 192, 256, 0.05))
         return found[0], found[1]
 
-    always, seldom = run_ranks(2, ranks)[0]
-    assert len(set(always)) == 1, "with a refresh at every step nothing but refreshes count"
-    assert min(always) > sorted(seldom)[len(seldom) // 2], "two decompositions take longer than none"
+    alimplementations, seldom = run_ranks(2, ranks)[0]
+    assert len(set(alimplementations)) == 1, "with a refresh at every step nothing but refreshes count"
+    assert min(alimplementations) > sorted(seldom)[len(seldom) // 2], "two decompositions take longer than none"
 
 
 def launched(out: Path, behaviour: str) -> subprocess.Popen[str]:

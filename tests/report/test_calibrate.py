@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from canzona_cli.calibrate.calibrate import Calibration, as_json
+from canzona_cli.calibrate.calibrate import Calibration, content_of
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 from tests.calibrate.calibrations import RECORD, calibration, cut_off, number, run
@@ -46,7 +46,7 @@ def test_how_it_ended_is_said() -> None:
 
 def test_json_has_everything() -> None:
     found = calibration()
-    said = as_json(found, Path("here.yaml"))
+    said = content_of(found, Path("here.yaml"))
     assert said["profile_file"] == "here.yaml"
     profile, measurements = said["profile"], said["measurements"]
     assert isinstance(profile, dict)

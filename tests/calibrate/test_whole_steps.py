@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.calibrate.calibrate import Calibration
-from canzona_cli.calibrate.in_step import Steps, crowded_by, factors, with_steps
+from canzona_cli.calibrate.whole_steps import ShortBenches, crowded_by, factors, with_steps
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem
 from tests.bench.benches import bench, predicted, with_measured
@@ -52,7 +52,7 @@ def test_crowding_is_what_the_usual_strategy_took_longer_and_never_a_gain() -> N
     assert crowded_by(early) == 1.0
 
 
-class _Benches(Steps):
+class _Benches(ShortBenches):
     """Of another recipe's numbers."""
 
     def __init__(self, results: list[BenchResult | BaseException]) -> None:
@@ -106,7 +106,7 @@ def test_the_benches_keep_the_users_model_and_set_their_own_mesh() -> None:
         "model.num_layers=2",
         "train.seq_length=64",
     ]
-    steps = Steps(overrides, compose_run(overrides).config, Path("here.yaml"), lambda line: None)
+    steps = ShortBenches(overrides, compose_run(overrides).config, Path("here.yaml"), lambda line: None)
     own = compose_run([override for override in steps.overrides if not override.startswith("cluster=")]).config
     assert (own.optimizer.name, own.model.num_layers, own.train.seq_length) == ("muon", 2, 64)
     assert own.parallel.tp is None

@@ -1,10 +1,10 @@
-"""What phases take in whole steps, beside what their parts come to: the last part of a calibration. No torch.
+"""How long phases take in whole steps compared with the sum of their parts: the last part of a calibration. No torch.
 
-A loop over one operation finds warm caches, memory that was used a moment ago and ranks that come together; a training
-step has none of that. So two short benches run on the profile just measured, one with data-parallel and one with
-tensor-parallel ranks, no more of them than there are cores; each phase's measured time over its predicted one becomes
-a factor of the profile. Where ranks are to outnumber the cores, a third one with twice as many ranks as cores tells
-what that costs beyond an even share.
+A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
+step has none of these. So two short benches run on the profile just measured, one with data-parallel and one with
+tensor-parallel ranks, with no more ranks than cores. The measured time of each phase over its predicted time becomes a
+factor of the profile. Where the run has more ranks than cores, a third bench with twice as many ranks as cores measures
+what that costs beyond an even share of the cores.
 """
 
 import shutil
@@ -19,39 +19,40 @@ from typing import Literal
 from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
+from canzona_cli.calibrate.profile import significant
 from canzona_cli.cluster.machine import cores
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.phases import Phase
 
-STRATEGIES: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
+BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
 """canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
 RANKS = 2
 _LAYERS = 2
 _ROUNDS, _STEPS = 3, 2
 _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
-"""What of the user's overrides the benches set themselves."""
+"""Settings that the benches choose themselves, whatever the user set."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class InStep:
-    """Measured over predicted."""
+class StepFactors:
+    """Measured over predicted time."""
 
     forward: float
     backward: float
-    """Beyond what the profile's own factors say already."""
+    """On top of the profile's own factors."""
     phases: Mapping[str, float]
     """`ClusterConfig.step_factors`."""
 
 
-class Steps:
-    """Benches of the recipe's model, shortened.
+class ShortBenches:
+    """Short benches of the recipe's model with few layers.
 
     Args:
-        overrides: the calibration's own.
-        config: what they come to.
-        profile: the file they run on.
+        overrides: of the calibration.
+        config: the run they compose to.
+        profile: the file of the cluster profile to run on.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Steps:
         on_cpu = config.cluster.device == "cpu"
         self.ranks = min(RANKS, config.gpus, cores()) if on_cpu else min(RANKS, config.gpus)
         self.crowd = min(config.gpus, 2 * cores()) if on_cpu else 0
-        """Ranks that outnumber the cores; no more than there are cores where nothing is to be measured with them."""
+        """Ranks of the bench with more ranks than cores; at most the number of cores where there is none."""
         self.overrides = [
             *(override for override in overrides if not _replaced(override)),
             *(f"cluster={profile.absolute()}", "parallel.pp=1", "optimizer=muon"),
@@ -69,7 +70,7 @@ class Steps:
         self._say, self._recipes_dirs = say, recipes_dirs
 
     def bench(self, ranks: int, tp: int) -> BenchResult:
-        """All `STRATEGIES` on so many ranks.
+        """Run every strategy in `BENCHED` on that many ranks.
 
         Raises:
             CanzonaError: as `session.prepare` and `session.run`.
@@ -79,7 +80,7 @@ class Steps:
         try:
             session = prepare(
                 [*self.overrides, f"gpus={ranks}", f"parallel.tp={tp}"],
-                strategies=STRATEGIES,
+                strategies=BENCHED,
                 rounds=_ROUNDS,
                 steps_per_turn=_STEPS,
                 recipes_dirs=self._recipes_dirs,
@@ -90,11 +91,11 @@ class Steps:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def with_steps(found: Calibration, steps: Steps, write: Callable[[Calibration], None]) -> Calibration:
-    """`found` with the factors of whole steps; without them, and marked so, where the benches were stopped or failed.
+def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
+    """`found` with the factors of whole steps; marked as lacking them where the benches failed or were stopped.
 
     Args:
-        write: puts a calibration into the file that `steps` run on: what is predicted from it is what is compared.
+        write: writes a calibration to the profile that the benches run on, so that they predict from it.
     """
     begun = time.time()
 
@@ -105,18 +106,18 @@ def with_steps(found: Calibration, steps: Steps, write: Callable[[Calibration], 
 
     before = found.profile
     try:
-        in_step = factors([steps.bench(steps.ranks, tp) for tp in dict.fromkeys((1, steps.ranks))])
+        found_factors = factors([benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, benches.ranks))])
         result = with_profile(
             replace(
                 before,
-                forward_factor=_digits(before.forward_factor * in_step.forward),
-                backward_factor=_digits(before.backward_factor * in_step.backward),
-                step_factors=dict(in_step.phases),
+                forward_factor=significant(before.forward_factor * found_factors.forward),
+                backward_factor=significant(before.backward_factor * found_factors.backward),
+                step_factors=dict(found_factors.phases),
             )
         )
-        if steps.crowd > cores():
+        if benches.crowd > cores():
             write(result)
-            crowding = crowded_by(steps.bench(steps.crowd, 2 if steps.crowd % 2 == 0 else 1))
+            crowding = crowded_by(benches.bench(benches.crowd, 2 if benches.crowd % 2 == 0 else 1))
             result = with_profile(replace(result.profile, crowding=crowding))
     except (KeyboardInterrupt, CanzonaError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
@@ -132,13 +133,13 @@ def with_steps(found: Calibration, steps: Steps, write: Callable[[Calibration], 
 
 
 def crowded_by(result: BenchResult) -> float:
-    """Measured over predicted optimizer step of ranks that outnumber the cores, the median of the strategies."""
+    """Measured over predicted optimizer step with more ranks than cores, the median over strategies; at least 1."""
     ratios = [1 / (1 + result.error(strategy)) for strategy in result.strategies]
-    return _digits(max(1.0, statistics.median(ratios)))
+    return significant(max(1.0, statistics.median(ratios)))
 
 
-def factors(results: Sequence[BenchResult]) -> InStep:
-    """Of the data-parallel bench and, where there were two ranks, of the tensor-parallel one."""
+def factors(results: Sequence[BenchResult]) -> StepFactors:
+    """From the data-parallel bench and, where there were two ranks, the tensor-parallel one."""
     everything = [found for result in results for found in result.strategies.values()]
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
@@ -151,7 +152,7 @@ def factors(results: Sequence[BenchResult]) -> InStep:
             "param_gather": elementwise,
         }
         for phase, strategy in of.items():
-            # Of ranks that wait for one another under norm and clip, the last one waits least.
+            # Ranks wait for one another in norm and clip; the last one waits least.
             rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
             found = _factor([result.strategies[strategy] for result in results], phase, rank)
             if found is not None:
@@ -159,22 +160,18 @@ def factors(results: Sequence[BenchResult]) -> InStep:
     forward, backward = _factor(everything, "forward", "mean"), _factor(everything, "backward", "mean")
     assert forward is not None
     assert backward is not None
-    return InStep(forward=forward, backward=backward, phases=phases)
+    return StepFactors(forward=forward, backward=backward, phases=phases)
 
 
 def _factor(found: Iterable[StrategyBench], phase: Phase, rank: Literal["min", "mean"]) -> float | None:
-    """Measured over predicted, all benches together; None where a phase is not there."""
+    """Measured over predicted, all benches together; None where no bench has the phase."""
     measured = predicted = 0.0
     for bench in found:
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
         if seconds is not None and expected > 0:
             measured += seconds.min_s if rank == "min" else seconds.mean_s
             predicted += expected
-    return _digits(measured / predicted) if predicted > 0 and measured > 0 else None
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return significant(measured / predicted) if predicted > 0 and measured > 0 else None
 
 
 def _replaced(override: str) -> bool:

@@ -1,0 +1,59 @@
+"""How commands print: JSON for programs, a page for people, warnings on standard error.
+
+Imports rich only when it prints, so that help stays quick.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def show(content: "Mapping[str, object] | RenderableType") -> None:
+    """Print a mapping as JSON, anything else as a page."""
+    if isinstance(content, Mapping):
+        from canzona_cli.run.words import json_text
+
+        typer.echo(json_text(content))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(content)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """A yellow line for each warning, each once."""
+    from rich.console import Console
+
+    errors = Console(stderr=True, highlight=False)
+    for warning in dict.fromkeys(warnings):
+        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def progress(line: str) -> None:
+    """A dim line on standard error: what a long command is doing."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def write_out(path: Path, text: str, fix: str) -> None:
+    """Write what `--out` asks for.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written; `fix` says what to do then.
+    """
+    from canzona_cli.errors import EnvironmentProblem, Problem
+    from canzona_cli.run.files import write_text_atomic
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, text)
+    except OSError as error:
+        raise EnvironmentProblem(
+            Problem(key="--out", value=path, reason=f"cannot be written: {error.strerror or error}", fix=fix)
+        ) from None
