@@ -16,7 +16,6 @@ from canzona_cli.checkpoint.gathering import cut
 from canzona_cli.checkpoint.manifest import Manifest, Scalar
 from canzona_cli.checkpoint.random_states import set_random_states
 from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
-from canzona_cli.checkpoint.units import Block, stored_blocks
 from canzona_cli.checkpoint.verify import read_manifest, table_problems, verify_file
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -25,6 +24,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.megatron.holdings import Held, gather_parameters, held, masters_to_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.geometry import Block, stored_blocks
 from canzona_cli.model.matrix import Matrix
 
 ELEMENTWISE = ("adamw", "muon")

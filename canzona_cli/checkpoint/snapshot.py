@@ -1,6 +1,6 @@
 """Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
 
-Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.checkpoint.units`), one writer for
+Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), one writer for
 every tensor: hosts write the matrices they host, what is spread in pieces is put together on one of its holders.
 """
 
@@ -13,13 +13,13 @@ import torch
 from canzona_cli.checkpoint.gathering import Holding, Piece, Routing, Whole, exchange, route
 from canzona_cli.checkpoint.manifest import Buffer, Scalar, Shard
 from canzona_cli.checkpoint.random_states import random_states
-from canzona_cli.checkpoint.units import EMBEDDING, fragment_blocks, unit_shape
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, unit_shape
 
 MASTER = "master"
 GROUP = "group:"

@@ -15,6 +15,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
+from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.geometry import align, stage_parameters
 from canzona_cli.planner.plan import Mesh, Plan
@@ -47,7 +48,7 @@ def named_matrix_parameters(model: torch.nn.Module, plan: Plan, stage: int) -> d
         if matrix.stage == stage:
             members.setdefault(matrix.parameter, []).append(matrix)
     for name, matrices in members.items():
-        planned = _fragment_shape(matrices, tp)
+        planned = stored_shape(matrices, tp)
         if name not in trainable:
             raise PlanMismatch(key=name, planned=f"a fragment of shape {planned}", found="no such trainable parameter")
         if tuple(trainable[name].shape) != planned:
@@ -137,16 +138,6 @@ def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
     parts = name.split(".")
     return param.dim() == 2 and "layers" in parts and "router" not in parts
-
-
-def _fragment_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
-    """Of the parameter that holds `matrices` one above the other, on one TP rank."""
-    rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
-    if first.shard_dim == 1:
-        return rows, first.cols // tp
-    # A head's matrix lies whole on one rank, and every rank holds as many heads.
-    cut_by_rows = first.shard_dim == 0 or first.home is not None
-    return (rows // tp if cut_by_rows else rows), first.cols
 
 
 def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -17,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron.parallel import World
+from canzona_cli.model.geometry import Parameter, parameter_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -93,16 +93,6 @@ def build_model(config: RunConfig, world: World) -> torch.nn.Module:
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Rows of a parameter that are one matrix of the whole model, cut along `shard_dim` over tp ranks."""
-
-    name: str
-    shape: tuple[int, int]
-    """Of the whole, canonical matrix."""
-    std: float
-
-
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
     """Fill every parameter with its part of one seeded, layout-independent model.
 
@@ -117,9 +107,14 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             if param.dim() == 1:
                 param.fill_(1.0)
                 continue
-            blocks = _blocks(name, shape)
-            shard_dim = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
-            fragments = [_draw(block, seed, param.device).chunk(tp, dim=shard_dim)[rank] for block in blocks]
+            whole = parameter_of(name, shape)
+            if whole is None:
+                raise RuntimeError(f"no initialisation is known for parameter {name}")
+            std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
+            fragments = [
+                _draw(key, (rows, whole.cols), std, seed, param.device).chunk(tp, dim=whole.shard_dim)[rank]
+                for key, rows in _drawn(whole)
+            ]
             param.copy_(torch.cat(fragments, dim=0))
 
 
@@ -139,35 +134,15 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
         yield (f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else name), param
 
 
-def _blocks(name: str, shape: ModelConfig) -> tuple[_Block, ...]:
-    hidden, ffn, std = shape.hidden_size, shape.ffn_hidden_size, shape.init_std
-    residual_std = std / math.sqrt(2 * shape.num_layers)
-    heads, groups, head = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
-    if name.endswith("linear_fc1.weight"):
-        # A tp rank holds [gate_r; up_r], so gate and up are cut apart.
-        return tuple(_Block(name=f"{name}:{part}", shape=(ffn, hidden), std=std) for part in ("gate", "up"))
-    whole = {
-        # Rows are grouped by query group, so a cut along rows keeps whole groups.
-        "linear_qkv.weight": ((heads + 2 * groups) * head, hidden, std),
-        "linear_proj.weight": (hidden, heads * head, residual_std),
-        "linear_fc2.weight": (hidden, ffn, residual_std),
-        "word_embeddings.weight": (shape.vocab_size, hidden, std),
-        "output_layer.weight": (shape.vocab_size, hidden, std),
-    }
-    for suffix, (rows, cols, block_std) in whole.items():
-        if name.endswith(suffix):
-            # Tied weights live on the first and the last stage under two names and must be one draw.
-            key = (
-                "embedding.word_embeddings.weight"
-                if suffix == "output_layer.weight" and shape.tied_embeddings
-                else name
-            )
-            return (_Block(name=key, shape=(rows, cols), std=block_std),)
-    raise RuntimeError(f"no initialisation is known for parameter {name}")
+def _drawn(whole: Parameter) -> list[tuple[str, int]]:
+    """Name and rows of the matrices that a parameter is drawn as: where TP cuts every part, each on its own."""
+    if whole.cut == "parts" and len(whole.parts) > 1:
+        return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
+    return [(whole.name, whole.rows)]
 
 
-def _draw(block: _Block, seed: int, device: torch.device) -> torch.Tensor:
-    """The whole matrix of `block`, fp32, the same on every rank."""
-    digest = hashlib.sha256(f"{seed}/{block.name}".encode()).digest()
+def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torch.device) -> torch.Tensor:
+    """A whole matrix, fp32, the same on every rank."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(block.shape, generator=generator, device=device).mul_(block.std)
+    return torch.randn(shape, generator=generator, device=device).mul_(std)

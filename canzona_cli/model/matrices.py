@@ -5,14 +5,14 @@ shapes are canonical: they do not depend on the tensor-parallel size, and neithe
 (q, k, v and gate, up as the published checkpoints store them, rows being outputs).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model import qwen3
+from canzona_cli.model import geometry
 from canzona_cli.model.matrix import Kind, Matrix
 
 
@@ -37,7 +37,7 @@ class LayerMatrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class LayerBlock:
     """Consecutive layers of one shape."""
 
     layers: int
@@ -55,10 +55,10 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     Raises:
         ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
     """
-    return number((Block(layers=model.num_layers, matrices=_layer(model, splitting)),), layout)
+    return number((LayerBlock(layers=model.num_layers, matrices=_layer(model, splitting)),), layout)
 
 
-def number(blocks: Sequence[Block], layout: Layout) -> tuple[Matrix, ...]:
+def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     """The matrices of consecutive blocks, indexed in order, each with its pipeline stage and its unit.
 
     Raises:
@@ -106,48 +106,44 @@ def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]
     return tuple(matrix for matrix in matrices if matrix.stage == stage)
 
 
-_PROJ = "self_attention.linear_proj.weight"
-_QKV = "self_attention.linear_qkv.weight"
-_FC1 = "mlp.linear_fc1.weight"
-_FC2 = "mlp.linear_fc2.weight"
-# Kind, dimension TP cuts, parameter and unit, in the order of the shapes in `qwen3`.
-_Row = tuple[Kind, Literal[0, 1], str, int]
-_PROJ_QKV: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("q", 0, _QKV, 1), ("k", 0, _QKV, 1), ("v", 0, _QKV, 1))
-_FUSED: tuple[_Row, ...] = (("proj", 1, _PROJ, 0), ("qkv", 0, _QKV, 1), ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
-_QKV_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("fc1", 0, _FC1, 2), ("down", 1, _FC2, 3))
-_SPLIT: tuple[_Row, ...] = (*_PROJ_QKV, ("gate", 0, _FC1, 2), ("up", 0, _FC1, 3), ("down", 1, _FC2, 4))
-
-
-def _rows(model: ModelConfig, splitting: Splitting) -> Iterator[tuple[_Row, tuple[int, int]]]:
-    if splitting == "fused":
-        return zip(_FUSED, qwen3.fused_shapes(model), strict=True)
-    if splitting == "qkv":
-        return zip(_QKV_SPLIT, qwen3.qkv_split_shapes(model), strict=True)
-    return zip(_SPLIT, qwen3.split_shapes(model), strict=True)
+_SPLIT: Mapping[Splitting, Container[Kind]] = {
+    "fused": (),
+    "qkv": ("qkv",),
+    "split": ("qkv", "fc1"),
+    "per_head": ("qkv", "fc1"),
+}
+"""Parameters whose parts are matrices of their own; the others are one matrix each."""
 
 
 def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
-    found = []
-    for (kind, shard_dim, parameter, unit), (outputs, inputs) in _rows(model, splitting):
-        heads = outputs // model.head_dim if splitting == "per_head" and parameter == _QKV else 0
-        for head in range(heads or 1):
-            found.append(
-                LayerMatrix(
-                    name=f"{kind}.{head}" if heads else kind,
-                    kind=kind,
-                    rows=outputs // (heads or 1),
-                    cols=inputs,
-                    shard_dim=shard_dim,
-                    parameter=parameter,
-                    unit=unit,
-                    slices=heads,
-                    slice=head,
+    found: list[LayerMatrix] = []
+    unit = 0
+    for parameter in geometry.layer_parameters(model):
+        split = parameter.kind in _SPLIT[splitting]
+        parts = {part.kind: parameter.repeats * part.rows for part in parameter.parts}
+        for kind, rows in (parts if split else {parameter.kind: parameter.rows}).items():
+            heads = rows // model.head_dim if splitting == "per_head" and parameter.kind == "qkv" else 0
+            for head in range(heads or 1):
+                found.append(
+                    LayerMatrix(
+                        name=f"{kind}.{head}" if heads else kind,
+                        kind=kind,
+                        rows=rows // (heads or 1),
+                        cols=parameter.cols,
+                        shard_dim=parameter.shard_dim,
+                        parameter=parameter.name,
+                        unit=unit,
+                        slices=heads,
+                        slice=head,
+                    )
                 )
-            )
+            # Parts that repeat lie interleaved in one range of the buffer, so they share a unit.
+            unit += parameter.cut != "repeats"
+        unit += parameter.cut == "repeats"
     return tuple(found)
 
 
-def _uneven(blocks: Sequence[Block], tp: int) -> Iterator[Problem]:
+def _uneven(blocks: Sequence[LayerBlock], tp: int) -> Iterator[Problem]:
     """Dimensions that tensor parallelism does not cut into equal parts, each matrix named once."""
     for name, dimension, size in dict.fromkeys(
         (matrix.name.partition(".")[0], "rows" if matrix.shard_dim == 0 else "columns", _cut(matrix))

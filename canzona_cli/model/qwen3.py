@@ -102,28 +102,3 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     causal half and the output layer included, as Megatron-LM's `num_floating_point_operations` has it.
     """
     return 3.0 * forward_flops_per_token(model, seq_length)
-
-
-def fused_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's weights as Megatron stores them: linear_proj, linear_qkv, linear_fc1, linear_fc2.
-
-    In the order the modules are created, which is the order of Megatron's gradient buffers.
-    """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.num_query_groups * model.head_dim
-    return ((hidden, queries), (queries + 2 * keys, hidden), (2 * ffn, hidden), (hidden, ffn))
-
-
-def split_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices with qkv and fc1 split: proj, q, k, v, gate, up, down."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.num_query_groups * model.head_dim
-    return ((hidden, queries), (queries, hidden), *((keys, hidden),) * 2, *((ffn, hidden),) * 2, (hidden, ffn))
-
-
-def qkv_split_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices with qkv split and fc1 fused: proj, q, k, v, fc1, down."""
-    proj, q, k, v, *_, down = split_shapes(model)
-    return proj, q, k, v, (2 * model.ffn_hidden_size, model.hidden_size), down

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.matrices import Block, LayerMatrix, number
+from canzona_cli.model.matrices import LayerBlock, LayerMatrix, number
 from canzona_cli.model.matrix import Kind, Matrix
 
 _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
@@ -48,7 +48,7 @@ class ModelShapes:
     heads: int
     kv_heads: int
     head_dim: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[LayerBlock, ...]
     others: tuple[int, ...]
     """By block: elements of one layer that AdamW updates."""
 
@@ -160,7 +160,7 @@ class _Reader:
                 self._known(part, ("layers", "other", "matrices"), prefix)
             count = self._number(part, "layers", prefix, least=1)
             others.append(self._number(part, "other", prefix, least=0, default=0))
-            blocks.append(Block(layers=count, matrices=tuple(self._matrices(part.get("matrices"), prefix))))
+            blocks.append(LayerBlock(layers=count, matrices=tuple(self._matrices(part.get("matrices"), prefix))))
         return ModelShapes(
             name=self._text(tree, "name", "", default="shapes"),
             hidden_size=hidden,

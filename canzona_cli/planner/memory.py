@@ -87,7 +87,7 @@ def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights
     """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
     model, t = config.model, layout.tp
     layers = model.num_layers // layout.pp
-    shapes = qwen3.fused_shapes(model)
+    shapes = layer_shapes(model, "fused")
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == layout.pp - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
@@ -113,7 +113,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     if execution is Execution.LAYERWISE:
         bucket = config.parallel.bucket_elements or max(40_000_000, 1_000_000 * shards)
         overlap = config.parallel.overlap_grad_reduce and stage == 0  # Megatron buckets only the first stage
-        sizes = tuple(rows * cols // layout.tp for rows, cols in qwen3.fused_shapes(model))
+        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(model, "fused"))
         return layerwise(sizes, layers, shards, bucket if overlap else None)
     return balance(matrix_shapes(config), layers, shards * layout.tp, in_order=config.engine.strategy == "asc")
 

@@ -14,13 +14,13 @@ from canzona_cli.checkpoint import commit, names
 from canzona_cli.checkpoint.manifest import Header, Manifest, Progress
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
-from canzona_cli.checkpoint.units import stored_blocks
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.geometry import stored_blocks
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build

@@ -10,7 +10,9 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron import parallel
+from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import build_model
+from canzona_cli.model.geometry import parameter_of
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -26,9 +28,21 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
     def build() -> Part:
         logging.disable(logging.WARNING)
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-        return part_of(build_model(config, world), world)
+        model = build_model(config, world)
+        _assert_geometry(model, config.model, layout.tp)
+        return part_of(model, world)
 
     return run_ranks(layout.world_size, build), config.model
+
+
+def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> None:
+    """Megatron's own parameters have the names and shapes that `model.geometry` gives them."""
+    for name, param in global_parameters(model):
+        parameter = parameter_of(name, shape)
+        assert (parameter is not None) == (param.dim() == 2), name
+        if parameter is not None:
+            stored = parameter.stored(tp)
+            assert (stored.rows, stored.cols) == tuple(param.shape), name
 
 
 def _whole(gpus: int, *overrides: str) -> Weights:

@@ -3,6 +3,7 @@
 import pytest
 
 from canzona_cli.model import qwen3
+from canzona_cli.model.matrices import layer_shapes
 from tests.sizes import Size, model
 
 CHECKPOINT_ELEMENTS: dict[Size, int] = {
@@ -33,7 +34,7 @@ def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
 def test_fused_and_split_shapes_hold_the_same_elements(size: Size) -> None:
     shape = model(size)
     matrices = qwen3.parameter_count(shape).layer_matrices
-    for shapes in (qwen3.fused_shapes(shape), qwen3.split_shapes(shape)):
+    for shapes in (layer_shapes(shape, "fused"), layer_shapes(shape, "split")):
         assert shape.num_layers * sum(rows * cols for rows, cols in shapes) == matrices
 
 

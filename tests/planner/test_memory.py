@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Splitting
-from canzona_cli.model.qwen3 import fused_shapes, parameter_count, split_shapes
+from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.memory import (
     GIB,
@@ -65,7 +66,7 @@ def test_sc_by_the_engine_keeps_all_matrices_whole_on_every_rank(optimizer: str)
         for tp in (1, 2)
     ]
     how = algorithm(configs[0])
-    factors = 28 * sum(factor_bytes(how, *shape) for shape in split_shapes(configs[0].model))
+    factors = 28 * sum(factor_bytes(how, *shape) for shape in layer_shapes(configs[0].model, "split"))
     kept = (4 + moment_bytes(how)) * MATRICES + factors
     for config, here in zip(configs, (layout(dp=4), layout(tp=2, dp=2)), strict=True):
         others = stage_weights(config, here, 0).others
@@ -174,12 +175,12 @@ def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
             splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)))
             for splitting in get_args(Splitting)
         }
-        assert shapes["fused"] == fused_shapes(config.model)
+        assert shapes["fused"] == layer_shapes(config.model, "fused")
         assert len(shapes["qkv"]) == 6
         if strategy in ("sc", "layerwise"):
             assert shapes["qkv"] == shapes["split"] == shapes["per_head"]
         else:
-            assert shapes["split"] == split_shapes(config.model)
+            assert shapes["split"] == layer_shapes(config.model, "split")
             assert len(shapes["per_head"]) == 4 + 32 + 2 * 8
 
 

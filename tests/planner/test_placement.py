@@ -5,7 +5,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from canzona_cli.model import qwen3
+from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.placement import layerwise
 from tests.sizes import Size, model
 
@@ -14,11 +14,11 @@ from tests.sizes import Size, model
 @pytest.mark.parametrize(("size", "tp", "shards"), [("0.6b", 1, 8), ("8b", 1, 32), ("8b", 2, 64), ("32b", 8, 32)])
 def test_layerwise_counts_what_megatron_lays_out(size: Size, tp: int, shards: int, bucket: int | None) -> None:
     shape = model(size)
-    sizes = tuple(rows * cols // tp for rows, cols in qwen3.fused_shapes(shape))
+    sizes = tuple(rows * cols // tp for rows, cols in layer_shapes(shape, "fused"))
     params = [
         torch.nn.Parameter(torch.empty(rows // tp, cols, device="meta"))
         for _ in range(shape.num_layers)
-        for rows, cols in qwen3.fused_shapes(shape)
+        for rows, cols in layer_shapes(shape, "fused")
     ]
     laid_out = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
         params, bucket, shards, DistributedDataParallelConfig()

@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import WorkerCrashed
-from canzona_cli.model.qwen3 import fused_shapes, split_shapes
+from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.cost import flops
 from canzona_cli.planner.types import Algorithm
 from tests.sizes import model
@@ -45,7 +45,7 @@ def test_updates_of_every_algorithm_and_shape_beside_products(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["device"] == "cpu"
-    shapes = {*split_shapes(model("tiny")), *fused_shapes(model("tiny"))[2:3]}
+    shapes = {*layer_shapes(model("tiny"), "split"), *layer_shapes(model("tiny"), "fused")[2:3]}
     updates = found["kernels"]
     assert {(u["algorithm"], u["rows"], u["cols"]) for u in updates} == {(a, *s) for a in ALGORITHMS for s in shapes}
     for update in updates:

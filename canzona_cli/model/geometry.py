@@ -1,0 +1,291 @@
+"""The one geometry: which rows and columns of which Megatron parameter a matrix or a fragment is. Plain numbers.
+
+With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* one above the other, `repeats` times over; TP cuts
+either the repeats, or each part, or the columns:
+
+    linear_qkv              query groups x [queries of the group; its key; its value]    TP deals out whole groups
+    linear_fc1              1 x [gate; up]                       TP cuts each part: a rank stores [gate_r; up_r]
+    linear_proj, linear_fc2 1 x [proj], 1 x [down]               TP cuts columns
+    embedding, output layer 1 x [vocabulary]                     TP cuts rows
+
+*Model space* is where nothing is cut or interleaved. Its tensors are called units: q, k, v, gate, up, proj and down of
+each layer (`layers.3.q`, rows being outputs, heads in order), and every other parameter under Megatron's name in the
+whole model. A splitting says which matrices a parameter holds: each of its parts, or all of them fused, which is the
+parameter itself as one TP rank would store it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.model.matrix import Kind, Matrix
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_HEAD = re.compile(r"(q|k|v)\.(\d+)")
+# Transformer Engine keeps a norm's weight in the linear layer that follows it.
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a parameter that belong to one unit."""
+
+    kind: Kind
+    """Of the unit; other for a vocabulary, whose unit has the parameter's name."""
+    rows: int
+    """In one repeat, over all TP ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A 2-D parameter of Megatron's."""
+
+    name: str
+    """In the whole model; below its layer in what `layer_parameters` returns."""
+    kind: Kind
+    """Of the matrix it is as a whole."""
+    parts: tuple[Part, ...]
+    cols: int
+    repeats: int = 1
+    cut: Literal["repeats", "parts", "cols"]
+    """What tensor parallelism deals out: consecutive repeats, rows of every part, or columns."""
+
+    @property
+    def rows(self) -> int:
+        return self.repeats * sum(part.rows for part in self.parts)
+
+    @property
+    def shard_dim(self) -> Literal[0, 1]:
+        return 1 if self.cut == "cols" else 0
+
+    def stored(self, tp: int) -> "Parameter":
+        """As each TP rank stores it."""
+        match self.cut:
+            case "repeats":
+                return replace(self, repeats=self.repeats // tp)
+            case "parts":
+                return replace(self, parts=tuple(Part(part.kind, part.rows // tp) for part in self.parts))
+            case "cols":
+                return replace(self, cols=self.cols // tp)
+
+
+@lru_cache(maxsize=64)
+def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """2-D parameters of one layer in the order modules are created, which is that of Megatron's gradient buffers."""
+    hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
+    queries = model.num_attention_heads // groups * head
+    attention = (Part("q", queries), Part("k", head), Part("v", head))
+    return (
+        Parameter(
+            name="self_attention.linear_proj.weight",
+            kind="proj",
+            parts=(Part("proj", hidden),),
+            cols=groups * queries,
+            cut="cols",
+        ),
+        Parameter(
+            name="self_attention.linear_qkv.weight",
+            kind="qkv",
+            parts=attention,
+            cols=hidden,
+            repeats=groups,
+            cut="repeats",
+        ),
+        Parameter(
+            name="mlp.linear_fc1.weight",
+            kind="fc1",
+            parts=(Part("gate", ffn), Part("up", ffn)),
+            cols=hidden,
+            cut="parts",
+        ),
+        Parameter(name="mlp.linear_fc2.weight", kind="down", parts=(Part("down", hidden),), cols=ffn, cut="cols"),
+    )
+
+
+def parameter_of(name: str, model: ModelConfig) -> Parameter | None:
+    """The parameter of that name in the whole model; None for a vector, and for what no Qwen3 model has.
+
+    A tied output layer is the embedding.
+    """
+    if name in (EMBEDDING, OUTPUT):
+        unit = EMBEDDING if model.tied_embeddings else name
+        vocabulary = Part("other", model.vocab_size)
+        return Parameter(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
+    part = _layer_of(name)[1]
+    found = next((parameter for parameter in layer_parameters(model) if parameter.name == part), None)
+    return found and replace(found, name=name)
+
+
+# ------------------------------------------------------------------------------------------- in model space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Consecutive rows of something 2-D that are a rectangle of a unit."""
+
+    unit: str
+    unit_row: int
+    unit_col: int
+    row: int
+    """First row in what the block is a part of; it spans all its columns."""
+    rows: int
+    cols: int
+
+
+def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
+    """Where the fragment of a parameter on one tensor-parallel rank lies in model space.
+
+    Args:
+        name: Megatron's, in the whole model.
+        shape: of the fragment; a vector, which every rank has all of, counts as one row.
+    """
+    layer, part = _layer_of(name)
+    parameter = parameter_of(name, model)
+    if parameter is None:
+        return (_all_of(f"{layer}{_NORMS.get(part, part)}", shape),)
+    return tuple(_blocks(parameter, layer, tp, rank))
+
+
+def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Block, ...]:
+    """Where a stored tensor, a unit or a whole matrix of any splitting, lies in model space.
+
+    Args:
+        name: layers.3.q, layers.3.q.5 (a head), layers.3.qkv, layers.3.fc1, or any other unit's.
+    """
+    layer, part = _layer_of(name)
+    if head := _HEAD.fullmatch(part):
+        return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
+    fused = next((parameter for parameter in layer_parameters(model) if parameter.kind == part), None)
+    return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
+
+
+def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
+    """Of a whole unit."""
+    if unit in (EMBEDDING, OUTPUT):
+        return model.vocab_size, model.hidden_size
+    name = _layer_of(unit)[1]
+    for parameter in layer_parameters(model):
+        for part in parameter.parts:
+            if part.kind == name:
+                return parameter.repeats * part.rows, parameter.cols
+    return (model.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else model.hidden_size,)
+
+
+def _blocks(whole: Parameter, layer: str, tp: int, rank: int) -> Iterator[Block]:
+    """`whole` as TP rank `rank` stores it."""
+    stored, row = whole.stored(tp), 0
+    for repeat in range(stored.repeats):
+        for part in stored.parts:
+            # Rows of this unit on the ranks before, and in the repeats before on this one.
+            before = 0 if stored.cut == "cols" else rank * stored.repeats
+            yield Block(
+                unit=whole.name if part.kind == "other" else f"{layer}{part.kind}",
+                unit_row=(before + repeat) * part.rows,
+                unit_col=rank * stored.cols if stored.cut == "cols" else 0,
+                row=row,
+                rows=part.rows,
+                cols=stored.cols,
+            )
+            row += part.rows
+
+
+def _all_of(unit: str, shape: Sequence[int]) -> Block:
+    rows, cols = (1, *shape) if len(shape) == 1 else shape
+    return Block(unit=unit, unit_row=0, unit_col=0, row=0, rows=rows, cols=cols)
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """`layers.3.` and what follows; nothing and the name where it belongs to no layer."""
+    name = name.removeprefix("decoder.")
+    match = _LAYER.fullmatch(name)
+    return (f"layers.{match[1]}.", match[2]) if match else ("", name)
+
+
+# ------------------------------------------------------------------------------------------- in the engine
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """`tensor.view(shape)[index]`."""
+
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...]
+
+
+def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
+    """The fragment of a matrix within the parameter of one of its holders: (rows, columns), repeats or parts first."""
+    everything = slice(None)
+    whole = _parameter_with(matrix, model)
+    if whole is None or len(whole.parts) == 1:
+        return View((matrix.rows, -1) if matrix.shard_dim == 1 else (1, -1, matrix.cols), (everything,))
+    first, last = _parts_of(matrix, whole)
+    if whole.cut == "parts":  # all as high
+        return View((len(whole.parts), -1, matrix.cols), (slice(first, last),))
+    offsets = [sum(part.rows for part in whole.parts[:number]) for number in range(len(whole.parts) + 1)]
+    rows = (-1, offsets[-1], matrix.cols)
+    head = head_of(matrix)
+    if head is None:
+        return View(rows, (everything, slice(offsets[first], offsets[last])))
+    repeat, inside = divmod(head, whole.parts[first].rows // model.head_dim)
+    start = offsets[first] + inside * model.head_dim
+    return View(rows, (repeat - (matrix.home or 0) * (whole.repeats // tp), slice(start, start + model.head_dim)))
+
+
+def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
+    """Where the fragment of TP rank `rank` goes in the whole matrix, in the shape that `in_parameter` has."""
+    everything = slice(None)
+    if head_of(matrix) is not None:  # a head lies whole on one rank
+        return View((matrix.rows, matrix.cols), (everything,))
+    if matrix.shard_dim == 1:
+        return View((matrix.rows, tp, -1), (everything, rank))
+    if matrix.shard_dim is None:  # every rank has all of it
+        tp, rank = 1, 0
+    whole = _parameter_with(matrix, model)
+    if whole is not None and whole.cut == "repeats":
+        return View((tp, whole.repeats // tp, -1, matrix.cols), (rank,))
+    first, last = (0, 1) if whole is None else _parts_of(matrix, whole)
+    return View((last - first, tp, -1, matrix.cols), (everything, rank))
+
+
+def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
+    """(rows, columns) on one TP rank of the parameter that holds `matrices`, and nothing else, one above the other."""
+    rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
+    if first.shard_dim == 1:
+        return rows, first.cols // tp
+    # A head's matrix lies whole on one rank, and every rank holds as many heads.
+    cut_by_rows = first.shard_dim == 0 or first.home is not None
+    return (rows // tp if cut_by_rows else rows), first.cols
+
+
+def head_of(matrix: Matrix) -> int | None:
+    """Which head the matrix is, 5 of `layers.3.q.5`; None where it has all of them."""
+    match = _HEAD.fullmatch(_layer_of(matrix.name)[1])
+    return int(match[2]) if match else None
+
+
+def _parameter_with(matrix: Matrix, model: ModelConfig) -> Parameter | None:
+    """The parameter that holds a matrix of that kind; None for a kind of the user's own."""
+    return next(
+        (
+            parameter
+            for parameter in layer_parameters(model)
+            if matrix.kind == parameter.kind or any(matrix.kind == part.kind for part in parameter.parts)
+        ),
+        None,
+    )
+
+
+def _parts_of(matrix: Matrix, whole: Parameter) -> tuple[int, int]:
+    """First part that a matrix has of its parameter, and the one behind its last."""
+    if matrix.kind == whole.kind:
+        return 0, len(whole.parts)
+    [number] = [number for number, part in enumerate(whole.parts) if part.kind == matrix.kind]
+    return number, number + 1
