@@ -197,7 +197,7 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
                 reason=f"there is no file {place} in {Path.cwd()}",
                 fix="give its path from here, or its whole path",
             )
-    elif place.partition(".")[0] not in custom.allow:
+    elif not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
         yield Problem(
             key="optimizer.source",

@@ -48,14 +48,15 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
         explicit: dotted keys that the command line sets.
         training: whether code would be loaded at all.
     """
-    if training and isinstance(config.optimizer, CustomConfig) and config.optimizer.source:
+    custom = config.optimizer
+    if training and isinstance(custom, CustomConfig) and custom.source and not custom.built_in:
         own = {"optimizer.source", "optimizer.allow"}
         if not own & set(explicit):
             yield Problem(
                 key="optimizer.source",
-                value=config.optimizer.source,
+                value=custom.source,
                 reason="a recipe asks to run this code, and code is only run when the command line asks for it",
-                fix=f"if you trust it: optimizer.source={config.optimizer.source}",
+                fix=f"if you trust it: optimizer.source={custom.source}",
             )
     for key in _PLACES:
         section, _, name = key.partition(".")

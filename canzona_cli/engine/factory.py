@@ -16,6 +16,9 @@ from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, flops
 
+_OURS = __name__.partition(".")[0]
+"""This package, whose optimizers need nobody's consent."""
+
 OnFallback = Callable[[torch.Tensor, str], None]
 """Told a matrix's parameter and what was done instead of its update."""
 
@@ -47,7 +50,7 @@ def _muon(config: RunConfig, chosen: MuonConfig) -> MakeOptimizer:
     def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return Muon(
             params,
-            chosen.lr,
+            chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             momentum=chosen.momentum,
             nesterov=chosen.nesterov,
@@ -74,7 +77,7 @@ def _preconditioned(
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
             params,
-            chosen.lr,
+            chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.eps,
@@ -91,7 +94,9 @@ def _preconditioned(
 
 
 def _custom(chosen: CustomConfig) -> MakeOptimizer:
-    kind: Callable[..., torch.optim.Optimizer] = load_class(chosen.source, chosen.allow)
+    kind: Callable[..., torch.optim.Optimizer] = load_class(
+        chosen.source, (_OURS,) if chosen.built_in else chosen.allow
+    )
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)

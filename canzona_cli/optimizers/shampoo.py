@@ -17,12 +17,16 @@ Grafting = Literal["none", "sgd", "adam"]
 
 
 class Shampoo(KroneckerOptimizer):
-    """Each matrix moves by lr L^-1/4 M R^-1/4, given another method's norm, after decoupled weight decay.
+    """Each matrix's momentum is whitened on both sides, and given the norm of another method's update (grafting).
 
-    M averages gradients, L averages G G^T and R averages G^T G, all corrected for starting at 0. If one side is longer
-    than `max_preconditioner_dim`, the other takes the root -1/2; if both are, the update is the grafted method's own.
-    The momentum is of gradients and not of updates, as in Shi et al.: one buffer serves the grafted Adam too, and new
-    roots act on all of it.
+        L, R = averages of G G^T (rows, rows) and G^T G (cols, cols); M = average of G     decays shampoo_beta, beta1
+        every precondition_frequency steps:  A = L^-1/4, B = R^-1/4                        by eigendecomposition
+        D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
+        W = (1 - lr weight_decay) W - lr D
+
+    Averages are corrected for starting at 0. If one side is longer than `max_preconditioner_dim`, the other takes the
+    root -1/2; if both are, the update is the grafted method's own. The momentum is of gradients and not of updates, as
+    in Shi et al.: one buffer serves the grafted Adam too, and new roots act on all of it.
 
     State besides KroneckerOptimizer's: `exp_avg`, `root_L`, `root_R`, and `exp_avg_sq` of a grafted Adam.
     """

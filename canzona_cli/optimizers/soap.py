@@ -13,12 +13,17 @@ from .workspace import Workspace
 
 
 class SOAP(KroneckerOptimizer):
-    """Each matrix moves by lr Q_L Adam(Q_L^T G Q_R) Q_R^T, after decoupled weight decay.
+    """Adam in a basis that turns slowly: that of the eigenvectors of Shampoo's factors.
 
-    Q_L and Q_R are eigenvectors of moving averages of G G^T and G^T G. The first come from an eigendecomposition; a
-    refresh is one power iteration and a QR, with columns in the order of estimated eigenvalues. Both of Adam's moments
-    are kept in the eigenbasis: at a refresh the first is turned to the new one, and the second follows the order of
-    columns, as in the paper. Refreshed at every step it is the same rule as emerging-optimizers' SOAP.
+        L, R = averages of G G^T (rows, rows) and G^T G (cols, cols)                       decay shampoo_beta
+        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)               towards their eigenvectors
+        D = Q_L Adam(Q_L^T G Q_R) Q_R^T                                                    moments with betas and eps
+        W = (1 - lr weight_decay) W - lr D
+
+    The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with columns in
+    the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a refresh the first is
+    turned to the new one, and the second follows the order of columns, as in the paper. Refreshed at every step it is
+    the same rule as emerging-optimizers' SOAP.
 
     State besides KroneckerOptimizer's: `exp_avg`, `exp_avg_sq`, `Q_L`, `Q_R`.
     """

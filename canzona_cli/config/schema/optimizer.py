@@ -116,7 +116,7 @@ class SoapConfig(_KroneckerFactors):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
-    """A user's own torch optimizer on whole matrices, AdamW on the rest."""
+    """Any torch optimizer on whole matrices, by its class: a user's own, or a file of `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
     source: Annotated[
@@ -141,6 +141,11 @@ class CustomConfig(OptimizerBase):
         " entries named custom.",
         SPREAD | PLAN,
     ] = "muon"
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the class is one of canzona's own, which a recipe may name without anybody's consent."""
+        return self.source.startswith("canzona_cli.optimizers.")
 
 
 OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig | CustomConfig

@@ -1,0 +1,76 @@
+"""A file in canzona_cli/optimizers and a recipe are a new optimizer: nothing else names it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import canzona_cli.optimizers
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import CustomConfig
+from canzona_cli.engine.factory import optimizer_factory
+from canzona_cli.errors import ConfigError
+from canzona_cli.model.matrices import matrices
+from tests.sizes import layout
+
+LION = """
+from .matrix_optimizer import MatrixOptimizer
+
+class ScratchLion(MatrixOptimizer):
+    def __init__(self, params, lr, *, weight_decay=0.0, beta=0.9):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.beta = beta
+
+    def _update(self, p, grad, group):
+        average = self.state[p].setdefault("exp_avg", grad.new_zeros(grad.shape)).lerp_(grad, 1 - self.beta)
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(average.sign(), alpha=group["lr"])
+"""
+RECIPE = """
+name: custom
+lr: 0.0001
+source: canzona_cli.optimizers.scratch_lion:ScratchLion
+options: {beta: 0.8}
+cost_like: adamw
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One Python file beside the built-in ones, and one recipe."""
+    (tmp_path / "scratch_lion.py").write_text(LION)
+    monkeypatch.setattr(canzona_cli.optimizers, "__path__", [*canzona_cli.optimizers.__path__, str(tmp_path)])
+    folder = tmp_path / "recipes" / "optimizer"
+    folder.mkdir(parents=True)
+    (folder / "lion.yaml").write_text(RECIPE)
+    return folder.parent
+
+
+def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
+    config = compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,)).config
+    assert execution_of(config) is Execution.PLANNED
+    members = matrices(config.model, layout(), "split")
+    master = torch.nn.Parameter(torch.zeros(members[0].rows, members[0].cols))
+    optimizer = optimizer_factory(config, members)(members[:1], [master])
+    assert optimizer.beta == 0.8  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["lr"] = 0.5
+    master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert bool((master == -0.5).all())
+
+
+def test_only_our_own_modules_need_no_consent(recipes: Path) -> None:
+    lion = (recipes / "optimizer" / "lion.yaml").read_text()
+    (recipes / "optimizer" / "lion.yaml").write_text(lion.replace("canzona_cli.optimizers.", "canzona_cli_optimizers."))
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,))
+    assert {problem.key for problem in caught.value.problems} == {"optimizer.source"}
+
+
+def test_a_built_in_optimizer_that_is_not_there_is_refused(recipes: Path) -> None:
+    config = compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,)).config
+    assert isinstance(config.optimizer, CustomConfig)
+    absent = replace(config.optimizer, source="canzona_cli.optimizers.absent:Absent")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        optimizer_factory(replace(config, optimizer=absent), matrices(config.model, layout(), "split"))
