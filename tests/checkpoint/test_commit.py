@@ -5,9 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from canzona_cli.checkpoint import commit
 from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish, part_path, write_part
 from canzona_cli.checkpoint.manifest import Scalar, Shard
 from canzona_cli.checkpoint.names import partial_path
@@ -102,25 +104,27 @@ def test_ranks_that_never_write_are_named_after_the_timeout(root: Path) -> None:
     assert os.listdir(root) == []
 
 
-def test_a_slow_rank_is_waited_for_while_its_file_grows(root: Path) -> None:
+def test_a_slow_rank_is_waited_for_while_its_file_grows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the timeout, by a clock that goes on with each look of rank 0."""
     partial = begin(root, 30)
     for rank in (0, 2):
         write_part(partial, rank, shard(rank, 30))
     slow = partial / "slow"
 
-    def grow() -> None:
-        for _ in range(12):
+    before, now = bytes_written(partial), 0.0
+
+    def grow(_: float) -> None:
+        nonlocal now
+        now += 0.4
+        if now < 5:
             with slow.open("ab") as file:
                 file.write(b"x")
-            time.sleep(0.1)
-        slow.unlink()
-        write_part(partial, 1, shard(1, 30))
+        elif slow.exists():
+            slow.unlink()
+            write_part(partial, 1, shard(1, 30))
 
-    writer = threading.Thread(target=grow)
-    before = bytes_written(partial)
-    writer.start()
+    monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: now, sleep=grow))
     assert finish(partial, RANKS, header(30), TEXTS, 0.5).name == "step-00000030"
-    writer.join()
     assert before > 0
     assert bytes_written(partial) == 0
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 
 def canzona(
     *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
@@ -18,7 +20,7 @@ def canzona(
         env={**settings, **importable(), "COLUMNS": "80", "NO_COLOR": "1", **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -14,6 +14,7 @@ from canzona_cli.config.compose import dump_resolved
 from tests.checkpoint.checkpoints import RANKS, header, save, shard
 from tests.commands.support import canzona, importable
 from tests.run.runs import CONFIG, LAYOUT
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -183,7 +184,12 @@ def test_neither_torch_nor_numpy_is_imported(run: Path, command: str) -> None:
         "main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env=importable(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        env=importable(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOADED []"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
@@ -43,7 +44,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         env={**importable(), "PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert result.stderr == ""
@@ -91,12 +92,12 @@ def test_tab_in_an_interactive_bash_finishes_the_recipe(tmp_path: Path) -> None:
         assert "recipe=qwen3-tiny " in seen, "completed once, the word before the = intact, a space behind"
     finally:
         shell.kill()
-        shell.wait(timeout=10)
+        shell.wait(timeout=PATIENCE_S)
         os.close(master)
         os.close(slave)
 
 
-def _read_until(terminal: int, text: str, timeout_s: float = 30) -> str:
+def _read_until(terminal: int, text: str, timeout_s: float = PATIENCE_S) -> str:
     seen, deadline = "", time.monotonic() + timeout_s
     while text not in seen and time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.2)[0]:

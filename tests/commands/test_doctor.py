@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.check_software import PINS, Pin
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 STATUSES = {"ok", "info", "warn", "fail"}
@@ -22,7 +22,7 @@ def doctor(
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1", **(variables or {})}
     command = [sys.executable, "-m", "canzona_cli.app", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -30,9 +30,7 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]
 
 
 def test_json_of_this_machine_has_the_stable_schema_and_says_that_cpu_runs_are_possible() -> None:
-    started = time.monotonic()
     done = doctor("--json", variables={"RANK": "3", "NCCL_DEBUG": "INFO"})
-    took = time.monotonic() - started
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert set(report) == {"version", "ok", "exit_code", "can", "gpus", "findings"}
@@ -54,7 +52,6 @@ def test_json_of_this_machine_has_the_stable_schema_and_says_that_cpu_runs_are_p
         assert name in found
     assert found["torch/gloo"]["status"] == "ok"
     assert found["environment/left over"]["fix"] == "unset RANK"
-    assert took < 60
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -8,6 +8,7 @@ import pytest
 from canzona_cli import __version__
 from canzona_cli.app import COMMANDS
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 HEAVY = ("torch", "megatron", "numpy")
 
@@ -68,7 +69,12 @@ def test_imports_only_what_it_needs(arguments: list[str], unneeded: tuple[str, .
         "main()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], env=importable(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        env=importable(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "LOADED []"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
 SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
@@ -282,7 +283,12 @@ def test_planning_imports_neither_torch_nor_numpy() -> None:
         "main()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], env=importable(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        env=importable(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "LOADED []"

@@ -13,6 +13,7 @@ import pytest
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
+from tests.waiting import PATIENCE_S
 
 FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
 
@@ -20,7 +21,7 @@ FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
 def canzona(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", "canzona_cli.app", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
 
 
 def make_run(root: Path, *, status: str | None = "done", steps: int = STEPS) -> RunFiles:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.support import canzona
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -155,7 +156,7 @@ def test_a_bare_script_asks_for_the_machines_and_gpus_it_lacks(
         text=True,
         cwd=tmp_path,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     asked = [line for line in done.stdout.splitlines() if line.startswith(("sbatch ", "srun"))]
     if expected:

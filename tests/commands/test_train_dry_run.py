@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -20,7 +22,7 @@ def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "COLUMNS": "80",
     }
     command = [sys.executable, "-m", "canzona_cli.app", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_tensorboard_that_is_asked_for_but_not_installed_is_exit_3(tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(hide)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     command = [sys.executable, "-m", "canzona_cli.app", "train", "recipe=tiny", "run.tensorboard=true", "run.dir=run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 3, done.stderr
     assert "pip install 'canzona[tensorboard]'" in done.stderr
     assert not (tmp_path / "run").exists()

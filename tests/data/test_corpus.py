@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.data.prepare import PrepareRequest, cache_root, ensure_corpus, prepare
 from canzona_cli.data.sidecar import sidecar_path
 from canzona_cli.errors import ConfigError, EnvironmentProblem
+from tests.waiting import PATIENCE_S
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -73,7 +73,7 @@ def test_two_runs_at_once_share_one_preparation(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [run.communicate(timeout=120)[0].split() for run in runs]
+    said = [run.communicate(timeout=PATIENCE_S)[0].split() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     assert len({tokens for tokens, _ in said}) == 1
     assert [made for _, made in said].count("True") == 1
@@ -176,19 +176,19 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
     path = tmp_path / ".p.lock"
     code = (
         "import sys, time; from pathlib import Path; from canzona_cli.data.locks import exclusive\n"
-        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(Busy), exclusive(path):
         pass
-    waits: list[float] = []
+    waits: list[None] = []
 
     def on_wait() -> None:
         if not waits:
             holder.kill()
-        waits.append(time.monotonic())
+        waits.append(None)
 
     with exclusive(path, on_wait=on_wait):
         assert waits

@@ -11,6 +11,7 @@ from canzona_cli.calibrate.measurement import Measurement, Recorder
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Ending, RankRecord
+from tests.waiting import PATIENCE_S, wait_until
 
 MODULE = "tests.dist.calibrate_stand_in"
 
@@ -22,11 +23,11 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     if rank == 0:
         append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": "memory", "detail": ""})
     if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":
-        time.sleep(60)
+        time.sleep(2 * PATIENCE_S)
     if rank == 1:
-        time.sleep(0.5)
+        wait_until(files.events.exists, "rank 0's measurements")
         raise ValueError("the abacus is stuck")
-    time.sleep(60)
+    time.sleep(2 * PATIENCE_S)
     return "interrupted"
 
 

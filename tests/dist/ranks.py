@@ -18,11 +18,13 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
+from tests.waiting import PATIENCE_S
+
 # Forking is only safe while this process has no thread pool of its own.
 torch.set_num_threads(1)
 
 
-def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float = 120.0) -> list[T]:
+def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float = PATIENCE_S) -> list[T]:
     """Call `function` on `world_size` ranks; what it returned on each, in rank order.
 
     Raises:

@@ -25,6 +25,7 @@ from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable
 from tests.dist.ranks import run_ranks
+from tests.waiting import PATIENCE_S
 
 HASTY = Effort(item_s=0.001, sizes=(8, 4096), large=None)
 SMALL = ("recipe=tiny", "model.num_layers=1", "train.seq_length=64", "train.micro_batch_size=1")
@@ -144,7 +145,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         if "measure memory" in line:
             break
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, said
     assert "interrupted: what was measured is kept" in said
     cluster = compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster
@@ -157,7 +158,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 def test_a_crash_keeps_what_was_measured_and_the_logs(tmp_path: Path) -> None:
     out = tmp_path / "cut.yaml"
     process = launched(out, "crash")
-    said, _ = process.communicate(timeout=90)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 70, said
     assert "the abacus is stuck" in said
     [log] = [line.removeprefix("full output: ") for line in said.splitlines() if "full output" in line]

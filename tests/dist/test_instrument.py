@@ -253,13 +253,15 @@ def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) ->
             assert set(in_step) == _expected("tp2", "canzona")
             assert min(in_step.values()) > 0
             assert sum(in_step.values()) == pytest.approx(timing.step_s, abs=1e-6)
-            assert 0.9 * wall < timing.step_s <= wall
+            assert timing.step_s <= wall
             for phase in travelling:
                 assert timing.phases[phase] <= timing.phases[f"{phase}_total"] + 1e-9, phase
             # Exchanges begin and end within one step, beside whatever the host does meanwhile.
             assert timing.phases["exchange_total"] < timing.step_s
             totals = {name for name in timing.phases if name.endswith("_total")}
             assert totals == {f"{phase}_total" for phase in travelling}
+        shares = [timing.step_s / wall for timing, wall in zip(timings, walls, strict=True)]
+        assert max(shares) > 0.9, "nothing of a step lies outside of it; other processes may have had their turn there"
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
@@ -285,30 +287,29 @@ def test_without_overlap_the_step_waits_for_every_transfer_to_its_end(overlap: b
             assert overlap or total == pytest.approx(exposed, abs=1e-9)
 
 
-DELAY_S = 0.4
 Place = Literal["before forward", "before backward", "before the update"]
 
 
 class _Late(Iterator[Batch]):
     """Batches that come late."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[Batch], delay_s: float) -> None:
+        self._batches, self._delay_s = batches, delay_s
 
     def __next__(self) -> Batch:
-        time.sleep(DELAY_S)
+        time.sleep(self._delay_s)
         return next(self._batches)
 
 
-def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place) -> Iterator[Batch]:
+def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place, delay_s: float) -> Iterator[Batch]:
     """Make this rank late at `place` in every step (in every micro-batch, where a step has several)."""
     if place == "before forward":
-        return _Late(batches)
+        return _Late(batches, delay_s)
     if place == "before backward":
-        trainee.model.register_forward_hook(lambda *_: time.sleep(DELAY_S))
+        trainee.model.register_forward_hook(lambda *_: time.sleep(delay_s))
     else:
         (muon,) = (leaf for leaf in _leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
-        muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(DELAY_S))
+        muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(delay_s))
     return batches
 
 
@@ -325,20 +326,24 @@ def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place) -> Iterator
 def test_a_late_rank_makes_the_other_one_wait_where_it_says(
     layout_name: str, strategy: str, late_rank: int, place: Place, waits_in: Phase
 ) -> None:
-    """The delay appears as exposed waiting on the punctual rank and not on the late one."""
+    """The delay appears as exposed waiting on the punctual rank and not on the late one.
+
+    It is several times what a step takes on this machine, however busy, as the step before has shown.
+    """
     # As few micro-batches as the layout allows: nothing else to do while the other rank is late.
     config, layout = _resolve(layout_name, strategy, "train.global_batch_size=2", "train.micro_batch_size=1")
 
-    def rank() -> StepTiming:
+    def rank() -> tuple[StepTiming, float]:
         trainee = build(config, layout)
         batches: Iterator[Batch] = _batches(trainee)
         train_step(trainee, batches)
+        delay_s = max(0.4, 3 * trainee.timer.timings()[-1].step_s)
         if trainee.world.rank == late_rank:
-            batches = _delay(trainee, batches, place)
+            batches = _delay(trainee, batches, place, delay_s)
         train_step(trainee, batches)
-        return trainee.timer.timings()[-1]
+        return trainee.timer.timings()[-1], delay_s
 
-    timings = run_ranks(2, rank)
-    punctual, late = timings[1 - late_rank], timings[late_rank]
-    assert punctual.phases[waits_in] > DELAY_S / 2, (punctual, late)
-    assert punctual.phases[waits_in] > late.phases[waits_in] + DELAY_S / 4
+    ranks = run_ranks(2, rank)
+    (punctual, _), (late, delay_s) = ranks[1 - late_rank], ranks[late_rank]
+    assert punctual.phases[waits_in] > delay_s / 2, (punctual, late)
+    assert punctual.phases[waits_in] > late.phases[waits_in] + delay_s / 4

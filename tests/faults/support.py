@@ -22,6 +22,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.run.files import RunFiles, read_json
 from tests.sizes import CPU, model
+from tests.waiting import PATIENCE_S, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -71,14 +72,8 @@ class LaunchedRun:
             text=True,
         )
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
-        """Poll until the condition holds; fail with the launcher's output when it ends or time runs out first."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(f"never saw {what}; the launcher said:\n{self.process.communicate()[0]}")
-            time.sleep(0.05)
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        wait_until(condition, what, self.process)
 
     def wait_for_steps(self, count: int) -> None:
         def enough() -> bool:
@@ -91,9 +86,9 @@ class LaunchedRun:
         family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
         return family
 
-    def finish(self, seconds: float = 90.0) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """The launcher's exit code and all it printed."""
-        output, _ = self.process.communicate(timeout=seconds)
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
 
     def result(self) -> dict[str, object]:
@@ -124,14 +119,8 @@ class TrainingRun:
             text=True,
         )
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Poll until the condition holds; fail with the run's output when it ends or time runs out first."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(self.process.communicate()[0])
-            time.sleep(0.05)
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, "what the run should do", self.process)
 
     def processes(self) -> list[psutil.Process]:
         """torchrun and its workers, at this moment."""
@@ -148,15 +137,15 @@ class TrainingRun:
         """Done so far."""
         return self.files.metrics.read_text().count("\n") if self.files.metrics.exists() else 0
 
-    def finish(self, seconds: float = 120.0) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """The exit code and all it printed."""
-        output, _ = self.process.communicate(timeout=seconds)
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after ten seconds; a zombie waiting for its parent does not."""
-    deadline = time.monotonic() + 10
+    """Those that do not end; a zombie waiting for its parent has."""
+    deadline = time.monotonic() + PATIENCE_S / 2
     while True:
         rest = [p for p in processes if _runs(p)]
         if not rest or time.monotonic() > deadline:

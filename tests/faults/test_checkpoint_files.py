@@ -21,6 +21,7 @@ from tests.checkpoint.checkpoints import RANKS, TEXTS, buffer, header, names, sa
 from tests.commands.support import canzona
 from tests.faults.disks import read_only, small_disk
 from tests.faults.table import RecordFault
+from tests.waiting import PATIENCE_S
 
 STEPS_LOST = "the steps since the checkpoint before"
 ROOT = Path(__file__).parents[2]
@@ -217,7 +218,7 @@ def test_a_process_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

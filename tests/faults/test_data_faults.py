@@ -18,6 +18,7 @@ from canzona_cli.training.data import Batch
 from tests.faults.forked import forked_run
 from tests.faults.support import REPOSITORY, LaunchedRun
 from tests.faults.table import RecordFault
+from tests.waiting import PATIENCE_S
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -205,7 +206,7 @@ def test_a_disk_that_takes_nothing_from_the_start(
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert ended.returncode == 3, ended.stdout + ended.stderr

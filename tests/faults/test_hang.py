@@ -19,7 +19,7 @@ def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
     try:
         run.wait_for_steps(2)
         family = run.family()
-        code, output = run.finish(60)
+        code, output = run.finish()
     finally:
         run.process.kill()
         run.process.communicate()

@@ -99,16 +99,15 @@ def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(launch: Launch) -> None:
-    run = launch("deaf")
+    run = launch("deaf", grace_s=600)
     run.wait_for_steps(1)
     family = run.family()
     run.process.send_signal(signal.SIGINT)
     run.wait_for(run.files.stop.exists, "the request to stop")
-    begin = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    code, output = run.finish(20)
+    code, output = run.finish()
     assert code == 130, output
-    assert time.monotonic() - begin < 10
+    assert "no end after" not in output
     assert not alive(family)
     assert run.result()["status"] == "interrupted"
 
@@ -118,27 +117,27 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace_period(launch: Laun
     run.wait_for_steps(1)
     family = run.family()
     run.process.send_signal(signal.SIGTERM)
-    code, output = run.finish(20)
+    code, output = run.finish()
     assert code == 130, output
     assert "no end after 1 s" in output
     assert not alive(family)
 
 
 def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(launch: Launch) -> None:
-    """Workers that never end and a checkpoint that grows for three grace periods, beside one that is whole."""
-    run = launch("deaf", grace_s=1)
+    """Workers that never end and a checkpoint that grows for longer than the grace period, beside one that is whole."""
+    run = launch("deaf", grace_s=2)
     run.wait_for_steps(1)
     family = run.family()
     save(run.files.checkpoints, 3)
     partial = run.files.checkpoints / ".step-00000004.partial"
     partial.mkdir()
     run.process.send_signal(signal.SIGTERM)
-    for size in range(1, 16):
+    for size in range(1, 31):
         (partial / "rank-00000.safetensors").write_bytes(bytes(size))
-        time.sleep(0.2)
+        time.sleep(0.1)
     assert run.process.poll() is None, "it was killed while it was being saved"
-    code, output = run.finish(20)
+    code, output = run.finish()
     assert code == 75, output
-    assert "no end after 1 s" in output
+    assert "no end after 2 s" in output
     assert "the checkpoint to go on from is step-00000003, and whole" in output
     assert not alive(family)

@@ -15,6 +15,7 @@ from canzona_cli.run.files import read_json
 from canzona_cli.run.heartbeat import VARIABLE
 from tests.faults.support import LaunchedRun, alive
 from tests.faults.table import RecordFault
+from tests.waiting import PATIENCE_S
 
 RANKS = 4
 
@@ -59,7 +60,7 @@ def test_a_killed_process_ends_the_run_and_is_named(
     assert len(family) == RANKS + 1
     agent = next(p for p in family if "torch.distributed.run" in p.cmdline())
     os.kill(agent.pid if victim == "agent" else pid_of(run, 2), signal.SIGKILL)
-    code, output = run.finish(60)
+    code, output = run.finish()
     assert code == 70, output
     assert not alive(family)
     result = run.result()
@@ -104,7 +105,7 @@ def test_a_worker_that_never_starts_is_named(
     run = launch(started, tmp_path, "absent", hang_timeout_s=4)
     run.wait_for(lambda: len(run.family()) == RANKS + 1, "all workers")
     family = run.family()
-    code, output = run.finish(60)
+    code, output = run.finish()
     assert code == 71, output
     assert not alive(family)
     result = run.result()
@@ -127,7 +128,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, rec
             [sys.executable, "-m", "canzona_cli.app", "train", *overrides, f"cluster.rdzv_endpoint={endpoint}"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
     assert done.returncode == 3, done.stderr

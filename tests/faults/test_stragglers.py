@@ -23,28 +23,31 @@ from tests.dist.ranks import run_ranks
 from tests.faults.table import RecordFault
 
 WINDOW = 6
-SLEEP_S = 0.4
-"""In each of two forward passes of a step: several times what a rank needs on two crowded cores."""
 
 
-def train_with_a_slow_rank(cache: Path, run: Path, overrides: tuple[str, ...], slow: int) -> list[tuple[float, float]]:
-    """(own, waited) seconds of this rank's steps; rank 0 writes the run's events."""
+def train_with_a_slow_rank(
+    cache: Path, run: Path, overrides: tuple[str, ...], slow: int
+) -> tuple[list[tuple[float, float]], float]:
+    """(own, waited) seconds of this rank's steps, and how long the slow one sleeps in each of its forward passes: as
+    long as all of a step took at first. Rank 0 writes the run's events."""
     rank = int(os.environ["RANK"])
     pulse = Pulse(Heart(rank))
     trainee, facts, prefix = assemble(cache, *overrides)
     pulse.follow(trainee.timer)
-    if rank == slow:
-        trainee.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
     stragglers.WINDOW = WINDOW  # type: ignore[misc]
     journal = Journal(RunFiles(run), writes=rank == 0)
-    watch = StragglerWatch(trainee.world, trainee.timer, journal)
     datasets = build_datasets(trainee.config, prefix, facts, cache=cache / "indices")
     batches = BatchStream(datasets.train, trainee.world)
-    for step in range(1, trainee.config.train.steps + 1):
+    train_step(trainee, batches)
+    sleep_s = max(0.4, trainee.timer.timings()[-1].step_s)
+    if rank == slow:
+        trainee.model.register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
+    watch = StragglerWatch(trainee.world, trainee.timer, journal)
+    for step in range(2, trainee.config.train.steps + 1):
         train_step(trainee, batches)
         watch.after_step(step)
     torch.distributed.barrier()
-    return [(timing.own_s, timing.waited_s) for timing in trainee.timer.timings()[1:]]
+    return [(timing.own_s, timing.waited_s) for timing in trainee.timer.timings()[1:]], sleep_s
 
 
 @pytest.mark.sweep
@@ -52,21 +55,22 @@ def train_with_a_slow_rank(cache: Path, run: Path, overrides: tuple[str, ...], s
 def test_a_slow_rank_is_named_once(
     corpus_cache: Path, tmp_path: Path, record_fault: RecordFault, tp: int, slow: int
 ) -> None:
-    overrides = ("gpus=4", f"parallel.tp={tp}", f"train.steps={2 * WINDOW + 2}", "train.batch_tokens=512")
+    overrides = ("gpus=4", f"parallel.tp={tp}", f"train.steps={2 * WINDOW + 3}", "train.batch_tokens=512")
     ranks = run_ranks(4, partial(train_with_a_slow_rank, corpus_cache, tmp_path, overrides, slow))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (event,) = [event for event in events if event["event"] == "straggler"]
     assert event["rank"] == slow
     # Four micro-batches of a step on two data-parallel ranks, or on four: the sleep is in what the rank itself needs.
     passes = 512 // 64 // 2 // (4 // tp)
-    assert event["own_s"] > SLEEP_S * passes > event["peers_s"]
+    sleep_s = ranks[slow][1]
+    assert event["own_s"] > sleep_s * passes > event["peers_s"]
     note = describe(event)
     assert note is not None
     assert note.warning
     assert note.text.startswith(f"rank {slow} is slow: ")
     if tp == 2:  # its tensor-parallel partner waits for it inside of forward and backward
-        partner = sum(waited for _, waited in ranks[slow ^ 1])
-        assert partner > SLEEP_S * passes * len(ranks[0]) * 0.9
+        steps = ranks[slow ^ 1][0]
+        assert sum(waited for _, waited in steps) > sleep_s * passes * len(steps) * 0.9
     record_fault(
         fault=f"one slow rank of 4 (TP {tp} x DP {4 // tp})",
         happened="named as straggler after 20 to 40 steps, once, in the view and in events.jsonl",

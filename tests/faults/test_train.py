@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
+from tests.waiting import PATIENCE_S, wait_until
 
 SMALL = ("recipe=qwen3-tiny", "gpus=2", "train.steps=100000", "train.seq_length=32", "train.global_batch_size=2")
 
@@ -31,22 +31,13 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(process.communicate()[0])
-        time.sleep(0.05)
-
-
 def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subprocess.Popen[str], tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
-    wait_for(training, lambda: files.metrics.exists() and files.metrics.read_text().count("\n") >= 5)
+    wait_until(lambda: files.metrics.exists() and files.metrics.read_text().count("\n") >= 5, "5 steps", training)
     family = psutil.Process(training.pid).children(recursive=True)
     assert len(family) == 3
     training.send_signal(signal.SIGINT)
-    output, _ = training.communicate(timeout=120)
+    output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 130, output
     assert "Traceback" not in output
     assert "Step-time breakdown" in output
@@ -64,11 +55,11 @@ def test_ctrl_c_before_training_has_begun_ends_everything_at_once(
     training: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     files = RunFiles(tmp_path / "run")
-    wait_for(training, files.rank(0).exists)
+    wait_until(files.rank(0).exists, "a rank", training)
     family = psutil.Process(training.pid).children(recursive=True)
     assert len(family) >= 2
     training.send_signal(signal.SIGINT)
-    output, _ = training.communicate(timeout=5)  # the workers' imports alone take longer
+    output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 130, output
     assert "training has not begun" in output
     assert not alive(family)
@@ -79,7 +70,7 @@ def test_ctrl_c_before_training_has_begun_ends_everything_at_once(
 
 def test_workers_that_are_still_starting_die_with_the_launcher(training: subprocess.Popen[str], tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
-    wait_for(training, lambda: files.rank(0).exists() and files.rank(1).exists())
+    wait_until(lambda: files.rank(0).exists() and files.rank(1).exists(), "both ranks", training)
     family = psutil.Process(training.pid).children(recursive=True)
     assert len(family) == 3
     training.kill()

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 from tests.faults.table import RecordFault
+from tests.waiting import PATIENCE_S, wait_until
 
 SMALL = (
     *("recipe=qwen3-tiny", "cluster.nodes=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
@@ -47,25 +47,20 @@ class TwoNodes:
             for node in range(2)
         ]
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline or all(launcher.poll() is not None for launcher in self.launchers):
-                self.end()
-                raise AssertionError("\n---\n".join(launcher.communicate()[0] for launcher in self.launchers))
-            time.sleep(0.05)
-
     def wait_for_steps(self, count: int) -> None:
-        self.wait_for(lambda: self.files.metrics.exists() and self.files.metrics.read_text().count("\n") >= count)
+        def enough() -> bool:
+            return self.files.metrics.exists() and self.files.metrics.read_text().count("\n") >= count
+
+        wait_until(enough, f"{count} steps", *self.launchers)
 
     def family(self, node: int) -> list[psutil.Process]:
         """A launcher's torchrun and workers."""
         family: list[psutil.Process] = psutil.Process(self.launchers[node].pid).children(recursive=True)
         return family
 
-    def finish(self, seconds: float = 120.0) -> list[tuple[int, str]]:
+    def finish(self) -> list[tuple[int, str]]:
         """Exit code and output of each launcher."""
-        outputs = [launcher.communicate(timeout=seconds)[0] for launcher in self.launchers]
+        outputs = [launcher.communicate(timeout=PATIENCE_S)[0] for launcher in self.launchers]
         return [(launcher.returncode, output) for launcher, output in zip(self.launchers, outputs, strict=True)]
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from canzona_cli.planner.subject import subject
 from canzona_cli.simulate.compare import study_run, with_shapes
 from tests import sizes
 from tests.commands.support import importable
+from tests.waiting import PATIENCE_S
 
 
 def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tuple[RunConfig, Layout]:
@@ -93,7 +94,7 @@ def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, 
         env={**os.environ, **importable(), "PYTHONHASHSEED": seed},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert result.stdout.strip() == planned[2].hash

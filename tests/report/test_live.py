@@ -21,6 +21,7 @@ from canzona_cli.report.state import History, TrainState
 from canzona_cli.run.events import Note
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
+from tests.waiting import PATIENCE_S
 
 RUN_DIR = Path("runs/qwen3-tiny-20260731-101500")
 LONG_DIR = Path("/somewhere") / ("deep/" * 40) / "run"
@@ -374,7 +375,7 @@ def on_terminal(width: int, **variables: str) -> str:
         pass
     finally:
         os.close(parent)
-    assert process.wait(30) == 0, received.decode()
+    assert process.wait(PATIENCE_S) == 0, received.decode()
     return received.decode()
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
 _END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
@@ -73,7 +75,7 @@ class Slurm:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
 
@@ -88,7 +90,7 @@ class Slurm:
         words = self.ask("scontrol", "--oneliner", "show", "job", str(job_id)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job_id: int | str, *states: str, seconds: float = 120.0) -> dict[str, str]:
+    def wait_for(self, job_id: int | str, *states: str, seconds: float = PATIENCE_S) -> dict[str, str]:
         """The job's fields once it is in one of `states` (default: ended)."""
         wanted = states or _END_STATES
         deadline = time.monotonic() + seconds
@@ -104,7 +106,7 @@ class Slurm:
     def cancel_all(self) -> None:
         """No job is left, running or waiting."""
         self.command("scancel", "--full", "--user=root")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while self.ask("squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(0.1)
 
@@ -189,7 +191,7 @@ def _idle(slurm: Slurm) -> bool:
 
 
 def _wait(condition: Callable[[], bool], what: str, root: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in sorted((root / "log").iterdir()))

@@ -12,6 +12,7 @@ from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run.files import RunFiles, read_json
 from tests.slurm.cluster import Slurm
 from tests.slurm.test_jobs import REPOSITORY, SMALL, environment, submit
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slurm
 __all__ = ["environment"]  # the fixture
@@ -24,7 +25,7 @@ def steps_done(files: RunFiles) -> int:
 
 
 def wait_for_steps(slurm: Slurm, job_id: str, files: RunFiles, count: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while steps_done(files) < count:
         job = slurm.job(job_id)
         if job["JobState"] not in ("PENDING", "RUNNING") or time.monotonic() > deadline:
@@ -61,14 +62,14 @@ def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
     saved_at = CheckpointStore(files.checkpoints).latest()
     assert saved_at is not None
     assert saved_at.step == steps_done(files), "nothing was lost"
-    ended = slurm.wait_for(job_id, "COMPLETED", seconds=180)
+    ended = slurm.wait_for(job_id, "COMPLETED")
     assert ended["Restarts"] == "1"
     log = Path(ended["StdOut"]).read_text()
     assert "goes back to the queue: time 1 of at most 20" in log, "the log of the first start is kept"
     assert (read_json(files.result) or {})["status"] == "done"
 
     undisturbed = submit(slurm, here, environment, *arguments)
-    slurm.wait_for(undisturbed, "COMPLETED", seconds=180)
+    slurm.wait_for(undisturbed, "COMPLETED")
     other = RunFiles(here / "runs" / f"qwen3-tiny-{undisturbed}")
     assert list(losses(files)) == list(losses(other))
     assert final_tensors(files) == final_tensors(other)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 LISTENER = """
 import time
 from canzona_cli.training.requests import StopRequests
@@ -17,7 +19,7 @@ print("listening", flush=True)
 while not requests.preempted:
     time.sleep(0.01)
 print("preempted", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -43,4 +45,4 @@ def test_a_signal_from_anybody_else_asks_to_save(rank: subprocess.Popen[str], na
 def test_torchruns_own_sigterm_ends_a_rank_at_once(rank: subprocess.Popen[str]) -> None:
     """It sends it to the ranks that are left when one has failed."""
     os.kill(rank.pid, signal.SIGTERM)
-    assert rank.wait(30) == -signal.SIGTERM
+    assert rank.wait(PATIENCE_S) == -signal.SIGTERM

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.training.writers import Board, Lines
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def test_a_board_is_given_up_when_its_thread_has_died(tmp_path: Path, monkeypatc
     board.add({"train/loss": 2.0}, 1)
     assert said == []
     with full_disk(1):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not board.broken and time.monotonic() < deadline:
             board.add({"train/loss": 2.0}, 2)
     assert board.broken
