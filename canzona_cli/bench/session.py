@@ -1,5 +1,6 @@
-"""One bench from its command line to its result: checked and resolved, launched sitting by sitting, put together. The
-launcher's side, so no torch.
+"""One bench from its command line to its result: check and resolve, launch each sitting, put the result together.
+
+This is the launcher's side, so it imports no torch.
 """
 
 import os
@@ -9,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.bench.lineup import LineUp, PreparedStrategy, Sitting, available_bytes, into_sittings, line_up
-from canzona_cli.bench.progress import RoundLines
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
 from canzona_cli.bench.results_file import save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
@@ -29,6 +29,8 @@ from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import RunDirectory, check_free
 from canzona_cli.launch.supervisor import supervise
+from canzona_cli.launch.view import TrainView
+from canzona_cli.run.events import Note
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict
@@ -38,7 +40,7 @@ ROOT = "bench"
 """Where bench directories go unless run.root says otherwise."""
 WARM_UP_ROUNDS = 1
 _BUSY = 0.5
-"""Load average over cores from which other work disturbs the measurement."""
+"""Load average over cores above which other work disturbs the measurement."""
 
 Say = Callable[[str], None]
 
@@ -69,17 +71,17 @@ def prepare(
     directory: str | None = None,
     problems: Sequence[Problem] = (),
 ) -> Session:
-    """Resolve and check everything that can be told before anything is written.
+    """Resolve and check everything that can be known before anything is written.
 
     Args:
-        strategies: what to run; None for all that the run can have.
-        rounds: measured ones, at least 1.
-        steps_per_turn: at least 2, as the first of a turn is left out.
+        strategies: what to run; None for every strategy that the run can have.
+        rounds: how many are measured, at least 1.
+        steps_per_turn: at least 2, as the first step of a turn is not counted.
         directory: the bench directory; None for `run.dir`, else a new one under `run.root`.
-        problems: of the command line, found before; told with the run's own.
+        problems: found on the command line before; raised together with the run's own.
 
     Raises:
-        ConfigError: of the settings and of the data, every problem at once.
+        ConfigError: the settings or the data are wrong; every problem at once.
         DoesNotFit: a strategy needs more memory than the profile has.
         EnvironmentProblem: this machine lacks something.
     """
@@ -101,8 +103,8 @@ def prepare(
             Problem(
                 key="gpus",
                 value=config.gpus,
-                reason=f"are on {nodes} machines, and a bench runs on one, of {per_node}",
-                fix=f"use gpus={per_node}; `canzona bench --simulate` shows larger jobs",
+                reason=f"are on {nodes} machines, but a bench runs on a single one, with {per_node}",
+                fix=f"use gpus={per_node}; `canzona bench --simulate` predicts larger jobs",
             )
         )
     if wrong:
@@ -119,19 +121,19 @@ def prepare(
 
 
 def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
-    """Hold every sitting; what was found, and the directory where everything of it lies.
+    """Run every sitting; returns the result and the bench directory.
 
     Args:
-        say: told what goes on, line by line.
+        say: receives a line whenever something begins.
 
     Raises:
-        ConfigError: the bench directory holds something already.
+        ConfigError: the bench directory is not empty.
         EnvironmentProblem: files cannot be written.
         WorkerCrashed: a rank failed; or the error that it ended with.
         KeyboardInterrupt: somebody stopped it.
     """
     lined_up, config = session.line_up, session.config
-    # Before anything of ours runs.
+    # The load average before anything of ours runs.
     machine = {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": _load_average()}
     told: set[str] = set()
 
@@ -151,7 +153,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
         name = "sitting" if len(sittings) == 1 else f"sitting {number + 1} of {len(sittings)}"
         measurements.append(_run_sitting(session, files, number, sitting, corpus, name, say))
     result = _result(session, sittings, measurements, machine)
-    # With all raw numbers, whatever becomes of it: of strategies that disagree, too.
+    # All raw numbers are kept, even if the strategies disagree.
     save(result, files.result)
     return result, files.root
 
@@ -163,7 +165,7 @@ def _in_bench_folder(composed: Composed, directory: str | None) -> RunConfig:
 
 
 def _data_problems(config: RunConfig) -> tuple[Problem, ...]:
-    """Of data that are there or not; the built-in corpus is prepared when everything else is known to work."""
+    """Missing or damaged data; the built-in corpus is prepared later, when everything else is known to work."""
     if config.data.source != "prepared":
         return ()
     try:
@@ -175,15 +177,15 @@ def _data_problems(config: RunConfig) -> tuple[Problem, ...]:
 
 def _warnings(composed: Composed) -> tuple[str, ...]:
     ignored = {
-        "engine.strategy": "--strategies says what a bench runs",
-        "train.steps": "rounds and steps of a turn say how long a bench is; only the schedule follows it",
+        "engine.strategy": "--strategies chooses what a bench runs",
+        "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule follows it",
         "train.eval_interval": "a bench does not validate",
     }
     return tuple(f"{key} is ignored: {why}" for key, why in ignored.items() if key in composed.explicit)
 
 
 def _create(config: RunConfig, lined_up: LineUp) -> BenchFiles:
-    """A directory of this bench's own, with what the workers of every sitting read."""
+    """Make the bench directory, with the configurations and plans that the workers of every sitting read."""
     stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         if config.run.dir is not None:
@@ -229,7 +231,7 @@ def _run_sitting(
     name: str,
     say: Say,
 ) -> dict[str, Measured]:
-    """One sitting: real ranks, to their end."""
+    """Launch the ranks of one sitting, wait for their end, and return each strategy's figures."""
     first = sitting.strategies[0].config
     config = replace(first, run=replace(first.run, dir=str(files.sitting(number))))
     layout, run = session.line_up.layout, RunDirectory.create(config)
@@ -241,7 +243,7 @@ def _run_sitting(
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         ).write(run.files)
-        view = RoundLines(say, name, len(sitting.strategies))
+        view = _RoundLines(say, name, len(sitting.strategies))
         outcome = supervise(run.files, command, view, ranks=range(config.gpus), say=say)
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
@@ -254,7 +256,7 @@ def _run_sitting(
 
 
 def _failure(outcome: Outcome) -> CanzonaError:
-    """What the failing rank says, then where it happened, then where to read on."""
+    """The error of the rank that failed, with its traceback and the path of its log."""
     error = outcome.error()
     first, *others = error.problems
     log = "" if outcome.log is None else f"its whole output: {outcome.log}"
@@ -320,11 +322,11 @@ def _notes(sittings: Sequence[Sitting], reference: str, machine: Mapping[str, st
     alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
     if len(sittings) - len(alone) > 1:
         notes.append(
-            f"not all strategies fit into memory together: {len(sittings)} sittings, each with {reference} in it"
+            f"the strategies do not all fit into memory together: {len(sittings)} sittings, each with {reference} in it"
         )
     if alone:
         notes.append(
-            f"{' and '.join(alone)} ran alone, for want of memory: not in turns with {reference}, so what else the "
+            f"{' and '.join(alone)} ran alone for lack of memory, not in turns with {reference}: anything else the "
             "machine did at that time counts in full"
         )
     load = machine["load_average"]
@@ -337,5 +339,32 @@ def _notes(sittings: Sequence[Sitting], reference: str, machine: Mapping[str, st
 
 
 def _load_average() -> float:
-    """Of the last minute; 0 where the system does not tell."""
+    """Over the last minute; 0 where the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
+
+
+class _RoundLines(TrainView):
+    """A line for each round that is over: a live display would take processor time from what is measured.
+
+    Args:
+        say: receives each line.
+        sitting: what to call this sitting: `sitting 2 of 3`.
+        turns: in one round.
+    """
+
+    def __init__(self, say: Say, sitting: str, turns: int) -> None:
+        self._say, self._sitting, self._turns, self._seen = say, sitting, turns, 0
+
+    def stage(self, event: Mapping[str, object]) -> None:
+        if event.get("stage") == "train":
+            self._say(f"{self._sitting}: {event.get('detail')}")
+        elif event.get("stage") == "build model":
+            self._say(f"{self._sitting}: building models")
+
+    def step(self, metrics: Mapping[str, object]) -> None:
+        self._seen += 1
+        if self._seen % self._turns == 0:
+            self._say(f"{self._sitting}: round {metrics.get('round')} of {metrics.get('rounds')}")
+
+    def note(self, note: Note) -> None:
+        self._say(f"{self._sitting}: {note.text}")

@@ -13,13 +13,13 @@ from canzona_cli.bench.results import Measured
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.run.codec import parse
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
-from canzona_cli.run.statistics import OverRanks
+from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 _OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
-"""Phases of the optimizer step that a rank spends by itself, or in exchanges with its TP group."""
+"""Phases of the optimizer step in which a rank works alone or exchanges with its TP group."""
 _TOGETHER: tuple[str, ...] = ("norm_clip", "param_gather")
-"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have come as far in
-the next forward pass as the gathering needs them. The last of them waits for nothing but the transfer."""
+"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have reached the
+point of the next forward pass where the gathering needs them. The last rank waits for the transfer only."""
 
 
 @dataclass(frozen=True)
@@ -96,28 +96,24 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
 
 
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
-    """Leave out the warm-up and each turn's first step, and take the rest together.
+    """Summarise a strategy's steps, without the warm-up and without the first step of each turn.
 
-    The first step of a turn starts from parameters that are complete already and caches that another strategy filled.
+    The first step of a turn starts with parameters that are already gathered and caches that another strategy filled.
     """
     steps = len(samples.losses)
     turns = [
         [[rank[step] for rank in samples.ranks] for step in range(first + 1, first + steps_per_turn)]
         for first in range(warm_up_rounds * steps_per_turn, steps, steps_per_turn)
     ]
-    kept = [step for turn in turns for step in turn]
-    names = dict.fromkeys(name for step in kept for sample in step for name in sample.phases)
-    by_rank = {
-        name: [statistics.fmean(step[rank].phases.get(name, 0.0) for step in kept) for rank in range(len(kept[0]))]
-        for name in names
-    }
-    updates = by_rank.get("matrix_update", [0.0] * len(kept[0]))
+    ranks = range(len(samples.ranks))
+    phases = by_phase([mean_phases([step[rank].phases for turn in turns for step in turn]) for rank in ranks])
+    updates = phases.get("matrix_update", [0.0 for _ in ranks])
     return Measured(
-        iteration_s=tuple(_mean([max(s.step_s for s in step) for step in turn]) for turn in turns),
-        optimizer_s=tuple(_mean([_optimizer_s(step) for step in turn]) for turn in turns),
-        processor_s=tuple(_mean([sum(s.processor_s for s in step) for step in turn]) for turn in turns),
-        phases={name: OverRanks.of(ranks) for name, ranks in by_rank.items()},
-        load_balance=max(updates) / statistics.fmean(updates) if any(updates) else 1.0,
+        iteration_s=tuple(statistics.fmean(max(s.step_s for s in step) for step in turn) for turn in turns),
+        optimizer_s=tuple(statistics.fmean(_optimizer_s(step) for step in turn) for turn in turns),
+        processor_s=tuple(statistics.fmean(sum(s.processor_s for s in step) for step in turn) for turn in turns),
+        phases={name: OverRanks.of(times) for name, times in phases.items()},
+        load_balance=load_balance(updates),
         losses=samples.losses,
         tensor_bytes=samples.tensor_bytes,
         update_s=tuple(updates),
@@ -125,14 +121,9 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> M
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """From reduced gradients to the next forward: the rank that takes longest, and, of what ranks do together, the one
-    that comes last."""
+    """From reduced gradients to the next forward: the slowest rank in `_OWN` phases, the last rank in `_TOGETHER`."""
     own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
     return own + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _turns(files: RunFiles) -> Path:

@@ -1,7 +1,7 @@
 """Medians, quartiles, means over ranks, and when two measurements differ enough to be compared. No torch."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -58,3 +58,20 @@ class OverRanks:
     def of(cls, by_rank: Sequence[float]) -> "OverRanks":
         """From each rank's seconds, at least one."""
         return cls(min_s=min(by_rank), mean_s=statistics.fmean(by_rank), max_s=max(by_rank))
+
+
+def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each phase's mean seconds over one rank's steps; a step without the phase counts as 0."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in names}
+
+
+def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """From each rank's phases to each phase's seconds by rank; 0 for a rank without the phase."""
+    names = dict.fromkeys(name for phases in ranks for name in phases)
+    return {name: [phases.get(name, 0.0) for phases in ranks] for name in names}
+
+
+def load_balance(by_rank: Sequence[float]) -> float:
+    """Max over mean of the ranks' work: 1.0 is perfect, and the value where nobody has any."""
+    return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else 1.0

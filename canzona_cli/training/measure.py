@@ -12,9 +12,13 @@ from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.model.qwen3 import flops_per_token
 from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
 from canzona_cli.run.phases import IN_STEP
+from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 WARM_UP_STEPS = 2
 """The first steps pay for lazy initialisation: allocations, kernels, Megatron's first unoverlapped reduction."""
+
+_UPDATES = ("matrix_update", "adamw_update")
+"""Phases whose balance over ranks is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     measured = plain or steps[skipped:]
     own = _OwnMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
-        phases=_mean_phases(measured),
+        phases=mean_phases([step.phases for step in measured]),
         peak_memory=_peak_memory(world),
     )
     everyone = [own] * world.world_size
@@ -47,8 +51,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     if world.rank != 0 or not measured:
         return None
     step = _phase_time([rank.step_s for rank in everyone])
-    by_rank = [rank.phases for rank in everyone]
-    names = dict.fromkeys(name for phases in by_rank for name in phases)
+    phases = by_phase([rank.phases for rank in everyone])
     tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step.mean_s
     per_gpu = tokens_per_s / world.world_size
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
@@ -62,41 +65,23 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         steps_skipped=skipped,
         steps_profiled=len(steps) - skipped - len(measured),
         step=step,
-        phases={
-            name: _phase_time([phases.get(name, 0.0) for phases in by_rank], step.mean_s, in_step=name in IN_STEP)
-            for name in names
-        },
-        ranks=tuple(RankTimes(rank=rank, phases=phases) for rank, phases in enumerate(by_rank)),
+        phases={name: _phase_time(times, step.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
+        ranks=tuple(RankTimes(rank=rank, phases=own.phases) for rank, own in enumerate(everyone)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
         model_tflops_per_gpu=tflops,
         peak_tflops_per_gpu=config.cluster.bf16_tflops,
         mfu=tflops / config.cluster.bf16_tflops,
-        load_balance=_load_balance(by_rank),
+        load_balance={name: load_balance(phases[name]) for name in _UPDATES if any(phases.get(name, ()))},
         peak_memory_bytes=PeakMemory(min=min(memory), mean=sum(memory) / len(memory), max=max(memory)),
     )
 
 
-def _mean_phases(steps: list[StepTiming]) -> dict[str, float]:
-    names = dict.fromkeys(name for step in steps for name in step.phases)
-    return {name: sum(step.phases.get(name, 0.0) for step in steps) / len(steps) for name in names}
-
-
 def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_step: bool = True) -> PhaseTime:
     """A phase over ranks; the step itself without `step_mean`."""
-    mean = sum(by_rank) / len(by_rank)
-    share = 1.0 if step_mean is None else mean / step_mean
-    return PhaseTime(min_s=min(by_rank), mean_s=mean, max_s=max(by_rank), share=share, in_step=in_step)
-
-
-def _load_balance(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """max/mean over ranks of each update's time; 1.0 is perfect."""
-    balance = {}
-    for name in ("matrix_update", "adamw_update"):
-        times = [phases.get(name, 0.0) for phases in by_rank]
-        if any(times):
-            balance[name] = max(times) / (sum(times) / len(times))
-    return balance
+    times = OverRanks.of(by_rank)
+    share = 1.0 if step_mean is None else times.mean_s / step_mean
+    return PhaseTime(**vars(times), share=share, in_step=in_step)
 
 
 def _peak_memory(world: World) -> float:
