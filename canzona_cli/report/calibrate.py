@@ -13,13 +13,11 @@ from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.paths import shown
 from canzona_cli.config.schema import ClusterConfig, RunConfig
-from canzona_cli.launch.view import Earlier, RunStatus
+from canzona_cli.launch.view import TrainView
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
-from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
-from canzona_cli.run.events import Note
 from canzona_cli.run.words import MISSING, clean, milliseconds, size
 
 _NAME, _BEFORE = 31, 9
@@ -35,41 +33,16 @@ _SINGLE: Mapping[Quantity, tuple[str, str]] = {
 }
 
 
-class Progress:
-    """One line for each part as it begins. Implements `canzona_cli.launch.view.TrainView`."""
+class Progress(TrainView):
+    """One line for each part as it begins."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._begun = console, time.monotonic()
-
-    def header(
-        self,
-        *,
-        run_dir: Path,
-        corpus: Mapping[str, object] | None = None,
-        plan: Obtained | None = None,
-        earlier: Earlier | None = None,
-    ) -> None:
-        """There is no run to speak of."""
-
-    def progress(self, what: str, fraction: float) -> None:
-        """Nothing is prepared."""
 
     def stage(self, event: Mapping[str, object]) -> None:
         what = clean(event.get("stage", ""))
         text = what if what == "start workers" else f"measure {what}"
         self._console.print(Text(f"{time.monotonic() - self._begun:5.0f} s  {text}", style="dim"))
-
-    def step(self, metrics: Mapping[str, object]) -> None:
-        """There are none."""
-
-    def validation(self, record: Mapping[str, object]) -> None:
-        """There are none."""
-
-    def note(self, note: Note) -> None:
-        """There are none."""
-
-    def close(self, status: RunStatus = "done", message: str = "") -> None:
-        """What came of it is said by `CalibrationView`."""
 
 
 @dataclass(frozen=True, kw_only=True)

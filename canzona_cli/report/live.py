@@ -39,8 +39,8 @@ def make_view(config: RunConfig, layout: Layout, console: Console) -> TrainView:
     return PlainView(config, layout, console)
 
 
-class LiveView:
-    """Redraws four times a second at any terminal width; the last frame stays. Implements `TrainView`.
+class LiveView(TrainView):
+    """Redraws four times a second at any terminal width; the last frame stays.
 
     Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them. It is
     never held while printing, because rich's drawing thread takes its own lock first and then this one.

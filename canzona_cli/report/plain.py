@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.launch.view import Earlier, RunStatus
+from canzona_cli.launch.view import Earlier, RunStatus, TrainView
 from canzona_cli.planner.obtain import Obtained
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
@@ -20,11 +20,8 @@ _LINES_BETWEEN_TITLES = 50
 _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'step':>8} {'left':>7}"
 
 
-class PlainView:
-    """Prints each logged step, but at most one line in two seconds; every validation and the last step always.
-
-    Implements `canzona_cli.launch.view.TrainView`.
-    """
+class PlainView(TrainView):
+    """Prints each logged step, but at most one line in two seconds; every validation and the last step always."""
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
         self.state = TrainState(config=config, layout=layout, clock=clock)
