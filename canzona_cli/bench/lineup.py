@@ -17,10 +17,10 @@ from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
-from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, matrix_shapes
-from canzona_cli.planner.obtain import obtain_plan
+from canzona_cli.planner.activations import matrix_shapes
+from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan_file import obtain_plan
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import plural
 

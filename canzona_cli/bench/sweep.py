@@ -13,7 +13,8 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.planner.memory import exchange_bytes, matrix_shapes
+from canzona_cli.planner.activations import matrix_shapes
+from canzona_cli.planner.exchange import exchange_bytes
 
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.model import qwen3
-from canzona_cli.planner.memory import matrix_shapes, placement, stage_weights
+from canzona_cli.planner.activations import matrix_shapes, stage_weights
+from canzona_cli.planner.memory import placement
 
 BEST_EFFICIENCY = 0.65
 """Share of the bf16 peak that large matrix products of a layer reach."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from canzona_cli.launch.resume import Resumption
     from canzona_cli.launch.run_dir import RunDirectory
     from canzona_cli.launch.stop import Requests
-    from canzona_cli.planner.obtain import Obtained
+    from canzona_cli.planner.plan_file import Obtained
 
 
 def train(
@@ -68,7 +68,7 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     from canzona_cli.config.compose import compose_run
     from canzona_cli.launch.slurm import adopt, current_step
     from canzona_cli.launch.stop import Preempted, before_workers
-    from canzona_cli.planner.obtain import obtain_plan
+    from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.run.files import RunFiles
 
     console = Console(highlight=False)

@@ -37,7 +37,7 @@ def validate(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.paths import shown
     from canzona_cli.model.qwen3 import parameter_count
-    from canzona_cli.planner.obtain import obtain_plan
+    from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import (
         describe_batch,
         describe_data,

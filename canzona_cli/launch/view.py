@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.planner.obtain import Obtained
+from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.events import Note
 
 RunStatus = Literal["done", "failed", "interrupted", "preempted"]

@@ -16,9 +16,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.in_flight import Waitable
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
-from canzona_cli.planner.geometry import ALIGNMENT
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.types import Bucket, Range
+from canzona_cli.planner.buckets import ALIGNMENT
+from canzona_cli.planner.plan import Bucket, Plan, Range
 
 
 class InFlight:

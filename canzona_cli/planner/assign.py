@@ -4,25 +4,23 @@ Owners and hosts are balanced together, because a matrix cannot be divided: what
 whole grid. The result depends on nothing but the arguments, so every rank computes the same.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.bounds import lower_bound
-from canzona_cli.planner.contiguous import balanced_cuts, even_start
-from canzona_cli.planner.geometry import Parameter, cut, owners, stage_parameters, stages
-from canzona_cli.planner.hosts import HostPacker, by_owner, capped, deal
+from canzona_cli.planner.buckets import Parameter, Part, cut, owners, stage_parameters, stages
 from canzona_cli.planner.micro_groups import greedy_hosts
-from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
-from canzona_cli.planner.spread import spread
-from canzona_cli.planner.types import Assignment, Cell, PlanSettings
+from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
+from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""
-
 Owners = dict[int, int]
 """Owner of each unit."""
 
@@ -304,3 +302,199 @@ def _too_much(stage: _Stage, memory_cap: int) -> Problem:
         ),
         fix="use more GPUs, or another parallel.tp and parallel.pp",
     )
+
+
+def spread(
+    buckets: Sequence[Sequence[Parameter]], owner_of: Mapping[int, int], alike: Mapping[int, Hashable]
+) -> dict[int, int]:
+    """Owner of each unit: of every kind in `alike`, each owner keeps as many as in `owner_of`.
+
+    Bucket by bucket, a kind goes to the owners with the fewest bytes of the bucket so far, then to those with most of
+    that kind still to come. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few
+    parameters lie across a border between two owners.
+    """
+    left: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    for unit, owner in sorted(owner_of.items()):
+        left[alike[unit]][owner] += 1
+    found: dict[int, int] = {}
+    for bucket in buckets:
+        held: Counter[int] = Counter()
+        kinds: dict[Hashable, list[Part]] = defaultdict(list)
+        # Parameters of several parts first: their parts are then next to each other in the list.
+        for parameter in sorted(bucket, key=lambda parameter: -len(parameter.parts)):
+            for part in parameter.parts:
+                kinds[alike[part.unit]].append(part)
+        for kind, parts in sorted(kinds.items(), key=lambda item: -item[1][0].elements):
+            free = left[kind]
+            chosen: list[int] = []
+            while len(chosen) < len(parts):
+                ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))
+                for owner in ranked[: len(parts) - len(chosen)]:
+                    chosen.append(owner)
+                    held[owner] += parts[0].elements
+                    free[owner] -= 1
+                    if not free[owner]:
+                        del free[owner]
+            for part, owner in zip(parts, sorted(chosen), strict=True):
+                found[part.unit] = owner
+    return found
+
+
+def even_start(sizes: Sequence[int], owners: int) -> list[int]:
+    """Owner of each piece of a bucket: the rank whose even share of the bucket the piece starts in (strategy asc)."""
+    total, start = sum(sizes), 0
+    found = []
+    for size in sizes:
+        found.append(min(owners - 1, start * owners // total))
+        start += size
+    return found
+
+
+def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
+    """Owner of each piece of each bucket; `buckets[b]` are the weights of its pieces in natural order.
+
+    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is fuller than
+    that of `even_start` applied to the weights, that slicing is kept for all buckets.
+    """
+    goal = sum(map(sum, buckets)) / owners
+    loads = [0.0] * owners
+    found: list[list[int]] = [[] for _ in buckets]
+    for index in sorted(range(len(buckets)), key=lambda b: (-sum(buckets[b]), b)):
+        weights = buckets[index]
+        total = sum(weights)
+        lacking = [max(0.0, goal - load) for load in loads]
+        wanted = sum(lacking)
+        shares = [
+            total * ((1 - alpha) / owners + alpha * (lack / wanted if wanted > 0 else 1 / owners)) for lack in lacking
+        ]
+        boundaries = [0.0, *accumulate(weights)]
+        cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
+        found[index] = owned = _owners_of(cuts, len(weights))
+        for weight, owner in zip(weights, owned, strict=True):
+            loads[owner] += weight
+    plain = [_by_start(weights, owners) for weights in buckets]
+    return found if max(loads) <= _most(buckets, plain, owners) else plain
+
+
+def _by_start(weights: Sequence[float], owners: int) -> list[int]:
+    total = sum(weights)
+    starts = [0.0, *accumulate(weights)][: len(weights)]
+    return [min(owners - 1, int(start / total * owners)) if total > 0 else 0 for start in starts]
+
+
+def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
+    loads = [0.0] * owners
+    for weights, found in zip(buckets, owned, strict=True):
+        for weight, owner in zip(weights, found, strict=True):
+            loads[owner] += weight
+    return max(loads)
+
+
+def _nearest(boundaries: Sequence[float], target: float) -> int:
+    """Index of the boundary nearest to `target`; the lower of two equally near."""
+    above = min(bisect_left(boundaries, target), len(boundaries) - 1)
+    below = max(0, above - 1)
+    return below if target - boundaries[below] <= boundaries[above] - target else above
+
+
+def _owners_of(cuts: Sequence[int], pieces: int) -> list[int]:
+    """cuts[r] is the piece at which rank r ends; they ascend."""
+    found, owner = [], 0
+    for piece in range(pieces):
+        while owner < len(cuts) and cuts[owner] <= piece:
+            owner += 1
+        found.append(owner)
+    return found
+
+
+def deal(loads: Sequence[float], owners: int) -> list[int]:
+    """Owner of each cell, as many cells each: the heaviest with the lightest, so that owners have alike sums."""
+    ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
+    found = [0] * len(loads)
+    for position, cell in enumerate(ranked):
+        lap, place = divmod(position, owners)
+        found[cell] = owners - 1 - place if lap % 2 else place
+    return found
+
+
+def by_owner(units: Mapping[int, Sequence[int]], owner_of: Mapping[int, int], owners: int) -> list[list[int]]:
+    """Matrices of each owner, ascending."""
+    held: list[list[int]] = [[] for _ in range(owners)]
+    for unit, owner in owner_of.items():
+        held[owner] += units[unit]
+    return [sorted(matrices) for matrices in held]
+
+
+def capped(
+    units: Mapping[int, Sequence[int]],
+    costs: Sequence[float],
+    elements: Sequence[int],
+    owners: int,
+    tp: int,
+    cap: int,
+) -> dict[int, tuple[int, int]] | None:
+    """(owner, host) of each matrix with at most `cap` elements in a cell; None if none was found.
+
+    Costliest units first onto the least busy owner with room on its hosts; if that strands a unit, the largest first
+    onto the emptiest.
+    """
+    for weights in (costs, elements):
+        found = _capped(units, weights, elements, owners, tp, cap)
+        if found is not None:
+            return found
+    return None
+
+
+def _capped(
+    units: Mapping[int, Sequence[int]],
+    weights: Sequence[float],
+    elements: Sequence[int],
+    owners: int,
+    tp: int,
+    cap: int,
+) -> dict[int, tuple[int, int]] | None:
+    loads = [[0.0] * tp for _ in range(owners)]
+    room = [[cap] * tp for _ in range(owners)]
+    heap = [(0.0, owner) for owner in range(owners)]
+    found: dict[int, tuple[int, int]] = {}
+    for unit in sorted(units, key=lambda u: (-sum(weights[index] for index in units[u]), u)):
+        members = sorted(units[unit], key=lambda index: (-weights[index], index))
+        passed: list[tuple[float, int]] = []
+        while heap:
+            load, owner = heapq.heappop(heap)
+            hosts = _place(members, weights, elements, loads[owner], room[owner])
+            if hosts is None:
+                passed.append((load, owner))
+                continue
+            for index, host in zip(members, hosts, strict=True):
+                found[index] = (owner, host)
+                loads[owner][host] += weights[index]
+                room[owner][host] -= elements[index]
+            passed.append((sum(loads[owner]), owner))
+            break
+        else:
+            return None
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return found
+
+
+def _place(
+    members: Sequence[int],
+    weights: Sequence[float],
+    elements: Sequence[int],
+    loads: Sequence[float],
+    room: Sequence[int],
+) -> list[int] | None:
+    """Least busy host with room for each member; None where one has none."""
+    loads, room = list(loads), list(room)
+    hosts = []
+    for index in members:
+        free = [host for host in range(len(room)) if room[host] >= elements[index]]
+        if not free:
+            return None
+        host = min(free, key=lambda h: (loads[h], h))
+        loads[host] += weights[index]
+        room[host] -= elements[index]
+        hosts.append(host)
+    return hosts

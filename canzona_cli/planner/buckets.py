@@ -1,15 +1,157 @@
-"""The gradient buffer once owners are known: the order inside every bucket, and who owns which range of it."""
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and who owns which range of each.
 
+Megatron walks parameters backwards through the model, because that is the order their gradients become ready in, and
+closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Once
+owners are known, `buckets` orders the parameters inside each bucket:
+
+    parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
+    cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
+    inside bucket 0, layout
+      contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
+      owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner, no padding
+      aligned                | 0: qkv.1 ...... | 1: fc1.1 ......... | 2: fc2.1 ...... |     equal, padded shards
+"""
+
+import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from canzona_cli.config.schema import Layout
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.geometry import Parameter, align, bucket_end, cut, owners, stage_parameters, stages
-from canzona_cli.planner.types import Assignment, Bucket, PlanSettings, Range
+from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
 
-_SHARD_ALIGNMENT = 128  # Megatron pads bucket ends to multiples of the ranks and of this
+FP32 = 4
+"""Bytes of an element of masters, optimizer state and scratch."""
+ALIGNMENT = 64
+"""Elements a parameter's start is a multiple of (Megatron's `pad_param_start`)."""
+_SHARD_ALIGNMENT = 128
+"""Megatron pads bucket ends to multiples of the ranks and of this."""
+_PADDING_FLOOR = 0.9
+"""Megatron extends a bucket of equal shards until a dominant parameter fills at least this part of them."""
+
+
+def element_bytes(config: RunConfig) -> tuple[int, int]:
+    """(weight, gradient buffer) bytes of a parameter."""
+    width = 2 if config.train.precision == "bf16" else FP32
+    return width, FP32 if config.train.grad_reduce_dtype == "fp32" else width
+
+
+def default_bucket_elements(owners: int) -> int:
+    """Size at which Megatron closes a bucket where it is not told one (`DistributedDataParallel`, 0.19)."""
+    return max(40_000_000, 1_000_000 * owners)
+
+
+def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
+    """Size at which Megatron closes a bucket of the first stage; None where all buffers are one bucket."""
+    if not config.parallel.overlap_grad_reduce:
+        return None
+    return config.parallel.bucket_elements or default_bucket_elements(owners(layout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive elements of a parameter that must have one owner."""
+
+    unit: int
+    matrices: tuple[int, ...]
+    """Indices in the plan's list."""
+    elements: int
+    """On one TP rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One Megatron parameter; fc1 has two parts, [gate_r; up_r], everything else one."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def elements(self) -> int:
+        """On one TP rank."""
+        return sum(part.elements for part in self.parts)
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        return tuple(index for part in self.parts for index in part.matrices)
+
+    def undivided(self) -> "Parameter":
+        """The same as one part."""
+        part = Part(unit=self.parts[0].unit, matrices=self.matrices, elements=self.elements)
+        return replace(self, parts=(part,))
+
+
+def owners(layout: Layout) -> int:
+    """Ranks gradients are reduced over, which is what owners are chosen from: data and context parallel together."""
+    return layout.dp * layout.cp
+
+
+def stages(matrices: Sequence[Matrix]) -> list[int]:
+    """Pipeline stages that have matrices, ascending."""
+    return sorted({matrix.stage for matrix in matrices})
+
+
+def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Parameter]:
+    """A stage's parameters, in registration order."""
+    grouped: dict[str, dict[int, list[Matrix]]] = {}
+    for matrix in matrices:
+        if matrix.stage == stage:
+            grouped.setdefault(matrix.parameter, {}).setdefault(matrix.unit, []).append(matrix)
+    return [
+        Parameter(
+            name=name,
+            parts=tuple(
+                Part(
+                    unit=unit,
+                    matrices=tuple(matrix.index for matrix in members),
+                    elements=_on_one_rank(members, tp),
+                )
+                for unit, members in units.items()
+            ),
+        )
+        for name, units in grouped.items()
+    ]
+
+
+def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
+    """Elements one TP rank stores of a unit; heads lie whole on one rank each, as many on every rank."""
+    dealt = sum(matrix.elements for matrix in members if matrix.home is not None)
+    return dealt // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
+
+
+def cut(
+    parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, shards: int | None = None
+) -> list[list[Parameter]]:
+    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the first.
+
+    shards: with equal padded shards (layout aligned), their number; a bucket then grows, as Megatron's layer-wise ones
+    do, until its largest parameter no longer dominates, because every shard is as long as that.
+    """
+    limit = bucket_elements if stage == 0 else None
+    if shards is not None:
+        sizes = [parameter.elements for parameter in parameters]
+        return [[parameters[number] for number in chunk] for chunk in chunks(sizes, shards, limit)]
+    found: list[list[Parameter]] = []
+    bucket: list[Parameter] = []
+    filled = 0
+    for parameter in reversed(parameters):
+        bucket.append(parameter)
+        filled = align(filled) + parameter.elements
+        if limit is not None and filled >= limit:
+            found.append(bucket)
+            bucket, filled = [], 0
+    return [*found, bucket] if bucket else found
+
+
+def align(position: int, to: int = ALIGNMENT) -> int:
+    """The next multiple of `to`."""
+    return -(-position // to) * to
+
+
+def bucket_end(position: int, shards: int) -> int:
+    """Where a bucket that ends at `position` is padded to: divisible by the ranks, and the next one starts aligned."""
+    return align(position, math.lcm(shards, ALIGNMENT))
 
 
 def buckets(
@@ -146,8 +288,7 @@ def _aligned(owned: Sequence[_Owned], stage: int, index: int, shards: int) -> Bu
     for item in owned:
         held[item.first].append(item)
         lengths[item.first] = align(lengths[item.first]) + item.parameter.elements
-    divisor = math.lcm(64, math.lcm(shards, _SHARD_ALIGNMENT) // shards)
-    shard = align(max(lengths), divisor)
+    shard = _shard_elements(max(lengths), shards)
     ranges: list[Range] = []
     for owner in range(shards):
         position = owner * shard
@@ -172,3 +313,59 @@ def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tup
         last = ranges.pop()
         start, matrices = last.start, last.matrices + matrices
     ranges.append(Range(start=start, end=end, owner=owner, matrices=matrices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedBucket:
+    """A bucket of `shards` equal shards that whole parameters were packed into."""
+
+    shard_elements: int
+    """Of one shard, padding included."""
+    shards: tuple[tuple[int, ...], ...]
+    """Parameters of each shard in buffer order, as positions in the list of sizes."""
+
+    @property
+    def elements(self) -> int:
+        return self.shard_elements * len(self.shards)
+
+
+def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
+    """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19.
+
+    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None: one
+    bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest first onto
+    the least loaded, and pads every shard to the fullest.
+    """
+    for chunk in chunks(sizes, shards, bucket):
+        yield _largest_first(sizes, chunk, shards)
+
+
+def chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
+    """Parameters of each bucket of equal shards, last created first; where `lay_out` cuts."""
+    chunk: list[int] = []
+    chunk_total = chunk_max = 0
+    for parameter in reversed(range(len(sizes))):
+        size = sizes[parameter]
+        chunk.append(parameter)
+        chunk_total, chunk_max = chunk_total + size, max(chunk_max, size)
+        if bucket is not None and chunk_total >= max(bucket, int(shards * chunk_max * _PADDING_FLOOR)):
+            yield chunk
+            chunk, chunk_total, chunk_max = [], 0, 0
+    if chunk:
+        yield chunk
+
+
+def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> PaddedBucket:
+    heap = [(0, shard) for shard in range(shards)]
+    held: list[list[int]] = [[] for _ in range(shards)]
+    for parameter in sorted(chunk, key=lambda p: -sizes[p]):
+        cursor, shard = heap[0]
+        heapq.heapreplace(heap, (align(cursor) + sizes[parameter], shard))
+        held[shard].append(parameter)
+    fullest = max(cursor for cursor, _ in heap)
+    return PaddedBucket(shard_elements=_shard_elements(fullest, shards), shards=tuple(map(tuple, held)))
+
+
+def _shard_elements(fullest: int, shards: int) -> int:
+    """Of equal shards that hold `fullest` elements: their bucket ends on Megatron's alignment."""
+    return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))

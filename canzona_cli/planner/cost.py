@@ -14,7 +14,7 @@ from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.types import Algorithm
+from canzona_cli.planner.plan import Algorithm
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]

@@ -18,7 +18,9 @@ elements. No torch.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.buckets import FP32, element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,11 @@ class Exchange:
 
     gradients: Traffic
     weights: Traffic
+
+
+def exchange_bytes(config: RunConfig) -> tuple[int, int]:
+    """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""
+    return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
 def exchange(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int, *, flags: bool = True) -> Exchange:

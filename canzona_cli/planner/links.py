@@ -2,7 +2,7 @@
 
 Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given the
 geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one link at its
-full rate, which stretches where transfers share the link (`planner.timeline`).
+full rate, which stretches where transfers share the link (`simulate.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank. Over
 several machines NCCL runs as many rings as the group has members on a machine, each leaving it through another

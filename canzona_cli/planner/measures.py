@@ -1,47 +1,15 @@
 """What a plan comes to without simulating it: load balance and its bound, bytes moved, memory of the fullest rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.exchange import exchange
-from canzona_cli.planner.memory import (
-    capacity,
-    element_bytes,
-    exchange_bytes,
-    factor_bytes,
-    moment_bytes,
-    stage_weights,
-    transient,
-)
-from canzona_cli.planner.plan import Mesh, Plan
+from canzona_cli.planner.activations import stage_weights
+from canzona_cli.planner.buckets import element_bytes
+from canzona_cli.planner.exchange import exchange, exchange_bytes
+from canzona_cli.planner.plan import Bucket, Mesh, Place, Plan
 from canzona_cli.planner.reduction import shares
-from canzona_cli.planner.step_buffers import StepBuffers, step_buffers
-from canzona_cli.simulate.baselines import padding_fraction
-
-_FP32 = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """One rank of the job."""
-
-    rank: int
-    stage: int
-    owner: int
-    host: int
-
-    @classmethod
-    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
-        owner, host = divmod(cell, mesh.tp)
-        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
-
-    def describe(self, mesh: Mesh) -> str:
-        """`rank 37: owner 4, host 5`."""
-        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
-        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +50,6 @@ class Communication:
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
     padding_fraction: float
     """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanMemory:
-    """Bytes on the rank that needs most."""
-
-    parts: Mapping[str, int]
-    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
-    What is never alive together counts once, see `memory.Transient`."""
-    worst: Place
-    capacity: int
-    buffers: StepBuffers
-    """Of that rank."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity
 
 
 def balance(plan: Plan) -> Balance:
@@ -171,50 +118,9 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     return sent
 
 
-def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
-    """Memory of the fullest rank under a plan: every stage's fullest cell, with what that stage needs besides."""
-    found = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
-    return max(found, key=lambda memory: (memory.total, -memory.worst.rank))
-
-
-def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
-    mesh, algorithm = plan.subject.layout, plan.subject.optimizer
-    width, grad = element_bytes(config)
-    master = _FP32 if config.train.precision == "bf16" else 0
-    moments = moment_bytes(algorithm)
-    hosted, factors = [0] * mesh.cells, [0] * mesh.cells
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        if matrix.stage == stage:
-            place = cell.owner * mesh.tp + cell.host
-            hosted[place] += matrix.elements
-            factors[place] += factor_bytes(algorithm, matrix.rows, matrix.cols)
-    buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
-    # With fp32 weights too: nowhere else is a hosted matrix whole.
-    state = [(_FP32 + moments) * hosted[i] + factors[i] for i in range(mesh.cells)]
-
-    def parts(cell: int) -> dict[str, int]:
-        return {**needed.parts(reduction=buffers[cell].reduction), "exchange": buffers[cell].lasting}
-
-    worst = max(range(mesh.cells), key=lambda cell: (state[cell] + sum(parts(cell).values()), -cell))
-    weights = stage_weights(config, layout, stage)
-    # Fragments as planned, which a user's own shapes make other than `stage_weights` has them.
-    fragments = sum(matrix.fragment_elements(mesh.tp) for matrix in plan.matrices if matrix.stage == stage)
-    stored = fragments + weights.others
-    padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
-    adamw = math.ceil(weights.others / mesh.owners)
-    return PlanMemory(
-        parts=MappingProxyType(
-            {
-                "weights": width * stored,
-                "gradients": grad * stored,
-                "padding": (width + grad) * padding,
-                "masters": _FP32 * hosted[worst] + master * adamw,
-                "matrix_state": moments * hosted[worst] + factors[worst],
-                "adamw_state": 2 * _FP32 * adamw,
-                **parts(worst),
-            }
-        ),
-        worst=Place.of(mesh, stage, worst),
-        capacity=capacity(config),
-        buffers=buffers[worst],
-    )
+def padding_fraction(buckets: Iterable[Bucket]) -> float:
+    """Elements of padding for each element that is none, over all stages."""
+    padding = elements = 0
+    for bucket in buckets:
+        padding, elements = padding + bucket.padding, elements + bucket.elements
+    return padding / (elements - padding) if elements > padding else 0.0

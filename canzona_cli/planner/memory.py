@@ -1,27 +1,46 @@
-"""Memory one GPU needs for a run, from shapes alone: what lives on it, part by part, for the worst rank.
+"""Memory of a run's fullest GPU: what it keeps from step to step, what it needs while it computes, what it may use.
 
-Persistent state follows from how Megatron-core 0.19 keeps it (see `optimizer_state`); activations follow Korthikanti
-et al. 2022 (arXiv 2205.05198, section 4) rewritten for SwiGLU, grouped-query attention, QK-norm and no dropout (see
-`layer_activations`). Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+Asked twice in the same terms. `estimate` needs no plan and bounds it from shapes alone: it ranks layouts, and is all
+there is for strategies without a plan. `plan_memory` knows every rank's matrices, micro-groups and buckets. Both add
+the same parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of the engine's
+buffers (`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps it.
+
+The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
+messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
+rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
+together in fp32. With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32.
+q, k and v do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
+owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. Besides, an
+all-to-all of gradients needs memory while the backward pass runs.
+
+Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 """
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model import qwen3
 from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
+from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out, owners
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.placement import Placement, balance, layerwise
-from canzona_cli.planner.types import Algorithm
+from canzona_cli.planner.exchange import exchange, exchange_bytes
+from canzona_cli.planner.plan import Algorithm, Place, Plan
+from canzona_cli.planner.reduction import scratch_bytes
 
 GIB = 1 << 30
 BATCH_BYTES = 256 << 20
 """With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
-_FP32 = 4
+
+Shape = tuple[int, int]
+"""(rows, columns)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +71,57 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageWeights:
-    """Parameters one tensor-parallel rank of one pipeline stage stores."""
+class StepBuffers:
+    """Of one rank."""
 
-    matrices: int
-    """Elements in 2-D layer weights."""
-    others: int
-    """Elements AdamW updates: embedding, output layer, norms."""
-    largest: int
-    """Elements of the largest single parameter."""
+    exchange: int = 0
+    """Messages: gradients and weights, sent and received."""
+    gradients: int = 0
+    """Whole fp32 gradients of a group or batch."""
+    reduction: int = 0
+    """For two buckets that travel all-to-all; unlike the rest it comes and goes under the backward pass."""
+
+    @property
+    def lasting(self) -> int:
+        return self.exchange + self.gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """Bytes on the rank that needs most."""
+
+    parts: Mapping[str, int]
+    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
+    What is never alive together counts once, see `activations.Transient`."""
+    worst: Place
+    capacity: int
+    buffers: StepBuffers
+    """Of that rank."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The load of the worst rank."""
+
+    worst: int
+    """Elements of the matrices on the rank that holds most."""
+    worst_shapes: Mapping[Shape, int]
+    """How many matrices of each (rows, columns) that rank holds; empty where shapes do not matter."""
+    padded: int
+    """Elements of the buffer that stores all matrices, padding included; 0 when it is not padded."""
+
+
+def capacity(config: RunConfig) -> int:
+    """Bytes of one GPU a run may use."""
+    return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
 
 
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
@@ -78,167 +139,264 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     )
 
 
-def capacity(config: RunConfig) -> int:
-    """Bytes of one GPU a run may use."""
-    return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
+def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
+    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
+    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
+    stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
+    width, grad = element_bytes(config)
+    return {
+        "weights": width * stored,
+        "gradients": grad * stored,
+        "optimizer": sum(_bounded_state(config, layout, weights, held).values()),
+        **transient(config, layout, stage).parts(),
+        "exchange": least_step_bytes(config, layout, stage),
+    }
 
 
-def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
-    model, t = config.model, layout.tp
-    layers = model.num_layers // layout.pp
-    shapes = layer_shapes(model, "fused")
-    vocabulary = model.vocab_size * model.hidden_size // t
-    first, last = stage == 0, stage == layout.pp - 1
-    copies = int(first) + int(last and not (first and model.tied_embeddings))
-    others = layers * qwen3.norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
-    return StageWeights(
-        matrices=layers * sum(rows * cols // t for rows, cols in shapes),
-        others=others,
-        largest=max(vocabulary if copies else 0, *(rows * cols // t for rows, cols in shapes)),
-    )
+def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
+    """Of the fullest rank by `placement`; with None, every rank keeps the state of all matrices it stores."""
+    execution = execution_of(config)
+    if execution is Execution.ADAMW:
+        return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
+    if held is None:
+        layers = config.model.num_layers // layout.pp
+        counts: Mapping[Shape, int] = Counter(matrix_shapes(config) * layers)
+        whole = weights.matrices * (layout.tp if execution is Execution.REDUNDANT else 1)
+    else:
+        counts, whole = held.worst_shapes, held.worst
+    how = algorithm(config)
+    factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
+    return optimizer_state(config, layout, weights.others, whole, factors)
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Who holds the matrices' optimizer state on a stage; None where it is not divided by whole matrices.
+    """Who holds the matrices' optimizer state on a stage, as far as that can be said before there is a plan.
 
-    layerwise: Megatron's own packing of TP fragments over D * c ranks, padding included. canzona: whole matrices
-    over the D * c * t cells of the grid, balanced by state. asc: the same cells in natural order, unbalanced.
+    None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D * c ranks,
+    padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by state. asc: the same
+    cells in natural order, unbalanced.
     """
     execution = execution_of(config)
     if not execution.has_owners:
         return None
-    model, shards = config.model, layout.dp * layout.cp
-    layers = model.num_layers // layout.pp
+    shards, layers = owners(layout), config.model.num_layers // layout.pp
     if execution is Execution.LAYERWISE:
-        bucket = config.parallel.bucket_elements or max(40_000_000, 1_000_000 * shards)
-        overlap = config.parallel.overlap_grad_reduce and stage == 0  # Megatron buckets only the first stage
-        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(model, "fused"))
-        return layerwise(sizes, layers, shards, bucket if overlap else None)
-    return balance(matrix_shapes(config), layers, shards * layout.tp, in_order=config.engine.strategy == "asc")
+        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(config.model, "fused"))
+        # Megatron cuts the first stage's buffer only.
+        return layerwise_placement(sizes, layers, shards, bucket_elements(config, layout) if stage == 0 else None)
+    in_order = config.engine.strategy == "asc"
+    return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
 
 
-def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
-    splitting = config.engine.splitting
-    if not execution_of(config).ours and splitting != "fused":
-        splitting = "qkv"
-    return layer_shapes(config.model, splitting)
+@lru_cache(maxsize=4096)
+def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
+    """Load and padding of `lay_out` for `layers` times `sizes` (elements of one layer's parameters)."""
+    loads = [0] * shards
+    padded = 0
+    everything = sizes * layers
+    for laid_out in lay_out(everything, shards, bucket):
+        padded += laid_out.elements
+        for shard, held in enumerate(laid_out.shards):
+            loads[shard] += sum(everything[parameter] for parameter in held)
+    return Placement(worst=max(loads), worst_shapes=MappingProxyType({}), padded=padded)
 
 
-def optimizer_state(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Masters and moments on the worst rank of a stage.
+@lru_cache(maxsize=4096)
+def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
+    """`layers` times `shapes` over `cells`: largest first onto the least loaded, or cut in natural order.
+
+    In natural order a cell is closed once it has reached the mean, so the worst holds up to a matrix more.
+    """
+    everything = [shape for _ in range(layers) for shape in shapes]
+    held: list[dict[Shape, int]] = [{} for _ in range(cells)]
+    loads = [0] * cells
+    if in_order:
+        mean = sum(math.prod(shape) for shape in everything) / cells
+        done = 0
+        for shape in everything:
+            cell = min(cells - 1, int(done / mean))
+            _add(held[cell], shape)
+            loads[cell] += math.prod(shape)
+            done += math.prod(shape)
+    else:
+        heap = [(0, cell) for cell in range(cells)]
+        for shape in sorted(everything, key=lambda s: (-math.prod(s), s)):
+            load, cell = heap[0]
+            heapq.heapreplace(heap, (load + math.prod(shape), cell))
+            _add(held[cell], shape)
+        for load, cell in heap:
+            loads[cell] = load
+    worst = max(range(cells), key=loads.__getitem__)
+    return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
+
+
+def _add(counts: dict[Shape, int], shape: Shape) -> None:
+    counts[shape] = counts.get(shape, 0) + 1
+
+
+def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:
+    """Bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
     masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
     and its factors, see `moment_bytes` and `factor_bytes`:
     - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike; where the
-      engine does it (`Execution.REDUNDANT`), matrices are whole, with masters at fp32 weights too;
-    - layerwise, asc, canzona: whole matrices on some rank (see `placement`), the AdamW parameters sharded. What asc and
-      canzona host has a master with fp32 weights too: nowhere else is the matrix whole.
+      engine does it, matrices are whole, with masters at fp32 weights too;
+    - layerwise, asc, canzona: whole matrices on some rank, the AdamW parameters sharded. What asc and canzona host has
+      a master with fp32 weights too: nowhere else is the matrix whole.
+
+    Args:
+        others: elements that AdamW updates, of all that a TP rank of the stage stores.
+        whole: elements of the matrices whose state the rank keeps.
+        factors: bytes of those matrices' preconditioners.
     """
+    execution = execution_of(config)
+    master = FP32 if config.train.precision == "bf16" else 0
+    share = others if execution.everywhere else math.ceil(others / owners(layout))
+    return {
+        "masters": (FP32 if execution.ours else master) * whole + master * share,
+        "matrix_state": moment_bytes(algorithm(config)) * whole + factors,
+        "adamw_state": 2 * FP32 * share,
+    }
+
+
+def moment_bytes(algorithm: Algorithm) -> int:
+    """Bytes of fp32 state per element of a matrix.
+
+    Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
+    """
+    two = algorithm.name in ("soap", "adamw") or (algorithm.name == "shampoo" and algorithm.grafting == "adam")
+    return 2 * FP32 if two else FP32
+
+
+def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
+    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side that has them, fp32."""
+    if algorithm.name not in ("shampoo", "soap"):
+        return 0
+    return 2 * FP32 * sum(side**2 for side in (rows, cols) if side <= algorithm.max_preconditioner_dim)
+
+
+def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
+    """Memory of the fullest rank under a plan: every stage's fullest cell, with what that stage needs besides."""
+    found = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
+    return max(found, key=lambda memory: (memory.total, -memory.worst.rank))
+
+
+def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
+    mesh, how = plan.subject.layout, plan.subject.optimizer
+    width, grad = element_bytes(config)
+    whole, factors = [0] * mesh.cells, [0] * mesh.cells
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        if matrix.stage == stage:
+            place = cell.owner * mesh.tp + cell.host
+            whole[place] += matrix.elements
+            factors[place] += factor_bytes(how, matrix.rows, matrix.cols)
+    buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
-    master = _FP32 if config.train.precision == "bf16" else 0
-    adamw, shards = master + 2 * _FP32, layout.dp * layout.cp
-    if execution_of(config) is Execution.ADAMW:
-        return adamw * math.ceil((weights.matrices + weights.others) / shards)
-    kept = (_FP32 if execution_of(config).ours else master) + moment_bytes(algorithm(config))
-    held = placement(config, layout, stage)
-    if held is None:
-        layers = config.model.num_layers // layout.pp
-        factors = layers * sum(_factors(config, rows, cols) for rows, cols in matrix_shapes(config))
-        copies = layout.tp if execution_of(config) is Execution.REDUNDANT else 1
-        return kept * weights.matrices * copies + factors + adamw * weights.others
-    factors = sum(count * _factors(config, rows, cols) for (rows, cols), count in held.worst_shapes.items())
-    return kept * held.worst + factors + adamw * math.ceil(weights.others / shards)
 
-
-def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
-    """Bytes one layer keeps for the backward pass of one micro-batch.
-
-    With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
-    - residual stream: two norm inputs and the two linear inputs they become, 4 T h / x elements;
-    - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
-      T (a + g) d / t, context T a d / t;
-    - core attention without a flash kernel (no Transformer Engine): the softmax in fp32 and its copy in w bytes,
-      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t, in place of the rotated k;
-    - SwiGLU: gate and up 2 T f / t, their product T f / t.
-    On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
-    copy of up. selective recomputes core attention, full keeps only the layer's input.
-    """
-    model, t, width = config.model, layout.tp, _width(config)
-    tokens, stream = _tokens(config, layout), _stream(config, layout)
-    if recompute == "full":
-        return width * stream
-    on_cpu, bf16 = config.cluster.device == "cpu", width < _FP32
-    heads, groups = (
-        count * model.head_dim * tokens // t for count in (model.num_attention_heads, model.num_query_groups)
-    )
-    fused_qkv, rotated_q, rotated_k, context = heads + 2 * groups, heads, groups, heads
-    attention = width * (fused_qkv + heads + rotated_q + rotated_k + context)
-    if on_cpu:
-        # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
-        attention += _FP32 * (heads + groups) + (_FP32 * (heads + groups) - width * heads if bf16 else 0)
-    if not config.cluster.transformer_engine and recompute == "none":
-        attention += (_FP32 + width if bf16 else _FP32) * _scores(config, layout)
-        if heads > groups:
-            attention += width * (2 * heads - rotated_k)
-            # Repeating copied v, so nothing holds the fused qkv unless a norm kept its input there.
-            attention -= width * fused_qkv if on_cpu and bf16 else 0
-    mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
-    return 2 * _norm(config, stream) + attention + mlp
-
-
-def _norm(config: RunConfig, elements: int) -> int:
-    """Bytes an RMSNorm keeps, with its output, which the linear layer behind it keeps."""
-    width = _width(config)
-    return elements * (2 * _FP32 + width if config.cluster.device == "cpu" else 2 * width)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transient:
-    """Bytes one rank needs on top of its state, by when: a micro-batch, or the optimizer step."""
-
-    activations: int
-    logits: int
-    working: int
-    """Of one layer's backward pass, on top of activations; logits are gone by then."""
-    update: int
-    """Of the optimizer step, when activations and logits are gone."""
-    adamw: int = 0
-    """Of AdamW's update where that goes before the matrices'."""
-
-    def parts(self, *, reduction: int = 0) -> dict[str, int]:
-        """What is never alive together counts once: the later ones only beyond what has been freed by then.
-
-        Args:
-            reduction: what an all-to-all of gradients holds under the backward pass.
-        """
-        freed = self.activations + self.logits
-        working = self.working + reduction - self.logits
-        workspace = max(0, working, max(self.update, self.adamw) - freed)
+    def varying(cell: int) -> dict[str, int]:
         return {
-            "activations": self.activations,
-            "logits": self.logits,
-            "workspace": workspace,
+            **optimizer_state(config, layout, weights.others, whole[cell], factors[cell]),
+            **needed.parts(reduction=buffers[cell].reduction),
+            "exchange": buffers[cell].lasting,
         }
 
+    # Of thousands of cells few are different; of those with the same, the first stands for all.
+    different = {(whole[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
+    worst = max(different.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
+    # Fragments as planned: a user's own shapes differ from those of `stage_weights`.
+    stored = weights.others + sum(m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage)
+    padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
+    return PlanMemory(
+        parts=MappingProxyType(
+            {
+                "weights": width * stored,
+                "gradients": grad * stored,
+                "padding": (width + grad) * padding,
+                **varying(worst),
+            }
+        ),
+        worst=Place.of(mesh, stage, worst),
+        capacity=capacity(config),
+        buffers=buffers[worst],
+    )
 
-def element_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient buffer) bytes of a parameter."""
-    width = _width(config)
-    return width, _FP32 if config.train.grad_reduce_dtype == "fp32" else width
+
+def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
+    """Of a stage's cells, index `owner * tp + host`."""
+    mesh = plan.subject.layout
+    by_owner: dict[int, list[tuple[int, ...]]] = {}
+    for group in sorted(plan.groups, key=lambda group: group.index):
+        if group.stage == stage:
+            by_owner.setdefault(group.owner, []).append(group.matrices)
+    reduction = _reduction(config, plan, stage)
+    found: list[StepBuffers] = []
+    for owner in range(mesh.owners):
+        groups, held = by_owner.get(owner, []), reduction.get(owner, 0)
+        if mesh.tp == 1:
+            copied = [_copied(config, plan.matrices[index], 1, 0) for group in groups for index in group]
+            found.append(StepBuffers(gradients=batch_bytes(copied), reduction=held))
+            continue
+        hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
+        moved = [
+            exchange([plan.matrices[index] for index in group], at, mesh.tp)
+            for group, at in zip(groups, hosts, strict=True)
+        ]
+        sets = min(2, len(groups))
+        weight, gradient = exchange_bytes(config)
+        for host in range(mesh.tp):
+            messages = gradient * _most(one.gradients.sent[host] for one in moved)
+            messages += gradient * _most(one.gradients.received[host] for one in moved)
+            messages += weight * _most(one.weights.sent[host] for one in moved)
+            messages += weight * _most(one.weights.received[host] for one in moved)
+            copied_most = _most(
+                sum(
+                    _copied(config, plan.matrices[index], mesh.tp, host)
+                    for index, own in zip(group, at, strict=True)
+                    if own == host
+                )
+                for group, at in zip(groups, hosts, strict=True)
+            )
+            found.append(StepBuffers(exchange=sets * messages, gradients=FP32 * copied_most, reduction=held))
+    return found
 
 
-def exchange_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""
-    return _width(config), 2 if config.engine.exchange_dtype == "bf16" else _FP32
+def batch_bytes(elements: Sequence[int]) -> int:
+    """fp32 bytes for the largest batch: consecutive matrices within `BATCH_BYTES`, or one that alone exceeds it."""
+    most = filled = 0
+    for size in elements:
+        filled = size if filled + size > BATCH_BYTES // FP32 else filled + size
+        most = max(most, filled)
+    return FP32 * most
+
+
+def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
+    """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
+    head = matrix.name.rpartition(".")[2].isdigit()
+    interleaved = matrix.kind in ("q", "k", "v") and not head
+    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
+    return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+
+
+def _reduction(config: RunConfig, plan: Plan, stage: int) -> Mapping[int, int]:
+    """Of each rank that needs any: its two largest buckets, for one may arrive while the one before is added up."""
+    _, grad = element_bytes(config)
+    held: dict[int, list[int]] = {}
+    for bucket in plan.buckets:
+        if bucket.stage == stage:
+            for owner, size in scratch_bytes(bucket, plan.subject.layout.owners, grad).items():
+                held.setdefault(owner, []).append(size)
+    return {owner: sum(sorted(sizes)[-2:]) for owner, sizes in held.items()}
+
+
+def _most(sizes: Iterable[int]) -> int:
+    return max(sizes, default=0)
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
     if execution_of(config) is Execution.REDUNDANT:
-        return _FP32 * _gathered_elements(config, layout)
+        return FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)
     if held is None or execution_of(config) is not Execution.PLANNED:
         return 0
@@ -246,16 +404,16 @@ def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     largest = max(math.prod(shape) for shape in shapes)
     if layout.tp > 1:
         travels = largest * (layout.tp - 1) // layout.tp  # out and in, as gradients and as weights, in two sets
-        return 2 * 2 * sum(exchange_bytes(config)) * travels + _FP32 * largest
-    batch = min(_FP32 * held.worst, max(BATCH_BYTES, _FP32 * largest))
-    if element_bytes(config)[1] != _FP32:
+        return 2 * 2 * sum(exchange_bytes(config)) * travels + FP32 * largest
+    batch = min(FP32 * held.worst, max(BATCH_BYTES, FP32 * largest))
+    if element_bytes(config)[1] != FP32:
         return batch
     if config.engine.splitting in ("fused", "per_head"):
         return 0
     model = config.model
     interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
     share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return min(int(_FP32 * held.worst * share), batch)
+    return min(int(FP32 * held.worst * share), batch)
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
@@ -267,139 +425,7 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:
         return largest // layout.tp + 2 * largest
-    if element_bytes(config)[1] != _FP32:
+    if element_bytes(config)[1] != FP32:
         return largest
     interleaved = config.engine.splitting in ("qkv", "split")
     return config.model.hidden_size * config.model.head_dim * config.model.num_attention_heads if interleaved else 0
-
-
-def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
-    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
-    stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
-    width, grad = element_bytes(config)
-    return {
-        "weights": width * stored,
-        "gradients": grad * stored,
-        "optimizer": optimizer_state(config, layout, stage),
-        **transient(config, layout, stage).parts(),
-        "exchange": least_step_bytes(config, layout, stage),
-    }
-
-
-def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
-    """What a rank of `stage` needs while it computes."""
-    model, width, t = config.model, _width(config), layout.tp
-    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    tokens, layers = _tokens(config, layout), model.num_layers // layout.pp
-    in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
-    activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
-    logits = 0
-    if stage == layout.pp - 1:
-        activations += _norm(config, _stream(config, layout))
-        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
-        logits = (2 * width + _FP32 if width < _FP32 else 2 * _FP32) * tokens * model.vocab_size // t
-    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
-    # largest weight before it joins the buffer, and what recomputation brings back.
-    working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
-    working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
-    if not config.cluster.transformer_engine:
-        working += (2 * _FP32 + width) * _scores(config, layout)
-    return Transient(
-        activations=activations,
-        logits=logits,
-        working=working,
-        update=_update_workspace(config, layout, weights, held),
-        adamw=_adamw_workspace(config, layout, weights) if execution_of(config).ours else 0,
-    )
-
-
-def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> int:
-    """What the optimizer step needs on top of its state, when activations are gone.
-
-    Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
-    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
-    squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
-    """
-    shards = layout.dp * layout.cp
-    local = weights.matrices + weights.others
-    if execution_of(config).ours:
-        return _main_gradients(config, layout, weights) + _matrix_workspace(config)
-    # Reduced in bf16, gradients are copied to fp32 for the masters.
-    copies = _FP32 * (local if execution_of(config).everywhere else math.ceil(local / shards))
-    copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
-    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
-    foreach = 0 if config.cluster.transformer_engine else _FP32 * math.ceil(local / shards)
-    if execution_of(config) is Execution.ADAMW:
-        return copies + foreach
-    return copies + _matrix_workspace(config)
-
-
-def _matrix_workspace(config: RunConfig) -> int:
-    """Of the largest matrix's update; one optimizer instance updates all, one after another."""
-    how, width, shapes = algorithm(config), _width(config), matrix_shapes(config)
-    rows, cols = max(shapes, key=math.prod)
-    if how.name == "muon":
-        return (2 * _FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
-    if how.name == "adamw":
-        return 3 * _FP32 * rows * cols
-    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
-    return 3 * _FP32 * rows * cols + 4 * _FP32 * max(sides, default=0) ** 2
-
-
-def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """Reduced in bf16, a rank's share of the other parameters' gradients is copied to fp32, until the step is over."""
-    if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32":
-        return 0
-    return _FP32 * math.ceil(weights.others / _adamw_shards(config, layout))
-
-
-def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """Of AdamW on the parameters that are no matrices; torch's foreach version makes an fp32 temporary of them."""
-    share = math.ceil(weights.others / _adamw_shards(config, layout))
-    foreach = 0 if config.cluster.transformer_engine else _FP32 * share
-    return _main_gradients(config, layout, weights) + foreach
-
-
-def _adamw_shards(config: RunConfig, layout: Layout) -> int:
-    return 1 if execution_of(config) is Execution.REDUNDANT else layout.dp * layout.cp
-
-
-def moment_bytes(algorithm: Algorithm) -> int:
-    """Bytes of fp32 state per element of a matrix.
-
-    Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
-    """
-    two = algorithm.name in ("soap", "adamw") or (algorithm.name == "shampoo" and algorithm.grafting == "adam")
-    return 2 * _FP32 if two else _FP32
-
-
-def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
-    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side that has them, fp32."""
-    if algorithm.name not in ("shampoo", "soap"):
-        return 0
-    return 2 * _FP32 * sum(side**2 for side in (rows, cols) if side <= algorithm.max_preconditioner_dim)
-
-
-def _factors(config: RunConfig, rows: int, cols: int) -> int:
-    return factor_bytes(algorithm(config), rows, cols)
-
-
-def _scores(config: RunConfig, layout: Layout) -> int:
-    """Elements of one micro-batch's attention scores in one layer."""
-    heads = config.model.num_attention_heads // layout.tp
-    return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
-
-
-def _stream(config: RunConfig, layout: Layout) -> int:
-    """Elements of the residual stream of one micro-batch."""
-    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
-
-
-def _tokens(config: RunConfig, layout: Layout) -> int:
-    return layout.micro_batch_size * config.train.seq_length // layout.cp
-
-
-def _width(config: RunConfig) -> int:
-    """Bytes of a weight or an activation."""
-    return 2 if config.train.precision == "bf16" else _FP32

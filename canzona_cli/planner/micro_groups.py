@@ -14,7 +14,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import exchange
-from canzona_cli.planner.types import Assignment, MicroGroup, PlanSettings
+from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 

@@ -9,18 +9,131 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import get_args
+from typing import Literal, get_args
 
-from canzona_cli.config.schema import Layout, Reduction
+from canzona_cli.config.schema import BufferLayout, Grouping, Layout, Precision, Reduction, Splitting, Strategy
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.types import Algorithm, Assignment, Bucket, Cell, MicroGroup, Mode, PlanSettings, Range
 
+Mode = Literal["hosted"]
+"""How a matrix is updated; later: gram_sharded."""
 VERSION = 2
 """Of the content and its meaning; a plan of another version is not read."""
-
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
 """Key, value in one, value in the other."""
+_CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
+_TOLD_BY: Mapping[str, tuple[str, ...]] = {
+    "matrices": ("name",),
+    "buckets": ("stage", "index"),
+    "micro_groups": ("stage", "owner", "index"),
+}
+"""What an entry of a part is told by."""
+_REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+_MATRIX = tuple(field.name for field in fields(Matrix))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What an update costs depends on."""
+
+    name: Literal["adamw", "muon", "shampoo", "soap"]
+    """Whose update is priced; for a user's own optimizer the one it is like."""
+    custom: bool = False
+    """A user's own: measurements are looked up under its own label."""
+    ns_steps: int = 5
+    newton_schulz: Literal["standard", "gram"] = "standard"
+    refresh_period: int = 10
+    """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
+    max_preconditioner_dim: int = 8192
+    """Shampoo and SOAP: a side longer than this is not preconditioned."""
+    grafting: Literal["none", "sgd", "adam"] = "none"
+    """Shampoo: whose update's norm it is given."""
+    precision: Precision = "bf16"
+    """Muon: what its products are in. Shampoo's and SOAP's are in fp32."""
+    tf32: bool = True
+    """Shampoo and SOAP: in TF32 where there is any."""
+    stack: bool = False
+    """Muon: matrices of one shape in batched products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One rank of a pipeline stage's grid."""
+
+    owner: int
+    """DP rank."""
+    host: int
+    """TP rank of the owner's TP group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which cell updates which matrix: `cells[matrix.index]`."""
+
+    cells: tuple[Cell, ...]
+
+    def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
+        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        loads = [0.0] * (dp * tp)
+        for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
+            if matrix.stage == stage:
+                loads[cell.owner * tp + cell.host] += cost
+        return loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements."""
+
+    start: int
+    end: int
+    owner: int
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One unit of gradient reduction and parameter gathering of one stage's matrix buffer."""
+
+    index: int
+    stage: int
+    parameters: tuple[str, ...]
+    """In buffer order."""
+    elements: int
+    """Of the buffer, padding included."""
+    padding: int
+    ranges: tuple[Range, ...]
+    """Ascending; what lies between two is padding. An owner may have none, or several."""
+    reduction: Reduction = "reduce"
+    """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroGroup:
+    """Matrices of one owner whose fragments travel in one fused all-to-all over the owner's TP group."""
+
+    stage: int
+    owner: int
+    index: int
+    """Order of execution."""
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What the planner was asked for."""
+
+    strategy: Strategy
+    layout: BufferLayout = "owner"
+    splitting: Splitting = "split"
+    alpha: float = 1.0
+    c_max_bytes: int | None = None
+    """Largest fused exchange of one rank; null: chosen by `auto`."""
+    grouping: Grouping = "auto"
+    reduction: Reduction | None = None
+    """Of every bucket; null: chosen for each, see `planner.reduction`."""
+    exchange_dtype: Precision = "fp32"
+    """What gradients travel in between TP ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +162,26 @@ class Mesh:
     def rank(self, stage: int, cell: int) -> int:
         """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
         return stage * self.cells + cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank of the job."""
+
+    rank: int
+    stage: int
+    owner: int
+    host: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
+        owner, host = divmod(cell, mesh.tp)
+        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
+
+    def describe(self, mesh: Mesh) -> str:
+        """`rank 37: owner 4, host 5`."""
+        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
+        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,17 +360,6 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
         pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
     found = (_compared(key + name, a, b) for name, a, b in pairs)
     return next((one for one in found if one is not None), (key, mine, theirs))
-
-
-_CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
-_TOLD_BY: Mapping[str, tuple[str, ...]] = {
-    "matrices": ("name",),
-    "buckets": ("stage", "index"),
-    "micro_groups": ("stage", "owner", "index"),
-}
-"""What an entry of a part is told by."""
-_REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
-_MATRIX = tuple(field.name for field in fields(Matrix))
 
 
 def _digest(content: Mapping[str, object]) -> str:

@@ -9,31 +9,21 @@ from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
+from canzona_cli.planner.activations import stage_weights, transient
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.bounds import lower_bound
-from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
 from canzona_cli.planner.cost import Implementation, algorithm, seconds
+from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Groups, Links
-from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import (
-    GIB,
-    capacity,
-    element_bytes,
-    exchange_bytes,
-    factor_bytes,
-    least_step_bytes,
-    moment_bytes,
-    stage_weights,
-    transient,
-)
+from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
 from canzona_cli.planner.micro_groups import Link, micro_groups
+from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.subject import bucket_elements, settings, subject
+from canzona_cli.planner.subject import settings, subject
 
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
-_FP32 = 4
 _PROBES = (float(1 << 20), float(8 << 20))
 """Bytes of two exchanges of usual sizes."""
 
@@ -181,12 +171,12 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
     else:
         factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
     width, grad = element_bytes(config)
-    master = _FP32 if config.train.precision == "bf16" else 0
-    state = _FP32 + moment_bytes(how) + factors
+    master = FP32 if config.train.precision == "bf16" else 0
+    state = FP32 + moment_bytes(how) + factors
     left = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * _FP32)
+        adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * FP32)
         stored = (width + grad) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
         left.append(capacity(config) - stored - adamw - needed)

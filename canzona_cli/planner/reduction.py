@@ -7,17 +7,15 @@ from typing import Literal
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
 from canzona_cli.planner.cost import memory_rate
-from canzona_cli.planner.geometry import ALIGNMENT
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes
-from canzona_cli.planner.types import Bucket, PlanSettings
+from canzona_cli.planner.plan import Bucket, PlanSettings
 
 SIMILAR = 1.25
 """All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
 WORTH = 0.95
 """And chosen where it takes no more than this part of the per-owner reductions: it needs memory that they do not."""
-_FP32 = 4
 
 
 def even_shards(settings: PlanSettings) -> bool:
@@ -43,7 +41,7 @@ def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int
         return {}
     found = shares(bucket)
     packed = 0 if in_order(bucket) else sum(found.values()) * grad_bytes
-    total = 0 if grad_bytes == _FP32 else _FP32
+    total = 0 if grad_bytes == FP32 else FP32
     return {owner: (owners * grad_bytes + total) * found.get(owner, 0) + packed for owner in range(owners)}
 
 
@@ -141,8 +139,8 @@ class ReductionModel:
             [(ranks - 1) * share * self._grad for share in own],
             self._group,
         )
-        widened = 0 if self._grad == _FP32 else self._grad + _FP32
-        per_element = (ranks - 1) * (2 * _FP32 + self._grad) + _FP32 + self._grad + widened
+        widened = 0 if self._grad == FP32 else self._grad + FP32
+        per_element = (ranks - 1) * (2 * FP32 + self._grad) + FP32 + self._grad + widened
         packed = 0 if in_order(bucket) else 2 * total * self._grad
         local = (max(own) * per_element + packed) / self._rate + ranks * self._launch_s
         return replace(moved, latency_s=moved.latency_s + local)

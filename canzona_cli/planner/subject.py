@@ -7,9 +7,9 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import affecting
 from canzona_cli.model.shapes import ModelShapes
+from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.plan import Mesh, Scalar, Subject
-from canzona_cli.planner.types import PlanSettings
+from canzona_cli.planner.plan import Mesh, PlanSettings, Scalar, Subject
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -39,13 +39,6 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
             }
         ),
     )
-
-
-def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
-    """Size at which Megatron closes a bucket; None where it makes only one, for want of overlap."""
-    if not config.parallel.overlap_grad_reduce:
-        return None
-    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
 
 
 def settings(config: RunConfig) -> PlanSettings:

@@ -16,7 +16,7 @@ from canzona_cli.launch.torchrun import (
     ranks_per_node,
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
-from canzona_cli.planner.obtain import Obtained
+from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import describe_batch, describe_layout, describe_plan
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural

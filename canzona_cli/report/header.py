@@ -6,7 +6,7 @@ from pathlib import Path
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
-from canzona_cli.planner.obtain import Obtained
+from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.words import clean, count, layout_words, plural, real, step_time
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier, RunStatus, TrainView
-from canzona_cli.planner.obtain import Obtained
+from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.charts import bar
 from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier, RunStatus, TrainView
-from canzona_cli.planner.obtain import Obtained
+from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.run.events import Note

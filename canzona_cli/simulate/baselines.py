@@ -1,16 +1,14 @@
 """What canzona is compared with: Megatron's layer-wise optimizer, and the paper's own partition."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.contiguous import balanced_cuts
-from canzona_cli.planner.geometry import align, cut, owners, stage_parameters, stages
-from canzona_cli.planner.hosts import HostPacker, by_owner
-from canzona_cli.planner.placement import lay_out
-from canzona_cli.planner.types import Assignment, Bucket, Cell, Range
+from canzona_cli.planner.assign import balanced_cuts, by_owner
+from canzona_cli.planner.buckets import align, cut, lay_out, owners, stage_parameters, stages
+from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +105,3 @@ def imbalance(loads: Sequence[float]) -> float:
     """Load balance: max over mean; 1.0 is perfect."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total > 0 else 1.0
-
-
-def padding_fraction(buckets: Sequence[Bucket]) -> float:
-    """Elements of padding for each element stored, over all stages."""
-    counts: Counter[str] = Counter()
-    for bucket in buckets:
-        counts["padding"] += bucket.padding
-        counts["used"] += bucket.elements - bucket.padding
-    return counts["padding"] / counts["used"] if counts["used"] else 0.0

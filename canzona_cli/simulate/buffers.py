@@ -11,11 +11,10 @@ from types import MappingProxyType
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.planner.buckets import bucket_elements, element_bytes
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes
+from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.subject import bucket_elements
-from canzona_cli.planner.types import Bucket
 from canzona_cli.simulate.model_time import Module, Part
 
 PART_OF: Mapping[Kind, Part] = MappingProxyType(

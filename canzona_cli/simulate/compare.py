@@ -10,12 +10,11 @@ from typing import Literal
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schema import BufferLayout, EngineConfig, Layout, RunConfig, Strategy
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.measures import balance, communication, plan_memory
-from canzona_cli.planner.memory import capacity, estimate
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.measures import balance, communication
+from canzona_cli.planner.memory import capacity, estimate, plan_memory
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded, update_costs
-from canzona_cli.planner.subject import bucket_elements
-from canzona_cli.planner.types import Assignment, Bucket, Cell
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.cores import with_cores
 from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import Unit, matmul_rate, matmul_seconds, memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes
 
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 

@@ -3,12 +3,10 @@
 from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of
 from canzona_cli.config.schema import Layout, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.measures import plan_memory
-from canzona_cli.planner.memory import estimate
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.memory import estimate, plan_memory
+from canzona_cli.planner.plan import Assignment, Plan
 from canzona_cli.planner.planner import update_costs
-from canzona_cli.planner.subject import bucket_elements
-from canzona_cli.planner.types import Assignment
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.compare import simulate_plan

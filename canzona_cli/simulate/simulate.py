@@ -15,10 +15,11 @@ from types import MappingProxyType
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.activations import stage_weights
+from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.memory import element_bytes, stage_weights
-from canzona_cli.planner.types import Assignment, Bucket, MicroGroup
+from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.measures import Balance, Communication, PlanMemory
+from canzona_cli.planner.measures import Balance, Communication
+from canzona_cli.planner.memory import PlanMemory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run import phases
 from canzona_cli.simulate.simulate import StrategyResult

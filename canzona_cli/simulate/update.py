@@ -20,11 +20,11 @@ from typing import Literal, Protocol
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
-from canzona_cli.planner.exchange import Exchange, Traffic, exchange
+from canzona_cli.planner.exchange import Exchange, Traffic, exchange, exchange_bytes
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.memory import element_bytes, exchange_bytes
-from canzona_cli.planner.types import Assignment, MicroGroup
+from canzona_cli.planner.plan import Assignment, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 _FP32 = 4

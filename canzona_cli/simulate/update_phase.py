@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.cost import adamw_seconds
 from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.memory import stage_weights
-from canzona_cli.planner.types import Assignment, MicroGroup
+from canzona_cli.planner.plan import Assignment, MicroGroup
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel
 

@@ -14,7 +14,7 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
-from canzona_cli.planner.measures import plan_memory
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.planner import make_plan
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import build

@@ -20,11 +20,11 @@ from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.bounds import lower_bound
-from canzona_cli.planner.buckets import buckets
-from canzona_cli.planner.geometry import stage_parameters
-from canzona_cli.planner.types import Assignment, PlanSettings
-from canzona_cli.simulate.baselines import imbalance, layerwise, padding_fraction, paper_contiguous
+from canzona_cli.planner.buckets import buckets, stage_parameters
+from canzona_cli.planner.measures import padding_fraction
+from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.plan import Assignment, PlanSettings
+from canzona_cli.simulate.baselines import imbalance, layerwise, paper_contiguous
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import Size, run
 
@@ -176,7 +176,7 @@ def test_contiguous_owners_ascend_in_every_bucket() -> None:
 _DIGEST = """
 import hashlib
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.types import PlanSettings
+from canzona_cli.planner.plan import PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 matrices = transformer(9, 256, 704, 32)
 found = assign(matrices, newton_schulz(matrices), grid(2, 5), PlanSettings(strategy="canzona", alpha=0.6))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.bounds import lower_bound
+from canzona_cli.planner.packing import lower_bound
 from tests.planner.planning import least_makespan
 
 UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)

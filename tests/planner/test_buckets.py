@@ -12,9 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from canzona_cli.config.schema import BufferLayout, Layout
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets
-from canzona_cli.planner.geometry import stage_parameters
-from canzona_cli.planner.types import Assignment, Cell, PlanSettings
+from canzona_cli.planner.buckets import buckets, stage_parameters
+from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 
 MODELS = st.builds(

@@ -28,7 +28,7 @@ from canzona_cli.planner.cost import (
     seconds,
     work,
 )
-from canzona_cli.planner.types import Algorithm
+from canzona_cli.planner.plan import Algorithm
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = Algorithm(name="muon")

@@ -14,15 +14,13 @@ from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.engine.buffers import Messages
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Route, exchange, from_hosts, senders, to_hosts
+from canzona_cli.planner.exchange import Route, exchange, exchange_bytes, from_hosts, senders, to_hosts
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.measures import communication, exchange_sent
-from canzona_cli.planner.memory import exchange_bytes
+from canzona_cli.planner.memory import step_buffers
 from canzona_cli.planner.micro_groups import Job, Link, pipeline_seconds
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.step_buffers import step_buffers
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
 from canzona_cli.planner.subject import subject
-from canzona_cli.planner.types import Assignment, Cell, MicroGroup
 from canzona_cli.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model

@@ -8,8 +8,8 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.measures import balance, communication, exchange_sent, plan_memory
-from canzona_cli.planner.memory import GIB, estimate
+from canzona_cli.planner.measures import balance, communication, exchange_sent
+from canzona_cli.planner.memory import GIB, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
 from tests import sizes

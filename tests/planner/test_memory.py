@@ -11,20 +11,20 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Splitting
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.planner.activations import matrix_shapes, stage_weights
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.memory import (
     GIB,
     MemoryEstimate,
+    balanced_placement,
     capacity,
     estimate,
     factor_bytes,
-    matrix_shapes,
+    layerwise_placement,
     moment_bytes,
     placement,
-    stage_weights,
 )
-from canzona_cli.planner.placement import balance, layerwise
-from canzona_cli.planner.types import Algorithm
+from canzona_cli.planner.plan import Algorithm
 from tests.sizes import layout, model, run
 
 N = 596_049_920
@@ -217,7 +217,7 @@ def test_capacity_leaves_out_what_is_reserved() -> None:
     bucket=st.none() | st.integers(64, 10_000),
 )
 def test_layerwise_packing_loses_nothing(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> None:
-    held = layerwise(sizes, layers, shards, bucket)
+    held = layerwise_placement(sizes, layers, shards, bucket)
     total = layers * sum(sizes)
     assert held.padded >= total
     assert held.padded % shards == 0
@@ -233,7 +233,7 @@ def test_layerwise_packing_loses_nothing(sizes: tuple[int, ...], layers: int, sh
 def test_balancing_stays_within_a_matrix_of_the_mean(
     shapes: tuple[tuple[int, int], ...], layers: int, cells: int, in_order: bool
 ) -> None:
-    held = balance(shapes, layers, cells, in_order=in_order)
+    held = balanced_placement(shapes, layers, cells, in_order=in_order)
     total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
     assert max(largest, total / cells) <= held.worst <= total / cells + largest
     assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst

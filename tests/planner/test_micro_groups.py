@@ -13,7 +13,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.micro_groups import Job, Link, micro_groups, pipeline_seconds
-from canzona_cli.planner.types import Assignment, MicroGroup, PlanSettings
+from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 
 MODELS = st.builds(

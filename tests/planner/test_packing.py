@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canzona_cli.planner.bounds import packing_bound
-from canzona_cli.planner.packing import pack
+from canzona_cli.planner.packing import pack, packing_bound
 from tests.planner.planning import least_height
 
 COSTS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=9)

@@ -6,7 +6,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.placement import layerwise
+from canzona_cli.planner.memory import layerwise_placement
 from tests.sizes import Size, model
 
 
@@ -29,7 +29,7 @@ def test_layerwise_counts_what_megatron_lays_out(size: Size, tp: int, shards: in
         first, last = buckets[bucket_id]
         loads[(start - first) * shards // (last - first)] += end - start
 
-    held = layerwise(sizes, shape.num_layers, shards, bucket)
+    held = layerwise_placement(sizes, shape.num_layers, shards, bucket)
 
     assert held.padded == buckets[-1][1]
     assert held.worst == max(loads)

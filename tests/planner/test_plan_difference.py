@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.planner.plan import Plan, first_difference
+from canzona_cli.planner.plan import Assignment, Cell, Plan, first_difference
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.types import Assignment, Cell
 from tests import sizes
 
 

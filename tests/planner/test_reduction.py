@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from canzona_cli.config.schema import ClusterConfig, Reduction
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import SIMILAR, WORTH, ReductionModel, scratch_bytes, shares
-from canzona_cli.planner.types import Bucket, PlanSettings, Range
 from tests.sizes import H100, layout, run
 
 CANZONA = PlanSettings(strategy="canzona")

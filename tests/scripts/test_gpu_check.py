@@ -13,7 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.cost import flops
-from canzona_cli.planner.types import Algorithm
+from canzona_cli.planner.plan import Algorithm
 from tests.sizes import model
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,11 @@ from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.buckets import bucket_elements, buckets
 from canzona_cli.planner.cost import algorithm, flops, seconds
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
-from canzona_cli.planner.subject import bucket_elements
-from canzona_cli.planner.types import Assignment, Bucket, Cell, MicroGroup, PlanSettings
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, MicroGroup, PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.iteration import IterationTimeline

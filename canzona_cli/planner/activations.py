@@ -1,0 +1,215 @@
+"""Memory a rank needs while it computes, on top of what it keeps: activations, logits, workspace of the update.
+
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query attention,
+QK-norm and no dropout (see `layer_activations`). Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+"""
+
+import math
+from dataclasses import dataclass
+
+from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model import qwen3
+from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.planner.buckets import FP32, element_bytes
+from canzona_cli.planner.cost import algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWeights:
+    """Parameters one tensor-parallel rank of one pipeline stage stores."""
+
+    matrices: int
+    """Elements in 2-D layer weights."""
+    others: int
+    """Elements AdamW updates: embedding, output layer, norms."""
+    largest: int
+    """Elements of the largest single parameter."""
+
+
+def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
+    """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
+    model, t = config.model, layout.tp
+    layers = model.num_layers // layout.pp
+    shapes = layer_shapes(model, "fused")
+    vocabulary = model.vocab_size * model.hidden_size // t
+    first, last = stage == 0, stage == layout.pp - 1
+    copies = int(first) + int(last and not (first and model.tied_embeddings))
+    others = layers * qwen3.norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
+    return StageWeights(
+        matrices=layers * sum(rows * cols // t for rows, cols in shapes),
+        others=others,
+        largest=max(vocabulary if copies else 0, *(rows * cols // t for rows, cols in shapes)),
+    )
+
+
+def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
+    splitting = config.engine.splitting
+    if not execution_of(config).ours and splitting != "fused":
+        splitting = "qkv"
+    return layer_shapes(config.model, splitting)
+
+
+def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
+    """Bytes one layer keeps for the backward pass of one micro-batch.
+
+    With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
+    - residual stream: two norm inputs and the two linear inputs they become, 4 T h / x elements;
+    - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
+      T (a + g) d / t, context T a d / t;
+    - core attention without a flash kernel (no Transformer Engine): the softmax in fp32 and its copy in w bytes,
+      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t, in place of the rotated k;
+    - SwiGLU: gate and up 2 T f / t, their product T f / t.
+    On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
+    copy of up. selective recomputes core attention, full keeps only the layer's input.
+    """
+    model, t, width = config.model, layout.tp, element_bytes(config)[0]
+    tokens, stream = _tokens(config, layout), _stream(config, layout)
+    if recompute == "full":
+        return width * stream
+    on_cpu, bf16 = config.cluster.device == "cpu", width < FP32
+    heads, groups = (
+        count * model.head_dim * tokens // t for count in (model.num_attention_heads, model.num_query_groups)
+    )
+    fused_qkv, rotated_q, rotated_k, context = heads + 2 * groups, heads, groups, heads
+    attention = width * (fused_qkv + heads + rotated_q + rotated_k + context)
+    if on_cpu:
+        # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
+        attention += FP32 * (heads + groups) + (FP32 * (heads + groups) - width * heads if bf16 else 0)
+    if not config.cluster.transformer_engine and recompute == "none":
+        attention += (FP32 + width if bf16 else FP32) * _scores(config, layout)
+        if heads > groups:
+            attention += width * (2 * heads - rotated_k)
+            # Repeating copied v, so nothing holds the fused qkv unless a norm kept its input there.
+            attention -= width * fused_qkv if on_cpu and bf16 else 0
+    mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
+    return 2 * _norm(config, stream) + attention + mlp
+
+
+def _norm(config: RunConfig, elements: int) -> int:
+    """Bytes an RMSNorm keeps, with its output, which the linear layer behind it keeps."""
+    width = element_bytes(config)[0]
+    return elements * (2 * FP32 + width if config.cluster.device == "cpu" else 2 * width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transient:
+    """Bytes one rank needs on top of its state, by when: a micro-batch, or the optimizer step."""
+
+    activations: int
+    logits: int
+    working: int
+    """Of one layer's backward pass, on top of activations; logits are gone by then."""
+    update: int
+    """Of the optimizer step, when activations and logits are gone."""
+    adamw: int = 0
+    """Of AdamW's update where that goes before the matrices'."""
+
+    def parts(self, *, reduction: int = 0) -> dict[str, int]:
+        """What is never alive together counts once: the later ones only beyond what has been freed by then.
+
+        Args:
+            reduction: what an all-to-all of gradients holds under the backward pass.
+        """
+        freed = self.activations + self.logits
+        working = self.working + reduction - self.logits
+        workspace = max(0, working, max(self.update, self.adamw) - freed)
+        return {
+            "activations": self.activations,
+            "logits": self.logits,
+            "workspace": workspace,
+        }
+
+
+def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
+    """What a rank of `stage` needs while it computes."""
+    model, width, t = config.model, element_bytes(config)[0], layout.tp
+    weights = stage_weights(config, layout, stage)
+    tokens, layers = _tokens(config, layout), model.num_layers // layout.pp
+    in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
+    activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
+    logits = 0
+    if stage == layout.pp - 1:
+        activations += _norm(config, _stream(config, layout))
+        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
+        logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
+    # largest weight before it joins the buffer, and what recomputation brings back.
+    working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
+    working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
+    if not config.cluster.transformer_engine:
+        working += (2 * FP32 + width) * _scores(config, layout)
+    return Transient(
+        activations=activations,
+        logits=logits,
+        working=working,
+        update=_update_workspace(config, layout, weights),
+        adamw=_adamw_workspace(config, layout, weights) if execution_of(config).ours else 0,
+    )
+
+
+def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
+    """What the optimizer step needs on top of its state, when activations are gone.
+
+    Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
+    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
+    squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
+    """
+    shards = layout.dp * layout.cp
+    local = weights.matrices + weights.others
+    if execution_of(config).ours:
+        return _main_gradients(config, layout, weights) + _matrix_workspace(config)
+    # Reduced in bf16, gradients are copied to fp32 for the masters.
+    copies = FP32 * (local if execution_of(config).everywhere else math.ceil(local / shards))
+    copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
+    foreach = 0 if config.cluster.transformer_engine else FP32 * math.ceil(local / shards)
+    if execution_of(config) is Execution.ADAMW:
+        return copies + foreach
+    return copies + _matrix_workspace(config)
+
+
+def _matrix_workspace(config: RunConfig) -> int:
+    """Of the largest matrix's update; one optimizer instance updates all, one after another."""
+    how, width, shapes = algorithm(config), element_bytes(config)[0], matrix_shapes(config)
+    rows, cols = max(shapes, key=math.prod)
+    if how.name == "muon":
+        return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    if how.name == "adamw":
+        return 3 * FP32 * rows * cols
+    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    return 3 * FP32 * rows * cols + 4 * FP32 * max(sides, default=0) ** 2
+
+
+def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
+    """Reduced in bf16, a rank's share of the other parameters' gradients is copied to fp32, until the step is over."""
+    if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32":
+        return 0
+    return FP32 * math.ceil(weights.others / _adamw_shards(config, layout))
+
+
+def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
+    """Of AdamW on the parameters that are no matrices; torch's foreach version makes an fp32 temporary of them."""
+    share = math.ceil(weights.others / _adamw_shards(config, layout))
+    foreach = 0 if config.cluster.transformer_engine else FP32 * share
+    return _main_gradients(config, layout, weights) + foreach
+
+
+def _adamw_shards(config: RunConfig, layout: Layout) -> int:
+    return 1 if execution_of(config) is Execution.REDUNDANT else layout.dp * layout.cp
+
+
+def _scores(config: RunConfig, layout: Layout) -> int:
+    """Elements of one micro-batch's attention scores in one layer."""
+    heads = config.model.num_attention_heads // layout.tp
+    return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
+
+
+def _stream(config: RunConfig, layout: Layout) -> int:
+    """Elements of the residual stream of one micro-batch."""
+    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
+
+
+def _tokens(config: RunConfig, layout: Layout) -> int:
+    return layout.micro_batch_size * config.train.seq_length // layout.cp
