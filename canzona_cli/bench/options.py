@@ -1,4 +1,4 @@
-"""What the command line of `canzona bench` asks for besides the run itself, checked. No torch."""
+"""The options of `canzona bench`, apart from the run itself, checked. No torch."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ SIMULATED_GPUS = "8..1024"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Strategies, length and outputs of a bench; `problems` is what is wrong with them."""
+    """Strategies, length and outputs of a bench; `problems` lists the mistakes among them."""
 
     strategies: tuple[AnyStrategy, ...] | None
-    """None: all that the run can have."""
+    """None: every strategy that the run can have."""
     rounds: int
     steps_per_turn: int
     out: Path | None
@@ -30,7 +30,7 @@ class Options:
     sweep: SweepKind | None
     values: tuple[str, ...]
     gpus: tuple[int, ...]
-    """What is simulated; empty where a bench is run."""
+    """Numbers of GPUs to simulate; empty where a bench is run."""
     problems: tuple[Problem, ...]
 
 
@@ -46,15 +46,14 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Check options by themselves; problems are kept, to be told with those of the run.
+    """Check the options by themselves; their problems are kept and raised later, together with those of the run.
 
     Args:
-        strategies: as typed: names, several in one word with commas between.
-        values: likewise.
-        gpus: numbers and ranges; `SIMULATED_GPUS` where a simulation names none.
+        strategies, values: as typed; a word may hold several, separated by commas.
+        gpus: numbers and ranges; None means `SIMULATED_GPUS` where a simulation is asked for.
 
     Raises:
-        EnvironmentProblem: matplotlib is wanted and not there.
+        EnvironmentProblem: a plot is asked for, but matplotlib is not installed.
     """
     names = _words(strategies)
     if plot is not None and find_spec("matplotlib") is None:
@@ -71,7 +70,7 @@ def read_options(
     )
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
-        # What is wrong is told anyway; the rest of the run is checked with something that works.
+        # The mistakes are reported anyway; valid numbers let the rest of the run be checked.
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
         out=out,
@@ -94,49 +93,49 @@ def _unknown(names: Sequence[str]) -> Iterator[Problem]:
             yield Problem(
                 key="--strategies",
                 value=name,
-                reason=f"is none of {', '.join(STRATEGIES)}",
+                reason=f"is not one of {', '.join(STRATEGIES)}",
                 fix=f"did you mean {meant}?" if meant else "--strategies canzona,sc",
             )
 
 
 def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
     if rounds < 1:
-        yield Problem(key="--rounds", value=rounds, reason="nothing would be measured", fix="use --rounds 6")
+        yield Problem(
+            key="--rounds", value=rounds, reason="is less than 1, so nothing would be measured", fix="use --rounds 6"
+        )
     if steps_per_turn < 2:
         yield Problem(
             key="--steps-per-turn",
             value=steps_per_turn,
-            reason="the first step of a turn is left out, so one has at least two",
+            reason="must be at least 2, because the first step of a turn is not counted",
             fix="use --steps-per-turn 3",
         )
 
 
 def _places(out: Path | None, plot: Path | None) -> Iterator[Problem]:
     if plot is not None and plot.suffix.lower() != ".png":
-        yield Problem(key="--plot", value=plot, reason="is drawn as PNG", fix=f"use --plot {plot.stem}.png")
+        yield Problem(key="--plot", value=plot, reason="must end in .png", fix=f"use --plot {plot.stem}.png")
     for key, path in (("--out", out), ("--plot", plot)):
         if path is not None and (reason := _not_writable(path)):
-            yield Problem(
-                key=key, value=path, reason=reason, fix=f"name a file in a place you may write to: {key} FILE"
-            )
+            yield Problem(key=key, value=path, reason=reason, fix=f"choose a file in a writable folder: {key} FILE")
 
 
 def _not_writable(path: Path) -> str:
-    """Why no file can be written there, after what may be minutes; empty when it can."""
+    """Why no file can be written there, known before the bench runs; empty when it can."""
     if path.is_dir():
         return "is a directory"
     if path.exists():
-        return "" if os.access(path, os.W_OK) else "does not allow writing"
+        return "" if os.access(path, os.W_OK) else "is not writable"
     folder = path.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        return f"{folder} is a file"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} does not allow writing"
+        return f"{folder} is a file, not a folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
 
 
 def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
-    """What --gpus says, and what is wrong with it."""
+    """The numbers that --gpus names, and its mistakes."""
     try:
         return parse_gpus(text), ()
     except ConfigError as error:
@@ -146,27 +145,32 @@ def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
 def _ignored(
     simulate: bool, names: Sequence[str], sweep: SweepKind | None, values: Sequence[str], gpus: str | None
 ) -> Iterator[Problem]:
-    """Options that would do nothing beside the others."""
+    """Options that have no effect together with the others."""
     if values and sweep is None:
         yield Problem(
             key="--values",
             value=",".join(values),
-            reason="is what --sweep goes through, and there is no --sweep",
+            reason="are values for --sweep, and there is no --sweep",
             fix="add --sweep alpha, c_max, gpus, optimizer or layers",
         )
     if gpus is not None and not simulate:
         yield Problem(
             key="--gpus",
             value=gpus,
-            reason="is what --simulate goes through, and a bench that is run has one number of ranks",
-            fix=f"add --simulate, or write gpus={gpus} for ranks here, or --sweep gpus",
+            reason="needs --simulate: a bench on real ranks has one number of ranks",
+            fix=f"add --simulate; for real ranks use gpus={gpus}, or --sweep gpus",
         )
     if simulate and sweep is not None:
-        yield Problem(key="--sweep", value=sweep, reason="runs benches, --simulate runs none", fix="leave one out")
+        yield Problem(
+            key="--sweep",
+            value=sweep,
+            reason="runs benches, while --simulate runs nothing",
+            fix="leave out one of the two",
+        )
     if simulate and names:
         yield Problem(
             key="--strategies",
             value=",".join(names),
-            reason="a simulation has all of them: they cost nothing",
+            reason="has no effect: a simulation always has all strategies",
             fix="leave it out",
         )

@@ -1,8 +1,8 @@
-"""What `canzona bench` found: measured beside predicted, as values that reports lay out and `--json` writes. No torch.
+"""The result of `canzona bench`, measured and predicted, as values that reports lay out and `--json` writes. No torch.
 
-Times are seconds. A round is one turn of every strategy of a sitting; a turn is a few consecutive training steps, of
-which the first is left out. A sitting is one process group in which strategies take turns on the same batches; where
-not all fit into memory together there are several, each with the reference strategy in it.
+Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted. A round is
+one turn of every strategy of a sitting. A sitting is one process group in which strategies take turns on the same
+batches; where not all fit into memory together there are several, each with the reference strategy in it.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ class Measured:
     iteration_s: tuple[float, ...]
     """By round: a whole training step of the slowest rank, mean over the turn's measured steps."""
     optimizer_s: tuple[float, ...]
-    """By round: from reduced gradients to the next forward. Exchange, matrix update and AdamW's update of the rank that
-    takes longest; norm and clip, and the wait for gathered parameters, of the rank that comes last to them (the others
-    wait for it there, which is no part of the optimizer step)."""
+    """By round: from reduced gradients to the next forward. Exchange, matrix update and AdamW's update are those of the
+    slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches them last (the
+    others wait for it there, which is not part of the optimizer step)."""
     processor_s: tuple[float, ...]
-    """By round: processor time of all ranks together in one step; where ranks outnumber cores this tells the work."""
+    """By round: processor time of all ranks together in one step; with more ranks than cores it shows the work."""
     phases: Mapping[str, OverRanks]
-    """In-step phases and `_total`s, by the breakdown's names."""
+    """In-step phases and `_total`s, with the breakdown's names."""
     load_balance: float
     """Of matrix updates, max over mean of the ranks; 1.0 where there are none."""
     losses: tuple[float, ...]
@@ -35,12 +35,12 @@ class Measured:
     tensor_bytes: tuple[int, ...]
     """By rank: buffers, masters, optimizer state, messages, scratch; no activations."""
     update_s: tuple[float, ...] = ()
-    """By rank: seconds of matrix updates in one step, mean over the measured steps; empty where it was not recorded."""
+    """By rank: seconds of matrix updates in one step, mean over the measured steps; empty if not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The plan's word on the same (`planner.predict.Prediction`)."""
+    """The prediction of the same (`simulate.predict`)."""
 
     iteration_s: float
     optimizer_s: float
@@ -48,23 +48,23 @@ class Predicted:
     """Mean over ranks."""
     load_balance: float
     tensor_bytes: int | None
-    """Of the fullest rank, what `Measured.tensor_bytes` counts; None where there is no plan."""
+    """What `Measured.tensor_bytes` counts, on the fullest rank; None where there is no plan."""
     memory_bytes: int
     """Of the fullest rank, activations included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyBench:
-    """One strategy: measured, and beside it the reference of the same sitting."""
+    """One strategy, measured and predicted."""
 
     measured: Measured
     predicted: Predicted
     sitting: int
     """Which sitting it was measured in, from 0."""
     arithmetic: str = ""
-    """Strategies with the same word here compute the same updates, so their losses must agree."""
+    """Strategies with equal values compute the same updates, so their losses must agree."""
     alone: bool = False
-    """Nothing else fitted into memory beside it: its times were not taken in turns with the reference's."""
+    """It did not fit into memory together with the reference, so they did not take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +82,17 @@ class BenchResult:
     """Name of the cluster profile the predictions rest on."""
     calibrated: bool
     machine: Mapping[str, str | int | float]
-    """What it ran on: processor, cores, torch, ranks, load average before it began."""
+    """Processor, cores, torch, ranks, and the load average before the bench began."""
     rounds: int
     steps_per_turn: int
     warm_up_rounds: int
     reference: AnyStrategy
-    """What the others are compared with: canzona where it ran, else the first strategy."""
+    """The others are compared with it: canzona where it ran, otherwise the first strategy."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
     """The reference, by sitting. `strategies[reference]` is the first."""
     notes: tuple[str, ...] = ()
-    """Choices made for the user: splitting, sittings, what was left out and why."""
+    """Choices made for the user: splitting, sittings, which strategies were left out and why."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """How many times longer the optimizer step of `strategy` is than the reference's in the same sitting."""
@@ -138,6 +138,6 @@ class BenchResult:
         return found.predicted.optimizer_s / Quartiles.of(found.measured.optimizer_s).median - 1
 
     def iteration_error(self, strategy: str) -> float:
-        """The same of the whole step."""
+        """The same for the whole step."""
         found = self.strategies[strategy]
         return found.predicted.iteration_s / Quartiles.of(found.measured.iteration_s).median - 1

@@ -1,4 +1,4 @@
-"""A bench's result as JSON: what `--json` prints and what stays in the bench directory. No torch."""
+"""A bench's result as JSON, for `--json` and for the bench directory. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,9 +19,9 @@ _OVERLAP = "the interquartile ranges of the two times overlap"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """The figures to read, and under `result` everything they come from.
+    """The figures to read, and under `result` everything they are computed from.
 
-    A speed-up is null where it may not be told; `withheld` says why.
+    A speed-up that must not be claimed is null; `withheld` gives the reason.
     """
     speedups, withheld = _speedups(result)
     overhead: object = None
@@ -76,7 +76,7 @@ def load(path: Path) -> BenchResult:
 
 
 def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
-    """Optimizer step and iteration of every other strategy over the reference's; why some are not told."""
+    """Optimizer step and iteration of every other strategy over the reference's; the reasons why some are missing."""
     found: dict[str, object] = {}
     withheld: dict[str, str] = {}
     disagree = bool(disagreements(result))

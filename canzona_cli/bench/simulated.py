@@ -1,4 +1,4 @@
-"""`canzona bench --simulate`: what every size and strategy is predicted to take on more and more GPUs. No torch.
+"""`canzona bench --simulate`: predicted times of every size and strategy on more and more GPUs. No torch.
 
 Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a simulated
 iteration of each strategy on that layout. Nothing here is measured.
@@ -22,7 +22,7 @@ from canzona_cli.simulate.study import Study
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 MOST_GPUS = 65_536
-"""More would take minutes to plan, and no profile's links are meant for it."""
+"""More would take minutes to plan, and no profile describes links of such a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +31,22 @@ class SimulatedStrategy:
 
     iteration_s: float
     optimizer_s: float
-    """With the exchange as if hidden under nothing (`StrategyResult.optimizer_s`)."""
+    """With nothing of the exchange hidden (`StrategyResult.optimizer_s`)."""
     optimizer_exposed_s: float
-    """What the iteration waits for."""
+    """The part that the iteration waits for."""
     overhead_over_adamw: float
-    """How much longer than AdamW's the iteration is; 0.01 is one per cent."""
+    """By how much the iteration is longer than AdamW's; 0.01 is one per cent."""
     load_balance: float
     """Of matrix updates, max over mean of all ranks."""
     memory_bytes: int
     """Of the fullest rank."""
     fits: bool
-    """Whether that is within the profile's memory; one that does not fit is timed as if it did."""
+    """Whether that is within the profile's memory; a strategy that does not fit is timed as if it did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCell:
-    """One size on one number of GPUs: all strategies on one layout, or the reason why there is none."""
+    """One size on one number of GPUs: all strategies on one layout, or the reason why no layout is possible."""
 
     recipe: str
     gpus: int
@@ -86,7 +86,7 @@ class Simulation:
         return tuple(cell for cell in self.cells if cell.recipe == recipe)
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """The content that `--json` prints."""
         return {
             "simulated": True,
             "optimizer": self.optimizer,
@@ -113,7 +113,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """Numbers of GPUs, ascending: `8..1024` doubles from 8 to 1024, `8,64,256` lists them, both may be mixed.
 
     Raises:
-        ConfigError: anything else; every mistake at once.
+        ConfigError: something else is written there; every mistake at once.
     """
     found: set[int] = set()
     problems: list[Problem] = []
@@ -162,7 +162,7 @@ def run_simulation(
             except ConfigError as error:
                 refused.append(error)
                 cells.append(_impossible(recipe, count, error))
-        if len(refused) == len(gpus):  # not a matter of how many GPUs: a mistake to be told as such
+        if len(refused) == len(gpus):  # not a matter of how many GPUs: a mistake in the settings
             raise ConfigError(*dict.fromkeys(problem for error in refused for problem in error.problems))
     return Simulation(
         optimizer=configs[0].optimizer.name,
@@ -181,17 +181,17 @@ def _numbers(text: str) -> Sequence[int] | str:
     first, dots, last = text.partition("..")
     ends = [first.strip(), last.strip()] if dots else [first.strip()]
     if not all(end.isascii() and end.isdigit() for end in ends):
-        return "is no number of GPUs and no range FROM..TO"
+        return "is neither a number of GPUs nor a range FROM..TO"
     low, high = int(ends[0]), int(ends[-1])
     if low < 1:
-        return "GPUs are counted from 1"
+        return "must be at least 1"
     if high > MOST_GPUS:
-        return f"is more than the {MOST_GPUS:,} GPUs that plans are made for"
+        return f"is more than {MOST_GPUS:,}, the most GPUs that are planned for"
     if high < low:
-        return "ends before it begins"
+        return "ends below its start"
     doubled = [low << power for power in range(high.bit_length()) if low << power <= high]
     if doubled[-1] != high:
-        return f"doubling {low} does not lead to {high}, but to {doubled[-1]} and {2 * doubled[-1]}"
+        return f"doubling {low} gives {doubled[-1]} and {2 * doubled[-1]}, but not {high}"
     return doubled
 
 
@@ -205,7 +205,12 @@ def _check(overrides: Sequence[str], named: Sequence[str], sizes: Sequence[str] 
         text = next(text for text in overrides if _key(text) == "gpus")
         count = text.partition("=")[2].strip()
         problems.append(
-            Problem(key="gpus", value=count, reason="is what --gpus goes through here", fix=f"write --gpus {count}")
+            Problem(
+                key="gpus",
+                value=count,
+                reason="has no effect with --simulate, which takes --gpus",
+                fix=f"use --gpus {count}",
+            )
         )
     if named and sizes:
         problems.append(
@@ -222,7 +227,7 @@ def _check(overrides: Sequence[str], named: Sequence[str], sizes: Sequence[str] 
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Composed for so many GPUs, planned as canzona; CPU ranks share cores as they do when a bench is predicted."""
+    """The run on that many GPUs, planned as canzona; CPU ranks share cores as in the predictions of a bench."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

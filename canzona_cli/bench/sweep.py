@@ -1,4 +1,4 @@
-"""The same bench for several values of one setting: the paper's ablations, and how things scale. No torch."""
+"""The same bench for several values of one setting: the paper's ablations, and scaling. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,24 +24,24 @@ _KEYS: Mapping[SweepKind, str] = {
     "layers": "model.num_layers",
 }
 _STRATEGIES: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {"alpha": ("canzona",), "c_max": ("canzona",)}
-"""Where nothing else depends on what is varied."""
+"""For settings that affect only canzona."""
 _AUTO = "auto"
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Benches that are ready to run, by the value they have."""
+    """Benches that are ready to run, by the value of the setting."""
 
     kind: SweepKind
     sessions: Mapping[str, Session]
 
 
 def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequence[Path] = ()) -> Sweep:
-    """Resolve and check the bench of every value, before the first is run.
+    """Resolve and check the benches of all values before the first one runs.
 
     Raises:
-        ConfigError: of all benches at once.
+        ConfigError: with the problems of all benches at once.
         EnvironmentProblem, DoesNotFit: as `session.prepare`.
     """
     kind = options.sweep
@@ -87,18 +87,18 @@ def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
 
 
 def _sets(word: str, kind: SweepKind) -> bool:
-    """Whether an override sets what is varied, so that the swept value takes its place."""
+    """Whether an override sets the swept setting; the swept value takes its place."""
     return word.partition("=")[0].strip() == _KEYS[kind]
 
 
 def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:
-    """Layouts on which what is varied changes nothing."""
+    """Layouts on which the swept setting changes nothing."""
     if kind == "alpha" and layout.dp * layout.cp == 1:
         return [
             Problem(
                 key="--sweep",
                 value=kind,
-                reason="alpha balances data-parallel ranks, and this layout has one",
+                reason="alpha balances data-parallel ranks, and this layout has only one",
                 fix="use more gpus, or a smaller parallel.tp",
             )
         ]
@@ -115,7 +115,7 @@ def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:
 
 
 def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ...]:
-    """What to go through where the user does not say."""
+    """The values to sweep where the user names none."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")
     if kind == "optimizer":
@@ -126,6 +126,6 @@ def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ..
     if kind == "layers":
         whole = config.model.num_layers // layout.pp
         return tuple(str(layout.pp * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
-    # From groups of the largest matrix alone to eight of them, and what the planner finds.
+    # From groups of one largest matrix to groups of eight, and the capacity that the planner finds.
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
     return (*(f"{times * largest / _MIB:.6g}" for times in (1, 2, 4, 8)), _AUTO)
