@@ -62,10 +62,10 @@ def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple
                 key=f"{name}, step {step}",
                 value=f"loss {own:.5f}",
                 reason=(
-                    f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they differ "
-                    f"by {difference:.2%}, and rounding explains at most {tolerance:.1%}"
+                    f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they "
+                    f"differ by {difference:.2%}, and rounding explains at most {tolerance:.1%}"
                 ),
-                fix="no speed-up is shown for strategies that compute different things; bench.json has the losses of every "
-                "step",
+                fix="no speed-up is shown for strategies that compute different things; bench.json has the losses of "
+                "every step",
             )
             return

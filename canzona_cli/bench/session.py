@@ -17,7 +17,7 @@ from canzona_cli.cluster.machine import cores, machine_facts
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.prepare import PreparedCorpus, ensure_corpus
+from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
 from canzona_cli.errors import (
     CanzonaError,
     ConfigError,

@@ -1,4 +1,4 @@
-"""`canzona checkpoint`: which checkpoints there are, whether they are whole, and what one holds."""
+"""`canzona checkpoint`: list checkpoints, verify them, and show what one contains."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +27,9 @@ def checkpoint() -> None:
 
 @app.command("list")
 def list_(where: Where = None, as_json: Json = False) -> None:
-    """List checkpoints, and whether each is whole.
+    """List checkpoints, and say whether each is complete.
 
-    By manifest and sizes alone; `canzona checkpoint verify` reads the content.
+    Reads manifests and file sizes only; `canzona checkpoint verify` reads the content.
     """
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.report.checkpoint import Listing
@@ -42,7 +42,7 @@ def list_(where: Where = None, as_json: Json = False) -> None:
 def verify(where: Where = None, as_json: Json = False) -> None:
     """Read every byte and compare it with the hashes.
 
-    Of one checkpoint, or of all of a run. Exit code 5 when a file is missing, truncated or damaged; each one is named.
+    Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there is one.
     """
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.checkpoint.verify import shortened
@@ -59,7 +59,7 @@ def verify(where: Where = None, as_json: Json = False) -> None:
 
 @app.command()
 def show(where: Where = None, as_json: Json = False) -> None:
-    """Show what the newest or a given checkpoint holds."""
+    """Show what a checkpoint contains: the newest one, or the one named."""
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.errors import CheckpointInvalid
     from canzona_cli.report.checkpoint import Content

@@ -31,7 +31,7 @@ def prepare(
         str,
         typer.Option(
             metavar="byte|bpe|PATH",
-            help="byte: a token a byte. bpe: byte-pair encoding learnt from the inputs. PATH: a tokenizer.json.",
+            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs. PATH: a tokenizer.json.",
         ),
     ] = "byte",
     vocab_size: Annotated[
@@ -39,7 +39,9 @@ def prepare(
     ] = None,
     eod: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="What ends a document in a tokenizer.json. [default: found by usual names]"),
+        typer.Option(
+            metavar="TOKEN", help="End-of-document token of a tokenizer.json. [default: one of the usual names]"
+        ),
     ] = None,
     format: Annotated[
         Literal["auto", "text", "jsonl"],
@@ -49,16 +51,14 @@ def prepare(
         str, typer.Option(metavar="NAME", help="The field of a JSONL line that holds its text.")
     ] = "text",
     document: Annotated[
-        Literal["file", "line"], typer.Option(help="What one document of plain text is. Every JSONL line is one.")
+        Literal["file", "line"], typer.Option(help="What counts as a document in plain text. Every JSONL line is one.")
     ] = "file",
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads that tokenise. [default: one per core]")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Tokeniser threads. [default: one per core]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.
 
-    Nothing is left behind when it fails or is interrupted, and an existing PREFIX stays until the new one is whole.
+    If it fails or is interrupted it leaves nothing behind; an existing PREFIX stays until the new one is complete.
     """
     import signal
 
@@ -66,7 +66,7 @@ def prepare(
     from canzona_cli.data.prepare import prepare as run
     from canzona_cli.report.prepare import preparation_progress, print_prepared
 
-    # A closed terminal or a scheduler's kill must clean up as Ctrl-C does.
+    # After a closed terminal or a scheduler's kill, clean up as after Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     request = PrepareRequest(

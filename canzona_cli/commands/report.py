@@ -1,4 +1,4 @@
-"""`canzona report RUN_DIR`: how a run went, from the files it left; and how it differs from another one."""
+"""`canzona report RUN_DIR`: how a run went, from the files it left; and how two runs differ."""
 
 from pathlib import Path
 from typing import Annotated
@@ -43,17 +43,17 @@ def report(
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, as_json: bool) -> None:
-    """One directory, two to compare; a trace is of one run."""
+    """One directory, or two to compare; a trace belongs to one run."""
     from canzona_cli.errors import ConfigError, Problem
 
     problems = []
     wanted = 2 if compare else 1
     if len(run_dirs) != wanted:
         fix = "canzona report --compare RUN_A RUN_B" if compare or len(run_dirs) == 2 else "canzona report RUN_DIR"
-        reason = f"there are {len(run_dirs)} run directories, where {wanted} can be shown"
+        reason = f"there are {len(run_dirs)} run directories, but {wanted} can be shown"
         problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
     if compare and trace is not None:
-        reason, fix = "a trace is of one run", "write one trace for each run, without --compare"
+        reason, fix = "a trace shows one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
     if as_json and trace is not None:
         reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"

@@ -162,7 +162,7 @@ def _launch(
     from dataclasses import replace
 
     from canzona_cli.config.compose import dump_resolved
-    from canzona_cli.data.prepare import ensure_corpus
+    from canzona_cli.data.corpus import ensure_corpus
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.machines import Machines
     from canzona_cli.launch.resume import reordered, resumption

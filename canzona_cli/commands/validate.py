@@ -55,7 +55,7 @@ def validate(
     plan = obtain_plan(config, layout)
     corpus = None
     if config.data.source == "prepared":
-        from canzona_cli.data.prepare import ensure_corpus
+        from canzona_cli.data.corpus import ensure_corpus
 
         corpus = asdict(ensure_corpus(config))
     elif config.data.tokenizer not in ("byte", "bpe"):

@@ -35,7 +35,7 @@ _INPUTS_KEPT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a build has come."""
+    """The progress of a build."""
 
     stage: Stage
     done: int
@@ -67,7 +67,7 @@ class BuildSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A finished pair, and what its making met."""
+    """A finished pair, and what happened while it was made."""
 
     prefix: Path
     sidecar: Sidecar
@@ -107,7 +107,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             _tokenise(readable, reader, tokenizer, writer, on_progress)
             if writer.documents == 0:
                 raise ConfigError(
-                    Problem(key="INPUT", reason="the inputs hold no text at all", fix="name files that are not empty")
+                    Problem(key="INPUT", reason="the inputs contain no text", fix="name files that are not empty")
                 )
             on_progress(Progress(stage="write", done=0, total=None, tokens=writer.tokens, documents=writer.documents))
             writer.finish()
@@ -226,7 +226,7 @@ def _describe(
 def _spooled(
     sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
 ) -> Iterator[list[Source]]:
-    """The sources; pipes copied to the disk first where they must be read twice, for the vocabulary and for the ids."""
+    """The sources; pipes are copied to disk first if they must be read twice, for the vocabulary and for the ids."""
     if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
         yield list(sources)
         return
@@ -265,8 +265,8 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """What an OSError while writing at `prefix` means to the user."""
-    fix = "choose a folder you may write to"
+    """The problem to show for an OSError while writing at `prefix`."""
+    fix = "choose a writable folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = 0
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run asks for before it starts: its corpus, prepared, intact, and fitting its model."""
+"""The corpus of a run, checked before it starts: prepared, intact, and suitable for its model."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _CONFIG_KEYS = {
     "--output": "data.cache_dir",
     "INPUT": "data.source",
 }
-"""Where a setting of the command stands in a run's configuration."""
+"""The configuration key for an option of `canzona data prepare`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class PreparedCorpus:
 
     prefix: Path
     tokenizer: str
-    """Its name; `unknown` for a pair of another tool."""
+    """Its name; `unknown` for a pair that another tool made."""
     vocab_size: int
-    """One more than the largest id the tokenizer can give, or that was found where the tokenizer is unknown."""
+    """One more than the largest id the tokenizer can produce or, if it is unknown, the largest id found."""
     tokens: int
     documents: int
     max_token_id: int
     eod: int | None
-    """None for a pair of another tool: its end of a document is not written anywhere."""
+    """None for a pair that another tool made: its files do not name an end-of-document token."""
     train_tokens: int
     validation_tokens: int
 
@@ -51,7 +51,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
 
     Args:
         config: the run; the model's vocabulary and the sequence length are checked against the data.
-        on_progress: told what is going on and the share of it done, 0 to 1.
+        on_progress: receives what is being done and the share that is done, 0 to 1.
 
     Raises:
         ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at once.
@@ -87,7 +87,7 @@ def check_tokenizer(config: RunConfig) -> None:
     """Open the tokenizer.json that `data.tokenizer` names, without preparing anything.
 
     Raises:
-        ConfigError: there is no such file, or it is no tokenizer.
+        ConfigError: there is no such file, or it is not a tokenizer.
     """
     try:
         load_json_tokenizer(config.data.tokenizer)
@@ -113,7 +113,7 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
         try:
             waiting = "waiting for another run that prepares the same corpus"
             with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
-                if found := _intact(prefix):  # the one we waited for has made it
+                if found := _intact(prefix):  # the run we waited for has made it
                     return found
                 build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
         except OSError as error:
@@ -139,7 +139,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
 
 
 def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
-    """The cached corpus, or None where there is none or it is damaged: ours to make again, nothing to ask about."""
+    """The cached corpus; None where there is none or it is damaged, because the cache can be made again."""
     try:
         pair = inspect_pair(prefix)
         sidecar = load_sidecar(pair)
@@ -156,8 +156,8 @@ def _make_folder(folder: Path) -> None:
             Problem(
                 key="data.cache_dir",
                 value=str(folder),
-                reason=f"the cache for prepared corpora cannot be made: {error.strerror}",
-                fix="data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER, with a folder you may write to",
+                reason=f"the cache for prepared corpora cannot be created: {error.strerror}",
+                fix="use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder",
             )
         ) from error
 
@@ -165,7 +165,7 @@ def _make_folder(folder: Path) -> None:
 def _in_words(progress: Progress) -> tuple[str, float]:
     share = min(1.0, progress.done / progress.total) if progress.total else 0.0
     if progress.stage == "learn vocabulary":
-        # The reading is the short part; the learning itself cannot be watched.
+        # Reading is the short part; the learning itself reports no progress.
         return "learning a vocabulary from the Python standard library", share
     if progress.stage == "write":
         return "writing the corpus", 1.0
@@ -173,17 +173,17 @@ def _in_words(progress: Progress) -> tuple[str, float]:
 
 
 def _in_config_words(problem: Problem) -> Problem:
-    """The same problem for somebody who typed a configuration, not the options of `canzona data prepare`."""
+    """The same problem, worded for a run's configuration instead of the options of `canzona data prepare`."""
     fix = problem.fix
     if problem.key == "--output":
-        fix = "data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER, with room and a folder you may write to"
+        fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
     elif "--eod" in fix:
         fix = f"canzona data prepare stdlib --output PREFIX --tokenizer {problem.value}: {fix}"
     return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
 
 
 def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
-    """The largest id of a pair that says nothing about itself; remembered, because reading it all may take minutes."""
+    """The largest id of a pair without a sidecar; cached, because reading all of it may take minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -197,7 +197,7 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
         temporary(memo).write_text(str(largest))
         temporary(memo).replace(memo)
     except OSError:
-        pass  # a run needs no cache here, it only saves the next scan
+        pass  # only the next scan would gain from it
     return largest
 
 
@@ -209,8 +209,8 @@ def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> list[Prob
         Problem(
             key="model.vocab_size",
             value=config.model.vocab_size,
-            reason=f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, which the embedding does not hold",
-            fix=f"model.vocab_size={padded_vocab_size(least)} ({least} is the least; multiples of 128 divide well)",
+            reason=f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, more than the embedding has",
+            fix=f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)",
         )
     ]
 
@@ -235,7 +235,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) 
                 key="train.seq_length",
                 value=config.train.seq_length,
                 reason=f"the data has only {corpus.tokens:,} tokens, less than one sample",
-                fix="more text, or a shorter train.seq_length",
+                fix="prepare more text, or use a shorter train.seq_length",
             )
         ]
     if corpus.train_tokens < needed or (share > 0 and corpus.validation_tokens < needed):
@@ -245,7 +245,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) 
             Problem(
                 key="data.validation_fraction",
                 value=config.data.validation_fraction,
-                reason=f"leaves {left:,} tokens for {which}, a sample needs {needed:,}",
+                reason=f"leaves {left:,} tokens for {which}, but a sample needs {needed:,}",
                 fix=_better_fraction(pair, needed),
             )
         ]
@@ -253,7 +253,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) 
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """The least share for validation, in hundredths, with which both splits hold `needed` tokens; None: no such."""
+    """The smallest share for validation, in hundredths, that leaves both splits `needed` tokens; None if none does."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 

@@ -235,7 +235,7 @@ def inspect_pair(prefix: Path) -> PairInfo:
     """
     bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
     if bare != prefix and bin_path(bare).is_file() and not bin_path(prefix).is_file():
-        reason = "one file of the pair; both are meant, by the beginning of their names"
+        reason = "is one file of the pair; name both by the prefix that they share"
         raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if missing:

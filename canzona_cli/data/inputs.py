@@ -51,7 +51,7 @@ def _expand(text: str, wanted: InputFormat) -> list[Source]:
         return stdlib_sources()
     if text == STDIN:
         if sys.stdin.isatty():
-            raise input_error(text, "standard input is the terminal", "pipe text into it: zstdcat x.zst | canzona ...")
+            raise input_error(text, "standard input is a terminal", "pipe text into it: zstdcat x.zst | canzona ...")
         return [Source(label="standard input", path=None, format=wanted, size=None)]
     path = Path(text).expanduser()
     if path.is_dir():
@@ -72,7 +72,7 @@ def _walk(folder: Path, wanted: InputFormat) -> list[Source]:
     relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
     visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
     if not visible:
-        raise input_error(str(folder), "the folder holds no files", "name a folder with text or JSONL files")
+        raise input_error(str(folder), "the folder contains no files", "name a folder with text or JSONL files")
     return [_file_source(folder / name, wanted, from_folder=True) for name in visible]
 
 
@@ -81,7 +81,9 @@ def _file_source(path: Path, wanted: InputFormat, *, from_folder: bool = False) 
     suffix = suffixes[-1] if suffixes else ""
     if wanted == "auto" and suffix == ".json" and not from_folder:
         raise input_error(
-            str(path), ".json may be one value or one a line", "say --format jsonl (one object a line) or --format text"
+            str(path),
+            ".json may be a single value or one per line",
+            "use --format jsonl (one per line) or --format text",
         )
     kind: InputFormat = wanted
     if wanted == "auto":

@@ -1,4 +1,4 @@
-"""`prepare`, what `canzona data prepare` does: check everything first, then build one pair under its lock."""
+"""`canzona data prepare`: check everything first, then build one pair while holding its lock."""
 
 import os
 import shlex
@@ -10,15 +10,13 @@ from pathlib import Path
 
 from canzona_cli.data.bpe import MIN_VOCAB_SIZE
 from canzona_cli.data.build import BuildSettings, Built, OnProgress, build_pair, disk_problem, pair_files
-from canzona_cli.data.corpus import PreparedCorpus, cache_root, ensure_corpus, padded_vocab_size, usable_fraction
+from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
 from canzona_cli.data.sources import DocumentUnit, InputFormat, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-
-__all__ = ["PrepareRequest", "PreparedCorpus", "cache_root", "ensure_corpus", "prepare", "train_command"]
 
 DEFAULT_VOCAB_SIZE = 16384
 _MAX_VOCAB_SIZE = 1 << 20
@@ -37,7 +35,7 @@ class PrepareRequest:
     """The pair's path without extension."""
     tokenizer: str = "byte"
     vocab_size: int | None = None
-    """Entries of a bpe; None: 16384. Meaningless for the others."""
+    """Entries of a bpe; None: 16384. The other tokenizers have their own size."""
     eod: str | None = None
     """The end-of-document token of a tokenizer.json."""
     format: InputFormat = "auto"
@@ -57,7 +55,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
     prefix = Path(request.output).expanduser()
     sources, problems = find_sources(request.inputs, request.format)
     if not request.inputs:
-        problems.append(Problem(key="INPUT", reason="no inputs", fix="name files, folders, - or stdlib"))
+        problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
     problems += _tokenizer_problems(request)
     problems += _output_problems(prefix, sources, request)
     environment = _place_problems(prefix, sources, request)
@@ -82,7 +80,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
                 Problem(
                     key="--output",
                     value=str(prefix),
-                    reason="another canzona process is writing it right now",
+                    reason="another canzona process is writing it",
                     fix="wait for it, or choose another --output",
                 )
             ) from None
@@ -93,13 +91,13 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
 def train_command(built: Built) -> str:
     """A shell line that trains on the pair."""
     path = str(built.prefix)
-    # Hydra takes = , and blanks in a bare value for syntax of its own.
+    # In a bare value Hydra would read = , and blanks as syntax.
     plain = all(char.isalnum() or char in "/._-+" for char in path)
     data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
     recipe, seq_length = _TRIED_WITH
     words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
-    # Few documents: the usual share would round to nothing held out, and the run would be refused.
+    # With few documents the usual share would hold out nothing, and the run would be refused.
     share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_USUAL_FRACTION)
     if share is None:
         words.append("train.eval_interval=0")
@@ -113,15 +111,15 @@ def _tokenizer_problems(request: PrepareRequest) -> list[Problem]:
     is_file = request.tokenizer not in ("byte", "bpe")
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
-        reason = f"only a bpe is trained to a size; {request.tokenizer} has its own"
+        reason = f"only a bpe is trained to a chosen size; {request.tokenizer} has its own"
         problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or --tokenizer bpe"))
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
         reason = (
             f"a byte-level bpe has {MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries (256 bytes and the end of a document)"
         )
-        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="--vocab-size 16384 is usual here"))
+        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="use --vocab-size 16384"))
     if request.eod is not None and not is_file:
-        reason = f"the {request.tokenizer} tokenizer has an end-of-document id of its own"
+        reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
         problems.append(Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out"))
     elif is_file:
         try:
@@ -130,7 +128,7 @@ def _tokenizer_problems(request: PrepareRequest) -> list[Problem]:
             problems.extend(error.problems)
     if request.workers is not None and request.workers < 1:
         problems.append(
-            Problem(key="--workers", value=request.workers, reason="less than one thread", fix="--workers 1")
+            Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
         )
     return problems
 
@@ -139,10 +137,10 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
     key, shown = "--output", request.output
     if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
         example = prefix / "corpus"
-        reason = "a folder; the output is the beginning of several file names"
+        reason = "is a folder; the output is a prefix that several file names share"
         return [Problem(key=key, value=shown, reason=reason, fix=f"--output {example}")]
     if prefix.suffix in (".bin", ".idx"):
-        reason = "an extension; the output is a name to which .bin and .idx are added"
+        reason = "has an extension; the output is a prefix to which .bin and .idx are added"
         return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix.with_suffix('')}")]
     there = [path for path in pair_files(prefix) if path.exists()]
     inputs = {source.path.resolve() for source in sources if source.path is not None}
@@ -150,7 +148,7 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
         reason = f"would replace the input {clash[0]}"
         return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix}-tokens")]
     if there and not request.overwrite:
-        reason = f"exists already: {', '.join(path.name for path in there)}"
+        reason = f"already exists: {', '.join(path.name for path in there)}"
         return [
             Problem(key=key, value=shown, reason=reason, fix="--overwrite to replace it, or choose another --output")
         ]
@@ -162,13 +160,13 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "does not allow writing" if folder.is_dir() else "is not a folder"
+        what = "is not writable" if folder.is_dir() else "is not a folder"
         reason = f"cannot be written: {folder} {what}"
-        return [Problem(key="--output", value=str(prefix), reason=reason, fix="choose a folder you may write to")]
-    # Every byte becomes a two-byte id; for the other tokenizers nobody knows beforehand.
+        return [Problem(key="--output", value=str(prefix), reason=reason, fix="choose a writable folder")]
+    # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
     needed = 2 * sum(source.size or 0 for source in sources) if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
-    if disk.total > 0 and needed > disk.free:  # file systems that are no disks say 0
+    if disk.total > 0 and needed > disk.free:  # file systems without a disk report 0
         reason = f"the disk is too full: {needed / 2**20:,.0f} MiB needed, {disk.free / 2**20:,.0f} MiB free"
         return [Problem(key="--output", value=str(prefix), reason=reason, fix="make room, or choose another disk")]
     return []
@@ -176,7 +174,7 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
 
 @contextmanager
 def _output_folder(prefix: Path) -> Iterator[None]:
-    """Make the missing folders of the output; take them away again when nothing came of it."""
+    """Make the missing folders of the output, and remove them again if the build fails."""
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """What was read of one source: proof of what a corpus was made from."""
+    """What was read from one source: evidence of what a corpus was made from."""
 
     path: str
     bytes: int
@@ -80,7 +80,7 @@ def piece_bytes(sources: Sequence[Source]) -> int:
 
 @dataclass(kw_only=True)
 class Reader:
-    """Gives sources out as pieces and keeps count of what it met.
+    """Reads sources as pieces and counts what it reads.
 
     Args:
         piece: longest piece, bytes.
@@ -112,7 +112,7 @@ class Reader:
             raw = _Counted(open_source(source), self)
             with _buffered(raw) as buffered:
                 yield from self._pieces(source, buffered)
-                while buffered.read(1 << 20):  # what a decompressor left unread still counts for the hash
+                while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
                     pass
         except _DAMAGED as error:
             raise input_error(
@@ -173,7 +173,7 @@ class Reader:
                 yield text.encode(errors="replace")
 
     def _bad_lines(self, label: str, number: int, error: ValueError, stream: BinaryIO) -> list[Problem]:
-        """The first bad line and those soon after it: a systematic mistake shows, without reading on for hours."""
+        """The first bad line and the next few, to show a systematic mistake without reading on for hours."""
         found = [(number, str(error))]
         for line_number, line in enumerate(stream, number + 1):
             if len(found) == _MAX_BAD_LINES or line_number > number + _LINES_TO_SEARCH:
@@ -184,7 +184,7 @@ class Reader:
                 _text_of(line, self.text_key)
             except ValueError as again:
                 found.append((line_number, str(again)))
-        fix = "--text-key NAME names the field; --format text takes the lines as they are"
+        fix = "use --text-key NAME for another field, or --format text to take the lines as they are"
         return [Problem(key="INPUT", value=f"{label}:{at}", reason=reason, fix=fix) for at, reason in found]
 
 
@@ -265,7 +265,7 @@ def _text_of(line: bytes, key: str) -> str:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, not an object with a field {key!r}")
+        raise ValueError(f"is a {type(record).__name__}, not an object with a field {key!r}")
     if key not in record:
         names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
         raise ValueError(f"has no field {key!r}; it has {names}")

@@ -211,7 +211,7 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
             Problem(
                 key="--tokenizer",
                 value=str(path),
-                reason=f"not a tokenizer file: {str(error).splitlines()[0]}",
+                reason=f"is not a tokenizer file: {str(error).splitlines()[0]}",
                 fix="give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)",
             )
         ) from error
@@ -245,7 +245,7 @@ def _find_eod(backend: "RustTokenizer", wanted: str | None, path: Path) -> int:
         Problem(
             key="--tokenizer",
             value=str(path),
-            reason="it knows none of the usual end-of-document tokens",
+            reason="it has none of the usual end-of-document tokens",
             fix=_offer(special),
         )
     )

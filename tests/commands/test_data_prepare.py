@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, inspect_pair
-from canzona_cli.data.prepare import ensure_corpus
 from tests.waiting import PATIENCE_S, wait_until
 
 CANZONA = [sys.executable, "-c", "from canzona_cli.app import main; main()"]
