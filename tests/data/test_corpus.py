@@ -111,7 +111,7 @@ def test_prepared_data_comes_with_what_its_sidecar_says(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_told_with_the_least_size(tmp_path: Path) -> None:
     run, _ = prepared(tmp_path, LONG, "model.vocab_size=256")
     text = problems(run)["model.vocab_size"]
-    assert "257 is the least" in text
+    assert "at least 257" in text
     assert "model.vocab_size=384" in text
 
 
