@@ -125,5 +125,5 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     done = run_script(tmp_path / "a.json")
     assert done.returncode == 2
-    assert "not a result of canzona bench" in " ".join(done.stderr.split())
+    assert "it has no version" in " ".join(done.stderr.split())
     assert run_script().returncode == 2
