@@ -58,6 +58,12 @@ def test_the_sbatch_script_comes_with_the_wheel(site: Path, tmp_path: Path) -> N
     assert "#SBATCH --nodes=2\n" in printed
 
 
+def test_the_manuals_come_with_the_wheel(site: Path) -> None:
+    manuals = [path.relative_to(ROOT) for path in (ROOT / "canzona_cli").glob("*/README.md")]
+    assert manuals
+    assert not [path for path in manuals if not (site / path).is_file()]
+
+
 def test_the_wheel_names_its_commands_and_its_rendezvous(site: Path) -> None:
     (metadata,) = site.glob("canzona-*.dist-info")
     entry_points = (metadata / "entry_points.txt").read_text(encoding="utf-8")
