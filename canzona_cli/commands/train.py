@@ -1,23 +1,28 @@
 """`canzona train`: resolve, check, prepare, launch, watch, report."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from canzona_cli.commands.output import warn
 from canzona_cli.config.completion import complete_override
 from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
     from canzona_cli.config.schema import Layout, RunConfig
+    from canzona_cli.data.corpus import PreparedCorpus
+    from canzona_cli.launch.machines import Machines
     from canzona_cli.launch.outcome import Outcome
     from canzona_cli.launch.resume import Resumption
     from canzona_cli.launch.run_dir import RunDirectory
     from canzona_cli.launch.stop import Requests
+    from canzona_cli.launch.view import TrainView
     from canzona_cli.planner.plan_file import Obtained
 
 
@@ -74,8 +79,7 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides, recipes_dirs=recipes_dir or [])
-    for warning in composed.warnings:
-        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    warn(composed.warnings)
     config, layout = resolve(composed.config)
     adopted = adopt(config, current_step())
     config = adopted.config
@@ -159,17 +163,15 @@ def _launch(
     errors: "Console",
     requests: "Requests",
 ) -> "tuple[Outcome, RunDirectory]":
-    from dataclasses import replace
-
+    """Check, prepare data and run directory, and supervise the ranks of this machine until they end."""
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.data.corpus import ensure_corpus
     from canzona_cli.launch import preflight, torchrun
-    from canzona_cli.launch.machines import Machines
-    from canzona_cli.launch.resume import reordered, resumption
-    from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
+    from canzona_cli.launch.resume import resumption
+    from canzona_cli.launch.run_dir import check_free, prediction_here
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
-    from canzona_cli.run.files import RunFiles, read_json
+    from canzona_cli.run.files import read_json
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
@@ -177,39 +179,12 @@ def _launch(
     if node_rank == 0:
         check_free(config, goes_on=True)
         resumption(config, layout)
-    else:  # machine 0 shows the run; what it and this one print often lands in one file
+    else:  # machine 0 shows the run; its output and this one's often go to one file
         console.quiet = True
     view = make_view(config, layout, console)
-    preparing = False
-
-    def progress(what: str, fraction: float) -> None:
-        nonlocal preparing
-        preparing = True
-        view.progress(what, fraction)
-
-    try:
+    with _progress_of(view, requests) as progress:
         corpus = ensure_corpus(config, progress)
-        if node_rank == 0:
-            run = RunDirectory.create(config, goes_on=True)
-            found = run.go_on(config, layout)
-            _say_resumption(run, found, errors)
-            if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
-                errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-            machines = Machines(run.files, nodes=torchrun.node_count(config))
-        else:
-            run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
-            machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config))
-            config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
-    except KeyboardInterrupt as asked:
-        if preparing:
-            view.close("interrupted", "before training began")
-        if preparing and requests.reason == "interrupted":
-            raise typer.Exit(ExitCode.INTERRUPTED) from asked
-        raise
-    except Exception:
-        if preparing:  # give the terminal back before the error is shown
-            view.close("failed", "before training began")
-        raise
+        run, machines, config = _claim(config, layout, node_rank, corpus, errors)
     command = torchrun.build(config, layout, run.path)
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():
@@ -240,12 +215,60 @@ def _launch(
     return outcome, run
 
 
+@contextmanager
+def _progress_of(view: "TrainView", requests: "Requests") -> "Iterator[Callable[[str, float], None]]":
+    """Shows the progress of what happens before the launch; gives the terminal back before an error is shown."""
+    shown = False
+
+    def progress(what: str, fraction: float) -> None:
+        nonlocal shown
+        shown = True
+        view.progress(what, fraction)
+
+    try:
+        yield progress
+    except KeyboardInterrupt as asked:
+        if shown:
+            view.close("interrupted", "before training began")
+        if shown and requests.reason == "interrupted":
+            raise typer.Exit(ExitCode.INTERRUPTED) from asked
+        raise
+    except Exception:
+        if shown:
+            view.close("failed", "before training began")
+        raise
+
+
+def _claim(
+    config: "RunConfig", layout: "Layout", node_rank: int, corpus: "PreparedCorpus", errors: "Console"
+) -> "tuple[RunDirectory, Machines, RunConfig]":
+    """The run directory: machine 0 creates it or continues in it, the others wait there for machine 0's address."""
+    from dataclasses import replace
+
+    from canzona_cli.launch import torchrun
+    from canzona_cli.launch.machines import Machines
+    from canzona_cli.launch.resume import reordered
+    from canzona_cli.launch.run_dir import RunDirectory
+    from canzona_cli.run.files import RunFiles
+
+    nodes = torchrun.node_count(config)
+    if node_rank == 0:
+        run = RunDirectory.create(config, goes_on=True)
+        found = run.go_on(config, layout)
+        _say_resumption(run, found, errors)
+        if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
+            warn([warning])
+        return run, Machines(run.files, nodes=nodes), config
+    run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
+    machines = Machines(run.files, node_rank=node_rank, nodes=nodes)
+    return run, machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
+
+
 def _say_resumption(run: "RunDirectory", found: "Resumption | None", errors: "Console") -> None:
-    """What a run that goes on does otherwise, before anything starts."""
+    """How a run that continues differs from the one before, said before anything starts."""
     for note in run.notes:
         errors.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
-    for warning in () if found is None else found.warnings:
-        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    warn(() if found is None else found.warnings)
     if found is not None and found.spread:
         errors.print(f"note: spread otherwise: {found.spread}", style="dim", markup=False, soft_wrap=True)
 
@@ -258,7 +281,7 @@ def _conclude(
     from canzona_cli.run.breakdown import load_breakdown
 
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
-        # machine 0 has said all of it; both often write to one file
+        # machine 0 has reported everything; both often write to one file
         if outcome.exit_code:
             errors.print(f"machine {config.cluster.node_rank}: {outcome.message}", markup=False, soft_wrap=True)
     elif outcome.status == "failed":
@@ -275,7 +298,7 @@ def _conclude(
 
 
 def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
-    """Where the traces lie that were asked for, or why there is none."""
+    """Where the requested traces are, or why there are none."""
     from canzona_cli.errors import CanzonaError
     from canzona_cli.report.chrome_trace import write_trace
     from canzona_cli.run.words import plural
@@ -295,7 +318,7 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
 
 
 def _say_why(outcome: "Outcome", errors: "Console") -> None:
-    """The failing rank's own error first, then where it happened, then where to read on."""
+    """The error of the rank that failed, then its traceback, then the path of its log."""
     from canzona_cli.report.errors import ErrorView
 
     errors.print(ErrorView(error=outcome.error()))
