@@ -99,7 +99,7 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     write_json(content_of(result), options, as_json=as_json)
     check_losses(result)
     if options.plot is not None:
-        from canzona_cli.report.bench_plot import draw
+        from canzona_cli.report.bench_figures import draw
 
         draw(result, options.plot)
     if not as_json:
@@ -122,7 +122,7 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
     for result in results.values():
         check_losses(result)
     if options.plot is not None:
-        from canzona_cli.report.bench_sweep import draw_sweep
+        from canzona_cli.report.bench_figures import draw_sweep
 
         draw_sweep(sweep.kind, results, options.plot)
     if not as_json:
@@ -143,9 +143,9 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
         raise ConfigError(*options.problems)
     write_json(simulation.as_json(), options, as_json=as_json)
     if options.plot is not None:
-        from canzona_cli.report.bench_simulated import draw
+        from canzona_cli.report.bench_figures import draw_simulation
 
-        draw(simulation, options.plot)
+        draw_simulation(simulation, options.plot)
     if not as_json:
         from canzona_cli.report.bench_simulated import SimulationView
 

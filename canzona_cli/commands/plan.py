@@ -75,7 +75,7 @@ def plan(
         text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
         write_out(written, text, fix="name another place with --out FILE")
     if plot is not None:
-        from canzona_cli.report.plan_plot import draw
+        from canzona_cli.report.plan_figure import draw
 
         draw(study, plot)
     if json:

@@ -1,9 +1,9 @@
-"""What `canzona bench` prints: every strategy's step, measured beside predicted, and what may be concluded from it."""
+"""What `canzona bench` prints: every strategy's step, measured next to predicted, and what may be concluded from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, StrategyBench
@@ -22,194 +22,164 @@ from canzona_cli.report.bench_words import (
     ratio,
     times,
 )
-from canzona_cli.report.columns import Cell, Group, tables
+from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout
-from canzona_cli.report.stacked import legend, stacked
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
+from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
 from canzona_cli.run.why import explain
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
-_WIDEST = 130
 _SAID = ("device", "machine", "ranks")
-"""Of the machine's facts, what the title says, and a digest to tell machines apart."""
+"""Facts of the machine that the title says, and a digest to tell machines apart."""
+_SUMMARY = (
+    ("iteration", "bold"),
+    ("  quartiles", "dim"),
+    ("optimizer step", "bold"),
+    ("  quartiles", "dim"),
+    ("exposed communication", ""),
+    ("load balance", ""),
+    ("processor time", ""),
+    ("memory, MiB", ""),
+    ("  with activations", "dim"),
+)
+"""Rows below the phases, with their styles."""
 
 
 @dataclass(frozen=True)
-class BenchView:
-    """A rich renderable, from 60 columns on."""
+class BenchView(Page):
+    """A comparison of strategies, from 60 columns on."""
 
     result: BenchResult
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        options = options.update(max_width=min(options.max_width, _WIDEST))
-        yield from heading(self.result, "Bench", console, options)
-        yield Text()
-        yield from self._steps(options)
-        yield from _note(
-            "plan: predicted; error: predicted over measured, where either is 1% of the step", console, options
-        )
-        yield Text()
-        yield from self._bars(console, options)
-        if len(self.result.strategies) > 1:
-            yield Text()
-            yield from self._comparison(console, options)
-        yield Text()
-        yield from wrapped(Text("Why measured and predicted differ", style="bold"), console, options)
-        said: dict[str, list[str]] = {}
-        for name in order(self.result):
-            said.setdefault(_why(self.result, name), []).append(name)
-        for text, alike in said.items():
-            yield from wrapped(
-                Text(f"{', '.join(map(clean, alike))}: {text}"), console, options, first="  ", rest="    "
-            )
-        yield Text()
-        yield from wrapped(Text("Losses", style="bold"), console, options)
-        yield from self._losses(console, options)
-        if self.result.notes:
-            yield Text()
-            yield Text("Notes", style="bold")
-            for note in self.result.notes:
-                yield from wrapped(Text(clean(note)), console, options, first="  - ", rest="    ")
+    widest = 130
 
-    def _steps(self, options: ConsoleOptions) -> Iterator[Text]:
-        """Phases, step times, balance and memory of every strategy."""
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         result = self.result
-        names = order(result)
+        yield from heading(result, "Bench", screen)
+        yield Text()
+        yield self._steps()
+        yield note("plan: predicted; error: predicted over measured, where either is 1% of the step")
+        yield Text()
+        yield from self._bars(screen)
+        if len(result.strategies) > 1:
+            yield Text()
+            yield from self._comparison()
+        yield Text()
+        yield Text("Why measured and predicted differ", style="bold")
+        said: dict[str, list[str]] = {}
+        for name in order(result):
+            said.setdefault(_why(result, name), []).append(clean(name))
+        for text, alike in said.items():
+            yield wrapped(f"{', '.join(alike)}: {text}", first="  ", rest="    ")
+        yield Text()
+        yield Text("Losses", style="bold")
+        for name in order(result):
+            yield wrapped(_losses(result, name), first=f"  {clean(name):<10} ")
+        yield from items("Notes", map(clean, result.notes))
+
+    def _steps(self) -> GroupedTable:
+        """Phases, step times, balance and memory of every strategy."""
+        strategies = self.result.strategies
         phases = [
             phase
             for phase in LABELS
             if any(
-                s.measured.phases.get(phase) is not None or s.predicted.phases.get(phase)
-                for s in result.strategies.values()
+                s.measured.phases.get(phase) is not None or s.predicted.phases.get(phase) for s in strategies.values()
             )
         ]
-        labels: list[Cell] = [phase_name(phase) for phase in phases]
-        labels += ["iteration", "  quartiles", "optimizer step", "  quartiles", "exposed communication"]
-        labels += ["load balance", "processor time", "memory, MiB", "  with activations"]
-        styles = ["dim" if phase.endswith("_total") else "" for phase in phases]
-        styles += ["bold", "dim", "bold", "dim", "", "", "", "", "dim"]
-        groups = [
-            Group(
-                title=clean(name) + (" *" if result.strategies[name].alone else ""),
-                heads=("ms", "plan", "error"),
-                rows=(
-                    *(_phase_cells(result.strategies[name], phase) for phase in phases),
-                    *_summary_cells(result.strategies[name]),
-                ),
-            )
-            for name in names
-        ]
-        yield from tables(labels, groups, options, sections=(len(phases), len(phases) + 5), styles=styles, head="phase")
+        return GroupedTable(
+            head="phase",
+            labels=[*map(phase_name, phases), *(label for label, _ in _SUMMARY)],
+            groups=[
+                Columns(
+                    title=clean(name) + (" *" if strategies[name].alone else ""),
+                    heads=("ms", "plan", "error"),
+                    rows=(
+                        *(_phase_cells(strategies[name], phase) for phase in phases),
+                        *_summary_cells(strategies[name]),
+                    ),
+                )
+                for name in order(self.result)
+            ],
+            sections=(len(phases), len(phases) + 5),
+            styles=[
+                *("dim" if phase.endswith("_total") else "" for phase in phases),
+                *(style for _, style in _SUMMARY),
+            ],
+        )
 
-    def _bars(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def _bars(self, screen: Screen) -> Iterator[RenderableType]:
         """Two bars for each strategy on one scale: the step as measured, and as predicted."""
-        colour = console.color_system is not None and not options.ascii_only
         strategies = self.result.strategies
         scale = max(max(median(s.measured.iteration_s), s.predicted.iteration_s) for s in strategies.values())
-        title = Text.assemble(
-            ("Step", "bold"), f", mean over ranks, measured above predicted; the whole width is {step_time(scale)}"
-        )
-        yield from wrapped(title, console, options)
-        seen: dict[str, None] = {}
+        title = f", mean over ranks, measured above predicted; the full width is {step_time(scale)}"
+        yield wrapped(Text.assemble(("Step", "bold"), title))
+        seen: set[str] = set()
         for name in order(self.result):
             found = strategies[name]
             measured = {phase: measured_phase(found.measured, phase) or 0.0 for phase in IN_STEP}
             predicted = {phase: found.predicted.phases.get(phase, 0.0) for phase in IN_STEP}
-            for head, parts, total in (
+            for head, phases, total in (
                 (clean(name), measured, median(found.measured.iteration_s)),
                 ("", predicted, found.predicted.iteration_s),
             ):
-                shown: list[tuple[str, float]] = [(phase, seconds) for phase, seconds in parts.items() if seconds > 0]
-                seen |= dict.fromkeys(phase for phase, _ in shown)
-                drawn = stacked(shown, scale, options.max_width - 24, PHASES, colour=colour)
-                yield Text.assemble("  ", (f"{head:<10} ", "" if head else "dim"), f"{step_time(total):>9} ", drawn)
-        entries = [(phase, phase_name(phase)) for phase in PHASES if phase in seen]
-        yield from legend(entries, PHASES, options.max_width, colour=colour)
+                shown: list[tuple[str, float]] = [(phase, seconds) for phase, seconds in phases.items() if seconds > 0]
+                seen |= {phase for phase, _ in shown}
+                drawn = stacked(shown, scale, screen.width - 24, PHASES, colour=screen.colour)
+                yield Text.assemble(f"  {head:<10} {step_time(total):>9} ", drawn)
+        entries = [(phase, look.name) for phase, look in PHASES.items() if phase in seen]
+        yield from legend(entries, PHASES, screen.width, colour=screen.colour)
 
-    def _comparison(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Speed-ups of the reference, and what every strategy costs beside AdamW."""
-        result, reference = self.result, clean(self.result.reference)
-        names = order(result)
+    def _comparison(self) -> Iterator[RenderableType]:
+        """Speed-ups of the reference, and what every strategy costs over AdamW."""
+        result, reference, names = self.result, clean(self.result.reference), order(self.result)
         heads = ("measured", "plan")
-        steps = {
-            "optimizer step": _speedups(result, names, of="optimizer"),
-            "iteration": _speedups(result, names, of="iteration"),
-        }
-        groups = [Group(title=title, heads=heads, rows=rows) for title, rows in steps.items()]
+        groups = [
+            Columns(title="optimizer step", heads=heads, rows=tuple(_optimizer_cells(result, name) for name in names)),
+            Columns(title="iteration", heads=heads, rows=tuple(_iteration_cells(result, name) for name in names)),
+        ]
         if "adamw" in result.strategies:
-            rows = tuple(_overhead_cells(result, name) for name in names)
-            groups.append(Group(title="above AdamW", heads=heads, rows=rows))
-        title = Text.assemble(
-            ("Compared", "bold"),
-            f": how many times {reference}'s time, median [quartiles] of the ratios round by round",
-        )
-        yield from wrapped(title, console, options)
-        yield from tables([clean(name) for name in names], groups, options, head="strategy")
+            cells = tuple(_overhead_cells(result, name) for name in names)
+            groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
+        title = f": how many times {reference}'s time, median [quartiles] of the ratios round by round"
+        yield wrapped(Text.assemble(("Compared", "bold"), title))
+        yield GroupedTable(head="strategy", labels=[clean(name) for name in names], groups=groups)
         if len(groups) > 2:
-            yield from _note("above AdamW: how much longer the iteration is than AdamW's", console, options)
-        shown = [cell for group in groups for row in group.rows for cell in row]
-        if any(str(cell) == NOT_DISTINCT for cell in shown):
-            yield from _note(OVERLAP, console, options)
+            yield note("over AdamW: how much longer the iteration is than AdamW's")
+        if any(group.shows(NOT_DISTINCT) for group in groups):
+            yield note(OVERLAP)
         alone = [clean(name) for name in names if result.strategies[name].alone]
         if alone:
-            yield from _note(
-                f"* {', '.join(alone)}: measured alone, for want of memory; not in turns with {reference}",
-                console,
-                options,
+            yield note(
+                f"* {', '.join(alone)}: measured alone because memory is too small; not in turns with {reference}"
             )
 
-    def _losses(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        result = self.result
-        for name in order(result):
-            found = result.strategies[name]
-            losses = found.measured.losses
-            if not losses:
-                yield from _item(name, Text("not recorded"), console, options)
-                continue
-            said = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
-            kin = _kin(result, name)
-            if kin is not None:
-                theirs = result.strategies[kin].measured.losses
-                apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
-                said.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
-            elif name != result.reference:
-                said.append(", computes other updates: not compared", style="dim")
-            yield from _item(name, said, console, options)
 
-
-def heading(
-    result: BenchResult, what: str, console: Console, options: ConsoleOptions, *, without: str = ""
-) -> Iterator[Text]:
+def heading(result: BenchResult, what: str, screen: Screen, *, without: str = "") -> Iterator[RenderableType]:
     """What was run, on what, how often.
 
     Args:
         without: what varies, `optimizer` or `gpus`, and so cannot be said once for all.
     """
     unit = "GPU" if result.device == "cuda" else "CPU rank"
-    layout = describe_layout(result.layout, unit, times="x" if options.ascii_only else "×")
+    layout = describe_layout(result.layout, unit, times=screen.times)
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    title = Text.assemble(
-        (what, "bold"), f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}"
+    yield wrapped(
+        Text.assemble((what, "bold"), f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     )
-    yield from wrapped(title, console, options)
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
-    rows = [
-        (
-            "predicted",
-            Text.assemble(f"by profile {clean(result.profile)}, ", (trust, "" if result.calibrated else "yellow")),
-        ),
-        ("measured", Text(f"{_rounds(result)} in turns, {result.warm_up_rounds} before them to warm up")),
-    ]
+    profile = Text.assemble(f"by profile {clean(result.profile)}, ", (trust, "" if result.calibrated else "yellow"))
     machine = ", ".join(
         f"{clean(key).replace('_', ' ')} {_value(value)}" for key, value in result.machine.items() if key not in _SAID
     )
-    if machine:
-        rows.append(("machine", Text(machine)))
-    if result.overrides:
-        rows.append(("settings", Text(" ".join(clean(override) for override in result.overrides))))
-    for label, value in rows:
-        yield from _item(label, value, console, options, dim=True)
+    rows: dict[str, Text | str] = {
+        "predicted": profile,
+        "measured": f"{_rounds(result)} in turns, after {result.warm_up_rounds} to warm up",
+        "machine": machine,
+        "settings": " ".join(clean(override) for override in result.overrides),
+    }
+    yield from labelled(((label, value) for label, value in rows.items() if value), 11)
 
 
 def _rounds(result: BenchResult) -> str:
@@ -231,6 +201,7 @@ def _phase_cells(found: StrategyBench, phase: str) -> tuple[Cell, ...]:
 
 
 def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
+    """In the order of `_SUMMARY`."""
     measured, predicted = found.measured, found.predicted
     for values, planned in (
         (measured.iteration_s, predicted.iteration_s),
@@ -238,39 +209,48 @@ def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
     ):
         yield beside(median(values), planned)
         yield () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
-    yield beside(
-        exposed([(name, phase.mean_s) for name, phase in measured.phases.items()]),
-        exposed(list(predicted.phases.items())),
-    )
+    yield beside(exposed({name: phase.mean_s for name, phase in measured.phases.items()}), exposed(predicted.phases))
     yield beside(measured.load_balance, predicted.load_balance, ratio)
     yield (milliseconds(median(measured.processor_s)) if measured.processor_s else MISSING, "", "")
-    held = max(measured.tensor_bytes, default=None)
-    yield beside(held, predicted.tensor_bytes, mib)
+    yield beside(max(measured.tensor_bytes, default=None), predicted.tensor_bytes, mib)
     yield ("", mib(predicted.memory_bytes), "")
 
 
-def _speedups(result: BenchResult, names: Sequence[str], *, of: str) -> tuple[tuple[Cell, ...], ...]:
-    rows: list[tuple[Cell, ...]] = []
-    base = result.strategies[result.reference].predicted
-    for name in names:
-        predicted = result.strategies[name].predicted
-        if name == result.reference:
-            rows.append(("1", "1"))
-        elif of == "optimizer":
-            planned = predicted.optimizer_s / base.optimizer_s if base.optimizer_s else None
-            rows.append((times(result.optimizer_speedup(name)), f"{number(planned, '.2f')}x"))
-        else:
-            planned = predicted.iteration_s / base.iteration_s
-            rows.append((times(result.iteration_speedup(name)), f"{number(planned, '.2f')}x"))
-    return tuple(rows)
+def _optimizer_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
+    if name == result.reference:
+        return ("1", "1")
+    mine, base = (result.strategies[one].predicted.optimizer_s for one in (name, result.reference))
+    return times(result.optimizer_speedup(name)), f"{ratio(mine / base if base else None)}x"
 
 
-def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, ...]:
+def _iteration_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
+    if name == result.reference:
+        return ("1", "1")
+    mine, base = (result.strategies[one].predicted.iteration_s for one in (name, result.reference))
+    return times(result.iteration_speedup(name)), f"{ratio(mine / base)}x"
+
+
+def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
     found = result.overhead(name)
     if found is None:
         return (MISSING, MISSING)
     shown = percent(found.ratio.median - 1) if found.distinct else NOT_DISTINCT
     return (shown, percent(result.predicted_overhead(name)))
+
+
+def _losses(result: BenchResult, name: str) -> Text:
+    losses = result.strategies[name].measured.losses
+    if not losses:
+        return Text("not recorded")
+    said = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
+    kin = _kin(result, name)
+    if kin is not None:
+        theirs = result.strategies[kin].measured.losses
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
+        said.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
+    elif name != result.reference:
+        said.append(", not compared: it computes different updates", style="dim")
+    return said
 
 
 def _why(result: BenchResult, name: str) -> str:
@@ -295,15 +275,3 @@ def _kin(result: BenchResult, name: str) -> str | None:
         if other != name and result.strategies[other].arithmetic == result.strategies[name].arithmetic
     ]
     return None if name == result.reference or name == "adamw" or not same else same[0]
-
-
-def _item(label: str, value: Text, console: Console, options: ConsoleOptions, *, dim: bool = False) -> Iterator[Text]:
-    first = f"  {clean(label):<10} "
-    for line in wrapped(value, console, options, first=first, rest=" " * len(first)):
-        if dim:
-            line.stylize("dim", 0, len(first))
-        yield line
-
-
-def _note(text: str, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-    yield from wrapped(Text(text, style="dim"), console, options, first="  ", rest="  ")

@@ -1,6 +1,6 @@
-"""What the reports of `canzona bench` share: phases' short names, and numbers measured beside predicted."""
+"""What the reports of `canzona bench` share: short names of phases, and measured next to predicted numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.text import Text
 
@@ -12,9 +12,9 @@ from canzona_cli.run.words import MISSING, milliseconds, number, real
 MIB = 1 << 20
 TOLERANCE = 0.20
 """A prediction further off than this stands out."""
-NOT_DISTINCT = "not told apart"
+NOT_DISTINCT = "not significant"
 """Instead of a speed-up; `OVERLAP` below the table says why."""
-OVERLAP = "not told apart: intervals overlap, so no speed-up is claimed"
+OVERLAP = "not significant: the intervals overlap"
 
 
 def phase_name(phase: str) -> str:
@@ -31,7 +31,7 @@ def order(result: BenchResult) -> tuple[str, ...]:
 def error_text(measured: float | None, predicted: float | None) -> Text:
     """`+12%`: how much longer the prediction is; one that is far off stands out."""
     found, planned = real(measured), real(predicted)
-    if not found or not planned:  # what is not planned at all has no error that says more than the two numbers
+    if not found or not planned:  # the two numbers say all there is to say
         return Text("")
     error = planned / found - 1
     shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
@@ -59,7 +59,7 @@ def quartiles(values: Sequence[float], show: Callable[[float], str] = millisecon
 
 
 def times(speedup: Speedup) -> str:
-    """`4.16x [2.92, 5.28]`, or that the two cannot be told apart: then no number."""
+    """`4.16x [2.92, 5.28]`; no number where the difference is not significant."""
     if not speedup.distinct:
         return NOT_DISTINCT
     ratio = speedup.ratio
@@ -80,9 +80,9 @@ def mib(amount: float | None) -> str:
     return f"{amount / MIB:,.0f}" if amount >= 100 * MIB else f"{amount / MIB:.1f}"
 
 
-def exposed(phases: Sequence[tuple[str, float]]) -> float:
+def exposed(phases: Mapping[str, float]) -> float:
     """Seconds a step waits for data of other ranks."""
-    return sum(seconds for name, seconds in phases if name in COMMUNICATION)
+    return sum(phases.get(name, 0.0) for name in COMMUNICATION)
 
 
 def measured_phase(measured: Measured, phase: str) -> float | None:

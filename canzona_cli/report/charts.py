@@ -1,8 +1,15 @@
-"""Drawn with characters, braille and blocks or ASCII: sparklines, bars, curves."""
+"""Drawn with characters: sparklines, bars, curves, bars made of parts, and the map of every rank's load.
+
+Each has a form in ASCII, and one without colours.
+"""
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.text import Text
 
 from canzona_cli.run.words import real
 
@@ -11,6 +18,9 @@ _ASCII_BLOCKS = "_.-~=*%#"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the 2 x 4 dots of a character."""
+_HEAT_DIGITS = ".123456789"
+_MOST_ROWS = 16
+_WIDEST_CELL = 4
 
 
 def sparkline(values: Iterable[object], width: int, *, ascii_only: bool = False) -> str:
@@ -105,3 +115,111 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     if steps == 0:
         return [(x0, y0)]
     return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
+
+
+class Drawn(Protocol):
+    """How a part is drawn."""
+
+    @property
+    def letter(self) -> str: ...
+    @property
+    def style(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ink:
+    """Of parts other than phases, which have theirs in `run.phases`."""
+
+    letter: str
+    style: str
+
+
+def stacked(
+    parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Drawn], *, colour: bool
+) -> Text:
+    """A bar in which `width` characters stand for `total`. A part above 0 that rounds to nothing is not drawn.
+
+    Args:
+        parts: (name, amount) from left to right.
+        inks: by name.
+    """
+    drawn = Text(no_wrap=True)
+    done, at = 0.0, 0
+    for name, amount in parts:
+        done += amount
+        end = min(width, round(done / total * width)) if total > 0 else 0
+        if end > at:
+            ink = inks[name]
+            drawn.append(("█" if colour else ink.letter) * (end - at), style=ink.style if colour else "")
+            at = end
+    return drawn
+
+
+def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Drawn], width: int, *, colour: bool) -> Iterator[Text]:
+    """Indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; broken between parts only.
+
+    Args:
+        parts: (name, what is written behind its mark).
+        width: of a line.
+    """
+    line = Text()
+    for name, label in parts:
+        ink = inks[name]
+        entry = Text.assemble(
+            "  ", ("█" if colour else ink.letter, ink.style if colour else "bold"), f" {label}", no_wrap=True
+        )
+        if line and line.cell_len + entry.cell_len > width:
+            yield line
+            line = Text()
+        line.append_text(entry)
+    yield line
+
+
+def heat_map(loads: Sequence[float], hosts: int, width: int, *, ascii_only: bool = False) -> Iterator[Text]:
+    """Rows of at most `width` characters.
+
+    Height (or digit) is the load over the largest, so an even map is full everywhere; the colour is the load over the
+    mean: green around it, yellow and red above, blue below. Where there are more owners or hosts than fit, a
+    character shows the largest load of several.
+
+    Args:
+        loads: seconds by cell, `owner * hosts + host`.
+        hosts: TP ranks.
+    """
+    owners = len(loads) // hosts
+    mean, top = sum(loads) / len(loads), max(loads)
+    wide = max(1, min(_WIDEST_CELL, width // owners))
+    columns = _bins(owners, width // wide)
+    for first, last in _bins(hosts, _MOST_ROWS):
+        row = Text(no_wrap=True)
+        for begin, end in columns:
+            load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
+            row.append(_heat_mark(load / top if top > 0 else 0.0, ascii_only) * wide, style=_heat_style(load, mean))
+        yield row
+
+
+def owners_a_column(owners: int, width: int) -> int:
+    """The most owners that one column of a map of `width` characters stands for."""
+    return max(end - begin for begin, end in _bins(owners, width))
+
+
+def _bins(count: int, most: int) -> list[tuple[int, int]]:
+    """At most `most` ranges of nearly equal size over `count`."""
+    bins = max(1, min(count, most))
+    edges = [index * count // bins for index in range(bins + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _heat_mark(share: float, ascii_only: bool) -> str:
+    marks = _HEAT_DIGITS if ascii_only else _BLOCKS
+    if share <= 0:
+        return "." if ascii_only else "·"
+    return marks[max(1, min(len(marks) - 1, round(share * (len(marks) - 1))))]
+
+
+def _heat_style(load: float, mean: float) -> str:
+    over = load / mean if mean > 0 else 1.0
+    for limit, style in ((0.5, "dodger_blue2"), (0.9, "sky_blue2"), (1.1, "green3"), (1.5, "gold3")):
+        if over <= limit:
+            return style
+    return "red3"

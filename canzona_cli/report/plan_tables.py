@@ -1,117 +1,88 @@
-"""The tables of a plan's report: strategies, their phases, and alternative settings."""
+"""The tables of `canzona plan`: strategies, their phases, and the plan under other settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Screen, note, wrapped
+from canzona_cli.report.tables import Columns, GroupedTable, column
 from canzona_cli.run.phases import LABELS
-from canzona_cli.run.words import MISSING, milliseconds, step_time
+from canzona_cli.run.words import MISSING, milliseconds, step_time, traffic
+from canzona_cli.simulate.simulate import StrategyResult
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 
-def strategies(study: Study, console: Console, options: ConsoleOptions) -> RenderResult:
+def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Every strategy's times, what the planned one gains over it, and its memory."""
-    title = Text.assemble(("Strategies", "bold"), ", simulated on the same layout and batch")
-    yield from wrapped(title, console, options)
-    planned = study.strategy
-    names = ("iteration", "optimizer", "exposed", "+ AdamW", "opt. /", "iter. /", "GiB")
-    table = _table(options, *names)
-    for name in STRATEGIES:
-        compared = study.strategies[name]
-        result, gains = compared.result, ("", "")
-        if name not in ("adamw", planned):
-            gains = f"{study.optimizer_speedup(name):.2f}x", f"{study.iteration_speedup(name):.2f}x"
-        table.add_row(
-            name,
-            step_time(result.iteration_s),
-            step_time(result.optimizer_s),
-            step_time(result.optimizer_exposed_s),
-            MISSING if name == "adamw" else f"{100 * study.overhead(name):+.2f}%",
-            *gains,
-            f"{compared.memory_bytes / GIB:.1f}" + (" " if compared.fits else "!"),
-            style="bold" if name == planned else "",
-        )
-    yield table
-    notes = [
-        f"exposed: what the iteration waits for; + AdamW: overhead over its iteration; / : divided by {planned}'s; "
-        "GiB: of the fullest rank"
-    ]
-    if not all(study.strategies[name].fits for name in STRATEGIES):
-        notes.append(f"! does not fit in {study.memory.capacity / GIB:.1f} GiB, timed as if it did")
-    for note in notes:
-        yield from wrapped(Text(note, style="dim"), console, options, first="  ", rest="  ")
-
-
-def phases(study: Study, options: ConsoleOptions) -> Table:
-    """Milliseconds of the slowest rank by phase and strategy."""
-    table = _table(options, *STRATEGIES)
-    table.columns[0].header = "phase, ms"
-    results = [study.strategies[name].result for name in STRATEGIES]
-    for phase, label in LABELS.items():
-        times = [result.phases.get(phase, 0.0) for result in results]
-        if any(times):
-            style = "dim" if phase.endswith("_total") else ""
-            table.add_row(Text(label), *(milliseconds(time) if time else MISSING for time in times), style=style)
-    table.add_section()
-    table.add_row("iteration", *(milliseconds(result.iteration_s) for result in results), style="bold")
-    return table
-
-
-def variants(study: Study, options: ConsoleOptions) -> Table:
-    """The same run planned with other settings."""
-    wide = options.max_width >= 100
-    moves = ("reduced", "exchanged") if wide else ()
-    table = _table(options, "balance", "bound", "bytes", "padding", *moves, "optimizer", "iteration", "GiB")
-    for variant in study.variants:
-        moved = variant.communication
-        table.add_row(
-            variant.name,
-            f"{variant.balance.grid:.3f}",
-            f"{variant.balance.lower_bound:.3f}",
-            f"{moved.dp_byte_balance:.2f}",
-            f"{100 * moved.padding_fraction:.1f}%",
-            *((traffic(moved.dp_reduce_bytes), traffic(moved.tp_exchange_bytes)) if wide else ()),
-            step_time(variant.result.optimizer_s),
-            step_time(variant.result.iteration_s),
-            f"{variant.memory_bytes / GIB:.1f}",
-        )
-    return table
-
-
-def comparison(study: Study, options: ConsoleOptions, *, of_phases: bool) -> Iterator[tuple[Text, Table]]:
-    """What `--compare` asked for, with a title."""
-    if of_phases:
-        yield (
-            Text.assemble(("Phases", "bold"), " of the slowest rank; those that follow one another add up"),
-            phases(study, options),
-        )
-    if study.variants:
-        yield (
-            Text.assemble(
-                ("Alternatives", "bold"),
-                f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share",
+    yield wrapped(Text.assemble(("Strategies", "bold"), ", simulated on the same layout and batch"))
+    planned, found = study.strategy, [study.strategies[name] for name in STRATEGIES]
+    gains = [name not in ("adamw", planned) for name in STRATEGIES]
+    yield GroupedTable(
+        labels=STRATEGIES,
+        groups=[
+            column("iteration", [step_time(one.result.iteration_s) for one in found]),
+            column("optimizer", [step_time(one.result.optimizer_s) for one in found]),
+            column("exposed", [step_time(one.result.optimizer_exposed_s) for one in found]),
+            column(
+                "+ AdamW",
+                [MISSING if name == "adamw" else f"{100 * study.overhead(name):+.2f}%" for name in STRATEGIES],
             ),
-            variants(study, options),
-        )
+            *(
+                column(head, [f"{of(name):.2f}x" * gain for name, gain in zip(STRATEGIES, gains, strict=True)])
+                for head, of in (("opt. /", study.optimizer_speedup), ("iter. /", study.iteration_speedup))
+            ),
+            column("GiB", [f"{one.memory_bytes / GIB:.1f}{' ' if one.fits else '!'}" for one in found]),
+        ],
+        styles=["bold" if name == planned else "" for name in STRATEGIES],
+    )
+    yield note(
+        "exposed: the part that the iteration waits for; + AdamW: overhead over its iteration; /: divided by "
+        f"{planned}'s; GiB: on the fullest rank"
+    )
+    if not all(one.fits for one in found):
+        yield note(f"! does not fit in {study.memory.capacity / GIB:.1f} GiB, timed as if it did")
 
 
-def traffic(amount: int) -> str:
-    """Bytes in decimal units, as links are rated."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= scale:
-            return f"{amount / scale:.3g} {unit}"
-    return f"{amount} B"
+def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Milliseconds of the slowest rank by phase and strategy."""
+    yield wrapped(Text.assemble(("Phases", "bold"), " of the slowest rank; those that follow one another add up"))
+    results = [study.strategies[name].result for name in STRATEGIES]
+    shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
+    yield GroupedTable(
+        head="phase, ms",
+        labels=[*(LABELS[phase] for phase in shown), "iteration"],
+        groups=[column(strategy, _times(one, shown)) for strategy, one in zip(STRATEGIES, results, strict=True)],
+        sections=(len(shown),),
+        styles=[*("dim" if phase.endswith("_total") else "" for phase in shown), "bold"],
+    )
 
 
-def _table(options: ConsoleOptions, *names: str) -> Table:
-    style = box.ASCII if options.ascii_only else box.SIMPLE_HEAD
-    table = Table(box=style, padding=(0, 1) if options.max_width >= 90 else (0, 1, 0, 0), show_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
+    """Of the phases, those it does not have left open, and of the iteration."""
+    return [*(milliseconds(result.phases.get(phase) or None) for phase in phases), milliseconds(result.iteration_s)]
+
+
+def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """The same run planned with other settings."""
+    title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share"
+    yield wrapped(Text.assemble(("Alternatives", "bold"), title))
+    found = study.variants
+    moved = [variant.communication for variant in found]
+    yield GroupedTable(
+        labels=[variant.name for variant in found],
+        groups=[
+            column("balance", [f"{variant.balance.grid:.3f}" for variant in found]),
+            column("bound", [f"{variant.balance.lower_bound:.3f}" for variant in found]),
+            column("bytes", [f"{one.dp_byte_balance:.2f}" for one in moved]),
+            column("padding", [f"{100 * one.padding_fraction:.1f}%" for one in moved]),
+            column("optimizer", [step_time(variant.result.optimizer_s) for variant in found]),
+            column("iteration", [step_time(variant.result.iteration_s) for variant in found]),
+            column("GiB", [f"{variant.memory_bytes / GIB:.1f}" for variant in found]),
+            Columns(
+                heads=("reduced", "exchanged"),
+                rows=tuple((traffic(one.dp_reduce_bytes), traffic(one.tp_exchange_bytes)) for one in moved),
+            ),
+        ],
+    )

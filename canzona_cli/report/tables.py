@@ -33,7 +33,8 @@ class Table(rich.table.Table):
     """Ours: two spaces between columns, and no spaces at the ends of lines."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        super().__init__(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        self.header_style, self.border_style = "bold", "dim"
         self.add_words(*names)
 
     def add_words(self, *names: str) -> None:
@@ -79,13 +80,20 @@ class Columns:
         alone = (_text(row[0]).cell_len for row in self.rows if len(row) == 1)
         return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
 
+    def shows(self, text: str) -> bool:
+        """Whether one of the cells is `text`."""
+        return any(str(cell) == text for row in self.rows for cell in row)
+
     def joined(self, cells: Sequence[Cell]) -> Text:
-        """One row, every cell at the right end of its column."""
-        line = Text(no_wrap=True)
+        """One row as wide as the group, every cell at the right end of its column.
+
+        Padded here: to rich, which would put it at the right, spaces in place of a last cell are none.
+        """
+        line = Text()
         widths = self.widths if len(cells) > 1 else (0,)
         for place, (cell, width) in enumerate(zip(map(_text, cells), widths, strict=False)):
             line.append(" " * (width - cell.cell_len + (place > 0))).append_text(cell)
-        return line
+        return Text.assemble(" " * (self.width - line.cell_len), line, no_wrap=True)
 
 
 def column(head: str, cells: Sequence[Cell]) -> Columns:
@@ -125,16 +133,14 @@ class GroupedTable:
         yield taken
 
     def _table(self, groups: Sequence[Columns]) -> Table:
-        titled = any(group.title for group in groups)
+        titled, headed = any(group.title for group in groups), any(any(group.heads) for group in groups)
         table = Table()
         table.box = _INTERRUPTED if titled else _RULED
-        table.add_column(Text("\n" * titled + self.head, style="not bold dim"), no_wrap=True)
+        table.add_column(Text("\n" * (titled and headed) + self.head, style="not bold dim"), no_wrap=True)
         for group in groups:
-            title = [Text(group.title, style="bold", justify="center", no_wrap=True)] * titled
-            heads = [Text.assemble(group.joined(group.heads), style="not bold dim", justify="right")]
-            table.add_column(
-                Group(*title, *(heads if any(group.heads) else ())), justify="right", no_wrap=True, width=group.width
-            )
+            titles = [Text(group.title, style="bold", justify="center", no_wrap=True)] * titled
+            heads = [Text.assemble(group.joined(group.heads), style="not bold dim")] * headed
+            table.add_column(Group(*titles, *heads), no_wrap=True, width=group.width)
         for number, label in enumerate(self.labels):
             if number in self.sections:
                 table.add_section()

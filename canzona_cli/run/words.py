@@ -111,6 +111,14 @@ def size(value: object) -> str:
     return f"{amount:.0f} {suffix}" if suffix == "B" or amount >= 100 else f"{amount:.1f} {suffix}"
 
 
+def traffic(amount: int) -> str:
+    """Bytes in decimal units, as links are rated: `4.87 MB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= scale:
+            return f"{amount / scale:.3g} {unit}"
+    return f"{amount} B"
+
+
 def plural(amount: int, noun: str) -> str:
     """`1 problem`, `3 problems`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"

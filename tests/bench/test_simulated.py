@@ -12,7 +12,8 @@ from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_s
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.bench_simulated import SimulationView, draw
+from canzona_cli.report.bench_figures import draw_simulation
+from canzona_cli.report.bench_simulated import SimulationView
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import json_text
 from canzona_cli.simulate.compare import study_run
@@ -132,7 +133,7 @@ def test_preconditioners_gain_most(muon: Simulation, optimizer: str) -> None:
     assert found > 30
     text = shown(SimulationView(simulation))
     assert f"{found:.0f}x" in text
-    assert "Megatron has it for muon alone" in text
+    assert "Megatron offers it for muon only" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -170,9 +171,9 @@ def test_json_holds_every_cell(muon: Simulation) -> None:
 
 
 def test_the_curves_are_drawn(muon: Simulation, tmp_path: Path) -> None:
-    draw(muon, tmp_path / "scaling.png")
+    draw_simulation(muon, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)
-    draw(run_simulation(["recipe=32b"], (1,)), tmp_path / "none.png")
+    draw_simulation(run_simulation(["recipe=32b"], (1,)), tmp_path / "none.png")
     assert (tmp_path / "none.png").read_bytes().startswith(PNG)
 
 

@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.report.bench import BenchView
-from canzona_cli.report.bench_plot import draw
+from canzona_cli.report.bench_figures import draw
 from canzona_cli.report.bench_words import error_text, quartiles, times
-from canzona_cli.report.columns import Group, tables
+from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
 
@@ -82,13 +82,13 @@ def test_a_speedup_has_its_quartiles_and_the_prediction_beside_it() -> None:
 def test_no_speedup_is_printed_where_intervals_overlap() -> None:
     text = shown(BenchView(bench(("canzona", "asc"))))
     row = line_of(text.partition("Compared")[2], "asc")
-    assert row.count("not told apart") == 2
+    assert row.count("not significant") == 2
     assert "[" not in row
-    assert "not told apart: intervals overlap" in text
+    assert "not significant: the intervals overlap" in text
 
 
 def test_nothing_is_said_of_overlaps_where_all_are_apart() -> None:
-    assert "overlap," not in shown(BenchView(bench(("canzona", "sc"))))
+    assert "intervals overlap" not in shown(BenchView(bench(("canzona", "sc"))))
 
 
 def test_overhead_is_over_adamws_iteration() -> None:
@@ -195,19 +195,19 @@ def test_words_for_numbers() -> None:
     assert str(error_text(1.0, 0.0)) == ""
     assert str(error_text(1.0, 0.9999)) == "0%"
     assert str(error_text(0.001, 1.0)) == ">+999%"
-    assert times(bench().optimizer_speedup("asc")) == "not told apart"
+    assert times(bench().optimizer_speedup("asc")) == "not significant"
 
 
 def test_groups_that_do_not_fit_go_below_with_the_same_labels() -> None:
-    def group(title: str) -> Group:
-        return Group(title=title, heads=("one", "two"), rows=(("1", "22"), (), ("a long cell",)))
+    def group(title: str) -> Columns:
+        return Columns(title=title, heads=("one", "two"), rows=(("1", "22"), (), ("a long cell",)))
 
-    options = Console(width=30).options
-    lines = [line.plain for line in tables(["x", "y", "z"], [group("A"), group("B"), group("C")], options, head="name")]
+    table = GroupedTable(head="name", labels=["x", "y", "z"], groups=[group("A"), group("B"), group("C")])
+    lines = shown(table, 30).splitlines()
     assert lines[:6] == [
         "           A            B",
         "name      one two      one two",
-        "────  ───────────  ───────────",
+        "───── ──────────── ───────────",
         "x           1  22        1  22",
         "y",
         "z     a long cell  a long cell",

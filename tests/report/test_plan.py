@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.heat import heat_map, owners_a_column
-from canzona_cli.report.plan_time import _lane
-from canzona_cli.report.stacked import Ink, legend, stacked
+from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.page import Screen
+from canzona_cli.report.plan_charts import _lane
 from canzona_cli.run.prediction import SimulatedEvent
 
 INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "c": Ink(letter="C", style="green")}
@@ -65,7 +65,7 @@ def lane(*spans: tuple[str, float, float]) -> str:
         SimulatedEvent(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
         for phase, start, end in spans
     ]
-    return _lane(events, 10.0, 16.0, 6, colour=False, ascii_only=True).plain
+    return _lane(events, 10.0, 16.0, 6, Screen(width=80, ascii_only=True, colour=False)).plain
 
 
 def test_a_lane_shows_what_fills_most_of_each_moment() -> None:

@@ -1,20 +1,16 @@
 """`canzona plan --plot`: the timeline of every strategy and the load of every rank as a picture."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.report.png import save
+from canzona_cli.report.figures import describe, new_figure, phase_bar, phase_legend, rows, save, small_legend
+from canzona_cli.report.plan_charts import CUT
 from canzona_cli.run.phases import PHASES, STRATEGY_COLOURS, STREAMS
-from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import layout_words, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_LOADS = ("canzona", "asc", "layerwise")
-_CUT = 1.6
 
 
 def draw(study: Study, path: Path) -> None:
@@ -23,15 +19,14 @@ def draw(study: Study, path: Path) -> None:
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 10), dpi=110, layout="constrained")
-    grid = figure.add_gridspec(3, 1, height_ratios=[5, 3.2, 4.2])
-    figure.suptitle(
-        f"{study.config.name} on {study.config.gpus} x {study.config.cluster.name}, {study.config.optimizer.name}: "
+    config = study.config
+    figure = new_figure(
+        f"{config.name} on {config.gpus} x {config.cluster.name}, {config.optimizer.name}: "
         f"{layout_words(study.layout)} (plan {study.plan.name})",
-        fontsize=14,
+        14,
+        10,
     )
+    grid = figure.add_gridspec(3, 1, height_ratios=[5, 3.2, 4.2])
     _iterations(figure.add_subplot(grid[0]), study)
     _end(figure.add_subplot(grid[1]), study)
     _loads(figure.add_subplot(grid[2]), study)
@@ -39,24 +34,17 @@ def draw(study: Study, path: Path) -> None:
 
 
 def _iterations(axes: "Axes", study: Study) -> None:
-    """A stacked bar of exposed phases for each strategy."""
+    """A bar of exposed phases for each strategy."""
     results = {name: study.strategies[name].result for name in STRATEGIES}
-    limit = _CUT * max(result.iteration_s for name, result in results.items() if name != "sc")
+    limit = CUT * max(result.iteration_s for name, result in results.items() if name != "sc")
     limit = min(limit, 1.15 * max(result.iteration_s for result in results.values()))
-    seen: dict[str, None] = {}
     for place, (name, result) in enumerate(results.items()):
-        left = 0.0
-        for phase, look in PHASES.items():
-            seconds = result.phases.get(phase, 0.0)
-            if seconds > 0:
-                seen[phase] = None
-                axes.barh(place, seconds, left=left, color=look.colour, height=0.66)
-                left += seconds
+        end = phase_bar(axes, place, result.phases)
         over = "" if name == "adamw" else f", {100 * study.overhead(name):+.1f}% over AdamW"
         text = f"{step_time(result.iteration_s)}{over}; optimizer {step_time(result.optimizer_s)}"
-        cut = left > limit
+        cut = end > limit
         axes.text(
-            limit * 0.99 if cut else left + limit * 0.008,
+            limit * 0.99 if cut else end + limit * 0.008,
             place,
             f"{text} >>" if cut else text,
             va="center",
@@ -64,15 +52,10 @@ def _iterations(axes: "Axes", study: Study) -> None:
             fontsize=10,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 2.0} if cut else None,
         )
-    axes.set_yticks(range(len(results)), list(results))
-    axes.invert_yaxis()
+    rows(axes, list(results))
     axes.set_xlim(0, limit)
-    axes.set_xlabel("seconds")
-    axes.set_title("One iteration: exposed time of each phase on the slowest rank (simulated)", loc="left", fontsize=11)
-    handles = [axes.barh([0], [0], color=PHASES[phase].colour) for phase in PHASES if phase in seen]
-    labels = [PHASES[phase].name for phase in PHASES if phase in seen]
-    axes.legend(handles, labels, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9, frameon=False)
-    _plain(axes)
+    describe(axes, "One iteration: exposed time of each phase on the slowest rank (simulated)", x="seconds")
+    phase_legend(axes, [result.phases for result in results.values()], below=0.16)
 
 
 def _end(axes: "Axes", study: Study) -> None:
@@ -85,56 +68,40 @@ def _end(axes: "Axes", study: Study) -> None:
         for stream, name in STREAMS.items():
             events = [e for e in result.events if e.rank == rank and e.stream == stream and e.end_s > begin]
             if events:
-                _lane(axes, len(labels), events, begin)
+                spans = [
+                    (1e3 * (max(e.start_s, begin) - begin), 1e3 * (e.end_s - max(e.start_s, begin))) for e in events
+                ]
+                colours = [PHASES[e.phase].colour for e in events]
+                axes.broken_barh(spans, (len(labels) - 0.38, 0.76), facecolors=colours)
                 labels.append(f"rank {rank}: {name}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    rows(axes, labels)
     axes.set_xlim(0, 1e3 * (max(event.end_s for event in result.events) - begin) * 1.01)
-    axes.set_xlabel("milliseconds after the last gradient is reduced")
     others = " and on the one with least to update" if len(ranks) > 1 else ""
-    axes.set_title(
+    describe(
+        axes,
         f"{study.strategy}: the end of the iteration, on the slowest rank{others}",
-        loc="left",
-        fontsize=11,
+        x="milliseconds after the last gradient is reduced",
     )
-    _plain(axes)
-
-
-def _lane(axes: "Axes", place: int, events: Sequence[SimulatedEvent], begin: float) -> None:
-    spans = [(1e3 * (max(e.start_s, begin) - begin), 1e3 * (e.end_s - max(e.start_s, begin))) for e in events]
-    axes.broken_barh(spans, (place - 0.38, 0.76), facecolors=[PHASES[e.phase].colour for e in events])
 
 
 def _loads(axes: "Axes", study: Study) -> None:
     """Update time of every rank of the stage, sorted: a flat line is a perfect balance."""
-    stage = study.balance.slowest.stage
-    for name in _LOADS:
+    for name in ("canzona", "asc", "layerwise"):
         loads = study.strategies[name].loads
         if loads is None:
             continue
-        mean = sum(loads) / len(loads)
-        label = f"{name}: slowest {step_time(max(loads))}, max/mean {max(loads) / mean:.2f}"
-        ranks = [100 * rank / len(loads) for rank in range(len(loads) + 1)]
         ordered = sorted(loads, reverse=True)
         axes.plot(
-            ranks,
+            [100 * rank / len(loads) for rank in range(len(loads) + 1)],
             [1e3 * load for load in (*ordered, ordered[-1])],
             drawstyle="steps-post",
             color=STRATEGY_COLOURS[name],
             lw=2,
-            label=label,
+            label=f"{name}: slowest {step_time(ordered[0])}, max/mean {ordered[0] * len(loads) / sum(loads):.2f}",
         )
-    bound = 1e3 * study.plan.lower_bounds[stage]
-    axes.axhline(bound, color="black", ls=":", lw=1.2, label=f"no plan is below {step_time(bound / 1e3)}")
+    bound = study.plan.lower_bounds[study.balance.slowest.stage]
+    axes.axhline(1e3 * bound, color="black", ls=":", lw=1.2, label=f"lower bound {step_time(bound)}")
     axes.set_xlim(0, 100)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("ranks of a stage, busiest first, %")
-    axes.set_ylabel("milliseconds of updates")
-    axes.set_title("Update time of every rank", loc="left", fontsize=11)
-    axes.legend(fontsize=9, frameon=False)
-    _plain(axes)
-
-
-def _plain(axes: "Axes") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=10)
+    describe(axes, "Update time of every rank", x="ranks of a stage, busiest first, %", y="milliseconds of updates")
+    small_legend(axes)

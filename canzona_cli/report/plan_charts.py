@@ -1,0 +1,166 @@
+"""What `canzona plan` draws in text: the load of every rank, memory, whole iterations, and the timeline of the plan."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from canzona_cli.planner.memory import GIB
+from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.page import Screen, Wrapped, wrapped
+from canzona_cli.run.phases import PHASES, STREAMS
+from canzona_cli.run.prediction import SimulatedEvent
+from canzona_cli.run.words import size, step_time
+from canzona_cli.simulate.study import STRATEGIES, Study
+
+_MEMORY = {
+    "weights": Ink(letter="W", style="dodger_blue2"),
+    "gradients": Ink(letter="G", style="sky_blue2"),
+    "padding": Ink(letter="P", style="red3"),
+    "masters": Ink(letter="M", style="green3"),
+    "matrix_state": Ink(letter="S", style="pale_green1"),
+    "adamw_state": Ink(letter="A", style="gold3"),
+    "activations": Ink(letter="C", style="medium_purple2"),
+    "logits": Ink(letter="L", style="plum2"),
+    "workspace": Ink(letter="K", style="grey62"),
+    "exchange": Ink(letter="X", style="indian_red1"),
+}
+CUT = 1.6
+"""sc can take several times as long as the others: its bar is cut at this many times the longest of theirs."""
+_GUTTER = 23
+_GAP = 2
+
+
+def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+    """Update time by rank: a row for each host, a column for each owner, the strategies side by side."""
+    mesh = study.plan.subject.layout
+    shown = [(name, study.strategies[name].loads) for name in ("canzona", "asc", "layerwise")]
+    maps = [(name, loads) for name, loads in shown if loads is not None]
+    width = (screen.width - 2 - _GAP * (len(maps) - 1)) // len(maps)
+    width = min(width, max(4 * mesh.owners, 24))
+    title = Text.assemble(
+        ("Update time of every rank", "bold"),
+        f": columns are owners (DP 0 to {mesh.owners - 1}), rows hosts (TP 0 to {mesh.tp - 1}), "
+        "a full block the slowest",
+    )
+    together = owners_a_column(mesh.owners, width)
+    if together > 1:
+        title.append(f" (of up to {together} owners a column)")
+    if mesh.pp > 1:
+        title.append(f"; pipeline stage {study.balance.slowest.stage}")
+    yield wrapped(title)
+    blocks = [
+        [
+            Text(f"{name} {max(loads) * len(loads) / sum(loads):.2f}", style="bold"),
+            Text(f"slowest {step_time(max(loads))}", style="dim"),
+            *heat_map(loads, mesh.tp, width, ascii_only=screen.ascii_only),
+        ]
+        for name, loads in maps
+    ]
+    for row in zip(*blocks, strict=True):
+        line = Text("  ", no_wrap=True)
+        for cell in row:
+            cell.truncate(width, pad=True)
+            line.append_text(cell).append(" " * _GAP)
+        line.rstrip()
+        yield line
+
+
+def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+    """One bar: what fills the memory of the rank that needs most, and what stays free."""
+    found, mesh = study.memory, study.plan.subject.layout
+    unit = "GPU" if study.config.cluster.device == "cuda" else "CPU rank"
+    free = max(found.capacity - found.total, 0)
+    yield wrapped(
+        Text.assemble(
+            ("Memory", "bold"),
+            f" of the fullest {unit}, {found.worst.describe(mesh)}: {found.total / GIB:.1f} of "
+            f"{found.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
+        )
+    )
+    parts = [(name, float(found.parts[name])) for name in _MEMORY if found.parts.get(name)]
+    width = screen.width - 4
+    drawn = stacked(parts, max(found.capacity, found.total), width, _MEMORY, colour=screen.colour)
+    drawn.append(("." if screen.ascii_only else "·") * (width - drawn.cell_len), style="dim")
+    yield Text.assemble("  ", drawn)
+    labels = [(name, f"{name.replace('_', ' ')} {_gib(amount)}") for name, amount in parts]
+    yield from legend(labels, _MEMORY, screen.width, colour=screen.colour)
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / GIB:.1f}" if amount >= GIB / 20 else size(amount)
+
+
+def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+    """One bar per strategy on one scale: what the slowest rank's iteration is spent on."""
+    times = {name: study.strategies[name].result.iteration_s for name in STRATEGIES}
+    scale = min(max(times.values()), CUT * max(time for name, time in times.items() if name != "sc"))
+    yield wrapped(
+        Text.assemble(("Iteration", "bold"), f", exposed time of each phase; the full width is {step_time(scale)}")
+    )
+    for name in STRATEGIES:
+        phases = study.strategies[name].result.phases
+        parts = [(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
+        drawn = stacked(parts, scale, screen.width - _GUTTER - 2, PHASES, colour=screen.colour)
+        if times[name] > scale * 1.001:
+            drawn.append(" >" if screen.ascii_only else " ▶", style="bold")
+        yield Text.assemble("  ", f"{name:<10} {step_time(times[name]):>9} ", drawn)
+
+
+def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+    """What the planned strategy's slowest rank does on each stream: the whole iteration, then its end enlarged."""
+    result = study.planned.result
+    events = [event for event in result.events if event.rank == result.slowest_rank]
+    width = screen.width - _GUTTER
+    begin = min((event.start_s for event in events if event.phase == "norm_clip"), default=0.0)
+    end = max(event.end_s for event in events)
+    yield wrapped(
+        Text.assemble(("Timeline", "bold"), f" of {study.strategy} on its slowest rank, {result.slowest_rank}")
+    )
+    for label, start in (("iteration", 0.0), ("its end", begin)):
+        seen = [event for event in events if event.end_s > start]
+        for stream, name in STREAMS.items():
+            lane = [event for event in seen if event.stream == stream]
+            if not lane or (stream == "exchange" and start == 0):
+                continue
+            head = f"{label:<10}" if stream == "compute" else " " * 10
+            yield Text.assemble("  ", (head, "bold"), f"{name[:10]:<10} ", _lane(lane, start, end, width, screen))
+        yield _axis(start, end, width)
+    results = [compared.result for compared in study.strategies.values()]
+    phases = {phase for result in results for phase, seconds in result.phases.items() if seconds}
+    labels = [(phase, look.name) for phase, look in PHASES.items() if phase in phases]
+    yield from legend(labels, PHASES, screen.width, colour=screen.colour)
+
+
+def _lane(events: Sequence[SimulatedEvent], start: float, end: float, width: int, screen: Screen) -> Text:
+    """A character for each `width`-th of the time: the phase that fills most of it, faint if less than half."""
+    drawn = Text(no_wrap=True)
+    step = (end - start) / width
+    first = 0
+    ordered = sorted(events, key=lambda event: event.start_s)
+    for column in range(width):
+        left, right = start + column * step, start + (column + 1) * step
+        while first < len(ordered) and ordered[first].end_s <= left:
+            first += 1
+        share: dict[str, float] = {}
+        for event in ordered[first:]:
+            if event.start_s >= right:
+                break
+            covered = min(event.end_s, right) - max(event.start_s, left)
+            share[event.phase] = share.get(event.phase, 0.0) + covered
+        phase = max(share, key=lambda name: share[name], default=None)
+        if phase is None:
+            drawn.append("." if screen.ascii_only else "·", style="dim")
+            continue
+        look, faint = PHASES[phase], sum(share.values()) < step / 2
+        if screen.colour:
+            drawn.append("▒" if faint else "█", style=look.style)
+        else:
+            drawn.append(look.letter.lower() if faint else look.letter)
+    return drawn
+
+
+def _axis(start: float, end: float, width: int) -> Text:
+    left, right = step_time(start) if start else "0", step_time(end)
+    middle = f"{step_time(end - start)} shown"
+    line = f"{left}{middle:^{max(0, width - len(left) - len(right))}}{right}"
+    return Text(" " * _GUTTER + line[:width], style="dim")
