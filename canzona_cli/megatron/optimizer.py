@@ -17,6 +17,7 @@ from canzona_cli.config.schema import MuonConfig, RunConfig
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.parallel import World
+from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.plan import Plan
 
 
@@ -44,7 +45,8 @@ def wrap_data_parallel(
     layout = None
     if sharded:
         dp_size = torch.distributed.get_world_size(world.groups.dp_cp)
-        bucket_size = _bucket_size(config, world, dp_size)
+        # What `DistributedDataParallel` will settle on; only the first stage has buckets.
+        bucket_size = bucket_elements(config, world.layout) if world.pp_rank == 0 else None
         if plan is not None:
             matrices = named_matrix_parameters(model, plan, world.pp_rank)
             tag_matrices(model, matrices)
@@ -144,10 +146,3 @@ def overlaps_param_gather(config: RunConfig) -> bool:
         and config.parallel.overlap_grad_reduce
         and not execution_of(config).everywhere
     )
-
-
-def _bucket_size(config: RunConfig, world: World, dp_size: int) -> int | None:
-    """What `DistributedDataParallel` will settle on; its layout must be computed with the same number."""
-    if not config.parallel.overlap_grad_reduce or world.pp_rank > 0:
-        return None
-    return config.parallel.bucket_elements or max(40_000_000, 1_000_000 * dp_size)

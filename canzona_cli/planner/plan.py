@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
-from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 from canzona_cli.config.schema import BufferLayout, Grouping, Layout, Precision, Reduction, Splitting, Strategy
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.run.codec import parse
 
 Mode = Literal["hosted"]
 """How a matrix is updated; later: gram_sharded."""
@@ -22,13 +22,12 @@ Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
 """Key, value in one, value in the other."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
-_TOLD_BY: Mapping[str, tuple[str, ...]] = {
+_IDENTITY: Mapping[str, tuple[str, ...]] = {
     "matrices": ("name",),
     "buckets": ("stage", "index"),
     "micro_groups": ("stage", "owner", "index"),
 }
-"""What an entry of a part is told by."""
-_REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+"""What identifies an entry of a part."""
 _MATRIX = tuple(field.name for field in fields(Matrix))
 
 
@@ -295,12 +294,12 @@ class Plan:
         """The inverse of `content`.
 
         Raises:
-            ValueError: something is missing or of a wrong type, or it names ranks or matrices that do not exist.
+            ValueError: something is missing, unknown or of a wrong type, or it names ranks or matrices that do not
+                exist.
         """
-        try:
-            plan = _build(content)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from None
+        plan = parse(_Content, content).plan()
+        if plan.hash != content_hash(content):
+            raise ValueError("it does not have exactly the entries of a plan")
         _check(plan)
         return plan
 
@@ -325,7 +324,7 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
 
     What comes first causes what follows, as far as that is so: what they were computed from (`layout.tp`), matrices
     (`matrices[layers.3.gate].owner`), buckets (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value
-    that one of them has not is None.
+    that only one of them has is None in the other.
     """
     if plan.hash == other.hash:
         return None
@@ -335,7 +334,7 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
     if subjects:
         return subjects[0]
     mine, theirs = plan.content(), other.content()
-    for part, names in _TOLD_BY.items():
+    for part, names in _IDENTITY.items():
         found = _compared(part, _named(mine[part], names), _named(theirs[part], names))
         if found is not None:
             return found
@@ -343,10 +342,11 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
 
 
 def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
+    assert isinstance(rows, list)
     label = "{0}" if len(names) == 1 else ", ".join(f"{name} {{{place}}}" for place, name in enumerate(names))
     return {
         f"[{label.format(*(row[name] for name in names))}]": {f".{key}": value for key, value in row.items()}
-        for row in _rows(rows)
+        for row in rows
     }
 
 
@@ -375,46 +375,59 @@ def _lines(content: Mapping[str, object]) -> Iterator[str]:
             yield f'"{name}": {json.dumps(value, allow_nan=False)}'
 
 
-def _build(content: Mapping[str, object]) -> Plan:
-    subject = _mapping(content["subject"])
-    rows = _rows(content["matrices"])
-    return Plan(
-        version=_int(content["version"]),
-        subject=Subject(
-            model=MappingProxyType(_scalars(subject["model"])),
-            layout=_of(Mesh, subject["layout"]),
-            optimizer=_of(Algorithm, subject["optimizer"]),
-            settings=_of(PlanSettings, subject["settings"]),
-            buffers=MappingProxyType(_scalars(subject["buffers"])),
-            profile=MappingProxyType(_scalars(subject["profile"])),
-        ),
-        lower_bounds=tuple(_float(bound) for bound in _list(content["lower_bounds"])),
-        matrices=tuple(_of(Matrix, {name: row[name] for name in _MATRIX}) for row in rows),
-        costs=tuple(_float(row["seconds"]) for row in rows),
-        assignment=Assignment(cells=tuple(Cell(owner=_int(row["owner"]), host=_int(row["host"])) for row in rows)),
-        execution=tuple(_mode(row["execution"]) for row in rows),
-        buckets=tuple(
-            Bucket(
-                index=_int(row["index"]),
-                stage=_int(row["stage"]),
-                elements=_int(row["elements"]),
-                padding=_int(row["padding"]),
-                parameters=tuple(str(name) for name in _list(row["parameters"])),
-                ranges=tuple(_range(part) for part in _list(row["ranges"])),
-                reduction=_reduction(row["reduction"]),
-            )
-            for row in _rows(content["buckets"])
-        ),
-        groups=tuple(
-            MicroGroup(
-                stage=_int(row["stage"]),
-                owner=_int(row["owner"]),
-                index=_int(row["index"]),
-                matrices=tuple(_int(index) for index in _list(row["matrices"])),
-            )
-            for row in _rows(content["micro_groups"])
-        ),
-    )
+@dataclass(frozen=True, kw_only=True)
+class _MatrixEntry(Matrix):
+    """A matrix in a file."""
+
+    seconds: float
+    owner: int
+    host: int
+    execution: Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BucketEntry:
+    """A bucket in a file."""
+
+    index: int
+    stage: int
+    parameters: tuple[str, ...]
+    elements: int
+    padding: int
+    ranges: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    """start, end, owner, matrices."""
+    reduction: Reduction
+
+    def bucket(self) -> Bucket:
+        ranges = tuple(
+            Range(start=start, end=end, owner=owner, matrices=matrices) for start, end, owner, matrices in self.ranges
+        )
+        return Bucket(**{**vars(self), "ranges": ranges})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What `Plan.content` writes."""
+
+    version: int
+    subject: Subject
+    lower_bounds: tuple[float, ...]
+    matrices: tuple[_MatrixEntry, ...]
+    buckets: tuple[_BucketEntry, ...]
+    micro_groups: tuple[MicroGroup, ...]
+
+    def plan(self) -> Plan:
+        return Plan(
+            version=self.version,
+            subject=self.subject,
+            lower_bounds=self.lower_bounds,
+            matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in self.matrices),
+            costs=tuple(entry.seconds for entry in self.matrices),
+            assignment=Assignment(cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in self.matrices)),
+            execution=tuple(entry.execution for entry in self.matrices),
+            buckets=tuple(entry.bucket() for entry in self.buckets),
+            groups=self.micro_groups,
+        )
 
 
 def _check(plan: Plan) -> None:
@@ -445,65 +458,3 @@ def _check(plan: Plan) -> None:
         for index in group.matrices:
             if (plan.matrices[index].stage, cells[index].owner) != (group.stage, group.owner):
                 raise ValueError(f"matrix {plan.matrices[index].name} is in another owner's micro-group")
-
-
-def _of[T](kind: type[T], values: object) -> T:
-    given, known = _mapping(values), {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if given.keys() != known:
-        raise ValueError(f"{kind.__name__} has {sorted(given)}, not {sorted(known)}")
-    return kind(**given)
-
-
-def _mapping(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError("an object is not one")
-    return value
-
-
-def _rows(value: object) -> list[dict[str, object]]:
-    return [_mapping(row) for row in _list(value)]
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError("a list is not one")
-    return value
-
-
-def _int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
-def _float(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
-
-
-def _scalars(value: object) -> dict[str, Scalar]:
-    return {name: item for name, item in _mapping(value).items() if item is None or isinstance(item, str | int | float)}
-
-
-def _mode(value: object) -> Mode:
-    if value != "hosted":
-        raise ValueError(f"{value!r} is not a way to update a matrix")
-    return "hosted"
-
-
-def _reduction(value: object) -> Reduction:
-    for known in _REDUCTIONS:
-        if value == known:
-            return known
-    raise ValueError(f"{value!r} is not a way to reduce gradients")
-
-
-def _range(value: object) -> Range:
-    start, end, owner, matrices = _list(value)
-    return Range(
-        start=_int(start),
-        end=_int(end),
-        owner=_int(owner),
-        matrices=tuple(_int(index) for index in _list(matrices)),
-    )

@@ -196,7 +196,22 @@ def test_a_plan_with_a_right_hash_but_without_a_part_is_damaged(
 ) -> None:
     content = planned[2].content()
     del content[part]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=f"{part}: field required"):
+        Plan.from_content(content)
+
+
+def test_entries_that_a_plan_does_not_have_are_damage(planned: tuple[RunConfig, Layout, Plan]) -> None:
+    content = json.loads(planned[2].to_json())
+    content["subject"]["layout"]["ep"] = 1
+    with pytest.raises(ValueError, match="exactly the entries"):
+        Plan.from_content(content)
+    content = json.loads(planned[2].to_json())
+    del content["subject"]["optimizer"]["stack"]  # it has a default
+    with pytest.raises(ValueError, match="exactly the entries"):
+        Plan.from_content(content)
+    content = json.loads(planned[2].to_json())
+    content["matrices"][0]["owner"] = "nobody"
+    with pytest.raises(ValueError, match=r"matrices\.0\.owner: input should be a valid integer"):
         Plan.from_content(content)
 
 
@@ -234,7 +249,7 @@ def test_buckets_that_overlap_or_disagree_with_the_matrices_are_damaged(
         Plan.from_content(changed)
     changed = content()
     changed["buckets"][0]["reduction"] = "magic"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="not a way to reduce"):
+    with pytest.raises(ValueError, match=r"buckets\.0\.reduction: input should be 'reduce'"):
         Plan.from_content(changed)
 
 
