@@ -1,5 +1,6 @@
 """The error family of canzona: each class is one exit code, each problem is written for the person at the terminal."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -31,6 +32,15 @@ class Problem:
     """Why it cannot work, in one sentence without a final full stop."""
     fix: str = ""
     """What to type or do instead; empty only when the reason already says it."""
+
+
+def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word most like `word`, or None when nothing is near."""
+    from difflib import get_close_matches
+
+    names = {name.lower(): name for name in known}
+    found = get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
 
 
 class CanzonaError(Exception):

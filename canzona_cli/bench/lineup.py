@@ -14,7 +14,6 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, with_strategy
-from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.activations import matrix_shapes
@@ -107,7 +106,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     base = replace(
         base,
         # The rates of the recipe's own first steps, however short the bench is.
-        schedule=complete(base.schedule, base.train.steps),
+        schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
     first, layout = resolve(with_strategy(base, names[0]))

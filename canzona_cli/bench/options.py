@@ -9,8 +9,7 @@ from typing import Literal
 
 from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.hints import closest
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest
 from canzona_cli.run.phases import STRATEGIES
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]

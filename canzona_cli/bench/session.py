@@ -13,7 +13,7 @@ from canzona_cli.bench.lineup import LineUp, PreparedStrategy, Sitting, availabl
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
 from canzona_cli.bench.results_file import save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
-from canzona_cli.cluster.machine import cores, machine_facts
+from canzona_cli.cluster.machine import cores, machine_facts, profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
@@ -116,7 +116,7 @@ def prepare(
         line_up=lined_up,
         rounds=rounds,
         steps_per_turn=steps_per_turn,
-        warnings=(*composed.warnings, *_warnings(composed)),
+        warnings=(*composed.warnings, *profile_warnings(composed.config.cluster), *_warnings(composed)),
     )
 
 

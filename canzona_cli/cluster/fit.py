@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from canzona_cli.cluster.step_time import StepTime, step_time
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
-from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
@@ -102,7 +101,7 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
             global_batch_size=layout.global_batch_size,
             recompute=layout.recompute,
         ),
-        schedule=complete(config.schedule, config.train.steps),
+        schedule=config.schedule.complete(config.train.steps),
         cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
     )
 

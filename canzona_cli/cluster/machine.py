@@ -31,6 +31,11 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
     return facts
 
 
+def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:
+    """What a user of a profile should know. Without `training` it may well be for another machine, as in a plan."""
+    return (*profile_gaps(cluster), *(profile_mismatches(cluster) if training else ()))
+
+
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     """How the machine a profile was measured on differs from this one; empty for a profile written by hand."""
     found = list(_differences(cluster)) if cluster.measured_on else []

@@ -46,11 +46,12 @@ def calibrate(
     from canzona_cli.calibrate.measurement import FULL, QUICK
     from canzona_cli.calibrate.profile_file import check_writable, default_path, write_profile
     from canzona_cli.calibrate.whole_steps import ShortBenches, with_steps
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
-    warn(composed.warnings)
+    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=False)))
     config, layout = prepared(composed.config)
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)

@@ -56,6 +56,7 @@ def plan(
     """
 
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
     from canzona_cli.planner.plan_file import default_path
@@ -64,7 +65,7 @@ def plan(
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
     config, notes = plannable(composed.config, composed.explicit)
-    warn((*composed.warnings, *notes))
+    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=False), *notes))
     _check_places(dry_run, out, plot)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))

@@ -33,11 +33,14 @@ def list_(recipes_dir: RecipesDir = None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from canzona_cli.config.catalog import list_recipes
-    from canzona_cli.config.paths import shown
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.tree import list_recipes
+    from canzona_cli.model.qwen3 import parameter_count
     from canzona_cli.run.words import count
 
     recipes = list_recipes(recipes_dir or ())
+    sizes = {recipe.name: 0 if recipe.model is None else parameter_count(recipe.model).total for recipe in recipes}
+    recipes.sort(key=lambda recipe: (recipe.builtin, sizes[recipe.name]))
     console = Console(highlight=False)
     has_own = any(not recipe.builtin for recipe in recipes)
     style = box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
@@ -54,7 +57,7 @@ def list_(recipes_dir: RecipesDir = None) -> None:
         origin = "built-in" if recipe.builtin else shown(recipe.path)
         cells = [
             recipe.name,
-            "?" if recipe.parameters is None else count(recipe.parameters),
+            "?" if recipe.model is None else count(sizes[recipe.name]),
             "?" if recipe.gpus is None else str(recipe.gpus),
             recipe.cluster,
             recipe.optimizer,
@@ -72,11 +75,12 @@ def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDir = N
 
     What is null is chosen when a run starts.
     """
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run, dump_resolved
-    from canzona_cli.config.paths import shown
+    from canzona_cli.config.recipes import shown
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
-    for warning in composed.warnings:
+    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
         typer.echo(f"warning: {warning}", err=True)
     typer.echo("# Composed, later files over earlier ones, from")
     for file in composed.files:
@@ -102,7 +106,7 @@ def copy(
 
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.copies import recipe_text, write_recipe
-    from canzona_cli.config.paths import shown
+    from canzona_cli.config.recipes import shown
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
@@ -124,13 +128,16 @@ def layouts(
     """
     from rich.console import Console
 
-    from canzona_cli.config.catalog import list_recipes
     from canzona_cli.config.compose import compose_run
+    from canzona_cli.config.tree import list_recipes
+    from canzona_cli.model.qwen3 import parameter_count
     from canzona_cli.report.layouts import render_layouts
 
     dirs = recipes_dir or ()
     wanted = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
     configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in wanted]
+    if not names:
+        configs.sort(key=lambda config: parameter_count(config.model).total)
     console = Console(highlight=False)
     for index, renderable in enumerate(render_layouts(configs)):
         if index:

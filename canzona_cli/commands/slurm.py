@@ -102,6 +102,7 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
     Raises:
         ConfigError: the mistakes of both at once.
     """
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.launch.slurm_job import check
@@ -117,7 +118,7 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
         raise ConfigError(*problems, *error.problems) from error
     if problems:
         raise ConfigError(*problems)
-    for warning in composed.warnings:
+    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
         typer.echo(f"warning: {warning}", err=True)
     return composed.config
 

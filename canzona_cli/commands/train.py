@@ -70,6 +70,7 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     from rich.console import Console
 
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.launch.slurm import adopt, current_step
     from canzona_cli.launch.stop import Preempted, before_workers
@@ -79,7 +80,7 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides, recipes_dirs=recipes_dir or [])
-    warn(composed.warnings)
+    warn((*composed.warnings, *profile_warnings(composed.config.cluster)))
     config, layout = resolve(composed.config)
     adopted = adopt(config, current_step())
     config = adopted.config

@@ -34,8 +34,9 @@ def validate(
     from rich.text import Text
 
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.paths import shown
+    from canzona_cli.config.recipes import shown
     from canzona_cli.model.qwen3 import parameter_count
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import (
@@ -49,7 +50,7 @@ def validate(
     from canzona_cli.run.words import count
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
-    for warning in composed.warnings:
+    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
         Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     config, layout = resolve(composed.config)
     plan = obtain_plan(config, layout)

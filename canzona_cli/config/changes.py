@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.schema.field import CURVE, MODEL, OPTIMIZER, SPREAD
 from canzona_cli.config.settings import affecting, leaves
@@ -52,7 +51,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """All settings, the schedule with its nulls chosen: another number of steps may well be another schedule."""
-    chosen = complete(config.schedule, config.train.steps)
+    chosen = config.schedule.complete(config.train.steps)
     return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(chosen).items()}
 
 

@@ -8,9 +8,8 @@ from typing import get_args
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.safety import safety_problems
-from canzona_cli.config.schedule import complete
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
+from canzona_cli.config.secrets import safety_problems
 from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
@@ -44,12 +43,6 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     Without `training`, a plan is made whatever strategy the run has.
     """
     schedule = config.schedule
-    if config.cluster.measured_on:
-        from canzona_cli.cluster.machine import profile_gaps, profile_mismatches
-
-        yield from profile_gaps(config.cluster)
-        if training:  # a plan may well be for another machine
-            yield from profile_mismatches(config.cluster)
     if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
         yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
     execution, strategy = execution_of(config), config.engine.strategy
@@ -112,7 +105,7 @@ def _values(config: RunConfig) -> Iterator[Problem]:
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
     steps = config.train.steps
-    schedule = complete(config.schedule, steps)
+    schedule = config.schedule.complete(steps)
     assert schedule.warmup_steps is not None
     assert schedule.decay_steps is not None
     if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from canzona_cli.config.paths import GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
+from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
 from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from canzona_cli.config.paths import shown
+from canzona_cli.config.recipes import shown
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings
 from canzona_cli.errors import ConfigError, Problem

@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.config.hints import closest, closest_key
-from canzona_cli.config.paths import GROUPS
-from canzona_cli.config.settings import mapping_key, sections, setting_of, settings
-from canzona_cli.errors import Problem
+from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.secrets import resolver_problem, target_problem
+from canzona_cli.config.settings import closest_key, mapping_key, sections, setting_of, settings
+from canzona_cli.errors import Problem, closest
 
-_REFERENCE = re.compile(r"\$\{\s*[\w.\[\]]+\s*\}")
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 
 
@@ -82,31 +81,6 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     meant = group or closest_key(key) or closest(key, GROUPS)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
-
-
-def target_problem(key: str, where: str) -> Problem:
-    """`_target_` would let a recipe name code to run."""
-    return Problem(
-        key=key,
-        reason=f"_target_ {where} asks for code to be run; a recipe only holds values",
-        fix="remove it",
-    )
-
-
-def resolver_problem(key: str, value: str) -> Problem | None:
-    """Refuses all but `${section.setting}`: what resolvers give would stand in the run directory, secrets included.
-
-    Whatever is not plainly a reference is refused, because resolvers' names may be put together: `${oc.${name}:HOME}`.
-    """
-    if "${" not in _REFERENCE.sub("", value):
-        return None
-    return Problem(
-        key=key,
-        value=value,
-        reason="only other settings can be referred to; environment variables and other resolvers would end up, "
-        "secrets included, in the run directory's config.yaml",
-        fix=f'let the shell fill it in: {key}="$VARIABLE"',
-    )
 
 
 def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Problem]) -> None:

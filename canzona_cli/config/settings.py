@@ -1,8 +1,10 @@
-"""The settings that exist, read off the schema: dotted names, types, defaults, and what their fields say about them."""
+"""The settings that exist, read off the schema: dotted names, types, defaults, what their fields say about them; and
+which of them a misspelt key was probably meant to be."""
 
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -97,6 +99,29 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
         for key, setting in settings().items()
         if key.startswith(prefix) and setting.affects is not None and effect in setting.affects
     )
+
+
+def closest_key(key: str) -> str | None:
+    """The setting the user probably meant by `key`.
+
+    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole. Words left
+    out are forgiven: `num_heads` means `num_attention_heads`, though it looks more like `num_layers`.
+    """
+    flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
+    last = flat.rpartition(".")[2]
+    known = settings()
+    best, best_score = None, 0.0
+    for name in known:
+        section, _, own = name.rpartition(".")
+        whole = SequenceMatcher(None, flat, name).ratio()
+        word = SequenceMatcher(None, last, own).ratio()
+        left_out = set(own.split("_")) - set(last.split("_"))
+        if set(last.split("_")) < set(own.split("_")):
+            word = max(word, 0.95 - 0.05 * len(left_out))
+        score = max(whole, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
+        if score > best_score:
+            best, best_score = name, score
+    return best if best_score >= 0.7 else None
 
 
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -8,11 +8,10 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from canzona_cli.config.hints import closest
 from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
-from canzona_cli.errors import Problem
+from canzona_cli.errors import Problem, closest
 
 _EXAMPLE_OPTIONS = {
     "model": "qwen3-0.6b",

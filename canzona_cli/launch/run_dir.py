@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from canzona_cli.cluster.machine import profile_mismatches
-from canzona_cli.config.redaction import redacted
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.secrets import redacted
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.lock import hold

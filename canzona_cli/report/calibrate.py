@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.calibrate.profile import measured_runs
-from canzona_cli.config.paths import shown
+from canzona_cli.config.recipes import shown
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.launch.view import TrainView
 from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from canzona_cli import __version__
-from canzona_cli.config.redaction import redacted, shown_value
+from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, ExitCode, Problem
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from canzona_cli.config.redaction import RedactingFormatter
+from canzona_cli.config.secrets import RedactingFormatter
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import STACKS_SIGNAL

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.redaction import redacted, shown_value
+from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import save

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.calibrate.profile_file import profile_text
+from canzona_cli.cluster.machine import profile_warnings
 from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.config.paths import builtin_recipes_dir
+from canzona_cli.config.recipes import builtin_recipes_dir
 from canzona_cli.errors import ConfigError, Problem
 from tests.calibrate.calibrations import calibration, cut_off, written
 
@@ -64,14 +65,17 @@ def test_strange_contents_are_named_with_their_file(tmp_path: Path) -> None:
 def test_a_run_warns_of_another_machines_profile_and_a_plan_does_not(tmp_path: Path) -> None:
     path = written(tmp_path / "theirs.yaml", profile_text(calibration()))
     asked = ["recipe=tiny", f"cluster={path}"]
-    [warning] = compose_run(asked).warnings
+    composed = compose_run(asked)
+    assert not composed.warnings
+    [warning] = profile_warnings(composed.config.cluster)
     assert "another machine" in warning
-    assert not compose_run(asked, training=False).warnings
+    assert not profile_warnings(composed.config.cluster, training=False)
 
 
 def test_a_calibration_that_was_cut_off_is_told_by_plans_too(tmp_path: Path) -> None:
     path = written(tmp_path / "cut.yaml", profile_text(cut_off()))
-    [warning] = compose_run(["recipe=tiny", f"cluster={path}"], training=False).warnings
+    cluster = compose_run(["recipe=tiny", f"cluster={path}"], training=False).config.cluster
+    [warning] = profile_warnings(cluster, training=False)
     assert "collectives, model, updates come from profile cpu" in warning
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
-from canzona_cli.config.paths import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
+from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import parameter_count

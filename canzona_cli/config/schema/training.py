@@ -1,6 +1,6 @@
 """What is trained: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from canzona_cli.config.schema.field import (
@@ -22,6 +22,12 @@ Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+
+WARMUP_SHARE = 20
+"""A twentieth of the decay is warm-up ..."""
+WARMUP_CEILING = 2000
+"""... up to this many steps, which is what published runs of these sizes use."""
+WSD_DECAY_SHARE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,17 @@ class ScheduleConfig:
     wsd_decay_steps: Annotated[
         Count | None, "For wsd, steps of the final decay; null: a tenth of what follows the warm-up.", CURVE
     ] = None
+
+    def complete(self, steps: int) -> "ScheduleConfig":
+        """The schedule with its nulls chosen for a run of `steps` steps."""
+        decay_steps = self.decay_steps if self.decay_steps is not None else steps
+        warmup_steps = self.warmup_steps
+        if warmup_steps is None:
+            warmup_steps = min(WARMUP_CEILING, decay_steps // WARMUP_SHARE)
+        wsd_decay_steps = self.wsd_decay_steps
+        if self.decay == "wsd" and wsd_decay_steps is None:
+            wsd_decay_steps = max(1, (decay_steps - warmup_steps) // WSD_DECAY_SHARE)
+        return replace(self, decay_steps=decay_steps, warmup_steps=warmup_steps, wsd_decay_steps=wsd_decay_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
-"""The quick list of recipes agrees with what Hydra composes."""
+"""The list of recipes agrees with what runs are composed of; nothing of a composition stays behind."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
-from canzona_cli.config.catalog import list_recipes
 from canzona_cli.config.compose import compose_run
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.config.tree import list_recipes
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -20,7 +21,7 @@ def test_each_line_agrees_with_the_composed_recipe(own: bool, tmp_path: Path) ->
     assert len(recipes) == (9 if own else 8)
     for info in recipes:
         config = compose_run([f"recipe={info.name}"], recipes_dirs=dirs).config
-        assert info.parameters == parameter_count(config.model).total
+        assert info.model == config.model
         assert (info.gpus, info.cluster) == (config.gpus, config.cluster.name)
         assert (info.optimizer, info.description) == (config.optimizer.name, config.description)
         assert not info.error
@@ -40,3 +41,12 @@ def test_a_file_that_cannot_be_read_is_listed_with_the_reason(text: str, tmp_pat
     first = list_recipes((tmp_path,))[0]
     assert first.name == "broken"
     assert first.error
+
+
+def test_hydra_forgets_a_given_file_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))  # there is no such folder to write in
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults: [qwen3-tiny]\ngpus: 4\n")
+    before = {*ConfigStore.instance().repo}
+    assert compose_run([f"recipe={path}"]).config.gpus == 4
+    assert {*ConfigStore.instance().repo} == before

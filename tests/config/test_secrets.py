@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from canzona_cli.config.redaction import HIDDEN, RedactingFormatter, redacted, secret_name, secret_problems, shown_value
+from canzona_cli.config.secrets import HIDDEN, RedactingFormatter, redacted, secret_name, secret_problems, shown_value
 
 SECRETS = (
     "hf_AbCdEfGhIjKlMnOpQrStUvWx",

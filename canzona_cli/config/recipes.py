@@ -1,0 +1,171 @@
+"""Where recipes, and the options of the other groups, are looked for, and the files that are found."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from canzona_cli.config.secrets import content_problems
+from canzona_cli.errors import ConfigError, Problem, closest
+
+RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
+GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
+FROM_FILES = ("recipe", "cluster")
+"""Groups whose option may be given as the path of a file."""
+
+
+def builtin_recipes_dir() -> Path:
+    """The recipes that came with canzona: inside the package in a wheel, beside it in an editable install."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_recipes", package.parent / "recipes"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(
+        Problem(
+            key="recipes",
+            value=str(package / "_recipes"),
+            reason="this installation of canzona has no recipes",
+            fix="reinstall it: pip install --force-reinstall --no-deps canzona",
+        )
+    )
+
+
+def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
+    """The user's own recipe folders as absolute paths: `--recipes-dir` first, then $CANZONA_RECIPES_DIR.
+
+    Raises ConfigError naming every folder that is not there.
+    """
+    from_environment = [part for part in os.environ.get(RECIPES_DIR_VARIABLE, "").split(os.pathsep) if part]
+    named = [("--recipes-dir", path) for path in recipes_dirs]
+    named += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
+    problems = [
+        Problem(
+            key=origin,
+            value=str(path),
+            reason="there is no such folder",
+            fix=f"give a folder that holds one or more of {', '.join(f'{group}/' for group in GROUPS)}",
+        )
+        for origin, path in named
+        if not path.expanduser().is_dir()
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(dict.fromkeys(path.expanduser().resolve() for _, path in named))
+
+
+def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
+    """Options of one group by name, each with the file that provides it; the first folder wins. Sorted by name."""
+    found: dict[str, Path] = {}
+    for folder in dirs:
+        for file in sorted((folder / group).glob("*.yaml")):
+            found.setdefault(file.stem, file)
+    return dict(sorted(found.items()))
+
+
+def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
+    """The option that a user means by `option`: itself, or with `qwen3-` in front (`8b`, `tiny`); case is free."""
+    lowered = {name.lower(): name for name in options}
+    for candidate in (option.lower(), f"qwen3-{option.lower()}"):
+        if candidate in lowered:
+            return lowered[candidate]
+    return None
+
+
+def shown(path: Path) -> str:
+    """A path as the user would write it: relative to here when it lies below, else absolute."""
+    try:
+        return f"./{path.resolve().relative_to(Path.cwd())}"
+    except ValueError:
+        return str(path)
+
+
+def is_file_name(asked: str) -> bool:
+    """Whether an option is the path of a file rather than a name."""
+    return asked.endswith((".yaml", ".yml"))
+
+
+def find_option(group: str, asked: str, dirs: Sequence[Path]) -> str:
+    """The full name of an option of a group. Raises ConfigError with the nearest name when there is none."""
+    name = full_name(asked, group_options(group, dirs))
+    if name is None:
+        raise ConfigError(_unknown_option(group, asked, dirs))
+    return name
+
+
+def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
+    """The file at this path, which takes the place of an option of the group.
+
+    Raises ConfigError when there is none, it is not a mapping in YAML, or it asks for code or environment variables.
+    """
+    path = Path(asked).expanduser()
+    if not path.is_file():
+        raise ConfigError(_no_such_file(group, asked, path, dirs))
+    unsafe = list(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
+    if unsafe:
+        raise ConfigError(*unsafe)
+    return path.resolve()
+
+
+def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
+    """An option its group does not have: the nearest one, and all of them."""
+    options = group_options(group, dirs)
+    if group == "recipe" and Path(asked).expanduser().is_dir() and (Path(asked) / "config.yaml").is_file():
+        return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
+    meant = closest_option(asked, options)
+    there = f"there are {', '.join(options)}"
+    return Problem(
+        key=group,
+        value=asked,
+        reason=f"there is no such {group}",
+        fix=f"did you mean {meant}? ({there})" if meant else there,
+    )
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """One YAML file of settings. Raises ConfigError when it cannot be read or is no mapping."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(key=shown(path), reason=f"is not valid YAML: {_one_line(error)}")) from error
+    except OSError as error:
+        raise ConfigError(Problem(key=shown(path), reason=f"cannot be read: {error.strerror}")) from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(Problem(key=shown(path), reason="holds no settings", fix="write `key: value` lines"))
+    return {str(key): value for key, value in content.items()}
+
+
+def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
+    """Of the files a configuration is made of, (group, option, file) of those that hide a built-in one."""
+    builtin = builtin_recipes_dir()
+    for file in files:
+        group = file.parent.name
+        if group in GROUPS and file.parent.parent != builtin and (builtin / group / file.name).is_file():
+            yield group, file.stem, file
+
+
+def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
+    """The option that a misspelt name was probably meant to be."""
+    short = {name.removeprefix("qwen3-"): name for name in options}
+    meant = closest(asked, [*options, *short])
+    return None if meant is None else short.get(meant, meant)
+
+
+def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
+    beside = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    meant = closest(path.name, beside)
+    if meant is not None:
+        fix = f"did you mean {group}={path.parent / meant}?"
+    elif full_name(path.stem, group_options(group, dirs)) is not None:
+        fix = f"the built-in {'recipe' if group == 'recipe' else 'profile'} is {group}={path.stem}"
+    elif group == "recipe":
+        fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"
+    else:
+        fix = f"`canzona calibrate` writes one; there are {', '.join(group_options(group, dirs))}"
+    return Problem(key=group, value=asked, reason="there is no such file", fix=fix)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,276 @@
+"""The tree of values that a run's files come to: Hydra composes it, and the command line's values are laid over it."""
+
+import warnings as python_warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.config.recipes import (
+    GROUPS,
+    builtin_recipes_dir,
+    group_options,
+    read_yaml,
+    shown,
+    user_recipes_dirs,
+)
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.config.secrets import content_problems
+from canzona_cli.config.settings import leaves, sections, settings
+from canzona_cli.errors import ConfigError, Problem
+
+_MISSING = "???"
+_PRIMARY = "_canzona_"
+# What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
+# one it is named after.
+_GIVEN = "_given_"
+# The setting that distinguishes a section that is complete from one that adjusts its group's file.
+_COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeInfo:
+    """One line of `canzona recipes list`."""
+
+    name: str
+    path: Path
+    builtin: bool
+    shadows: bool
+    """A user's recipe that hides a built-in one of its name."""
+    model: ModelConfig | None
+    """None when the recipe leaves the shape open."""
+    gpus: int | None
+    cluster: str
+    optimizer: str
+    description: str
+    error: str = ""
+    """Why the file could not be read; the other fields then say little."""
+
+
+def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
+    """The user's own recipes by name, then the built-in ones. Raises ConfigError for a folder that is not there."""
+    builtin = builtin_recipes_dir()
+    dirs = (*user_recipes_dirs(recipes_dirs), builtin)
+    builtin_names = group_options("recipe", [builtin])
+    found = []
+    for name, path in group_options("recipe", dirs).items():
+        try:
+            read_yaml(path)  # an empty file would compose
+            (tree, _), error = composed({"recipe": name}, {}, dirs), ""
+        except ConfigError as problem:
+            tree, error = {}, problem.problems[0].reason
+        gpus = tree.get("gpus")
+        ours = path.parent.parent == builtin
+        found.append(
+            RecipeInfo(
+                name=name,
+                path=path,
+                builtin=ours,
+                shadows=not ours and name in builtin_names,
+                model=_model(tree),
+                gpus=gpus if isinstance(gpus, int) else None,
+                cluster=_named(tree.get("cluster")),
+                optimizer=_named(tree.get("optimizer")),
+                description=str(tree.get("description", "")),
+                error=error,
+            )
+        )
+    return sorted(found, key=lambda info: (info.builtin, info.name))
+
+
+def composed(
+    options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]]:
+    """The tree that Hydra composes from files alone, and these files in their order of application.
+
+    References to other settings are not resolved yet.
+
+    Args:
+        options: the options that are asked for by name, by group.
+        given: the recipe, and the cluster profile, that are given as files.
+        dirs: where options are looked for; the first folder wins.
+
+    Raises:
+        ConfigError: a file cannot be read or composed, or asks for code or environment variables.
+    """
+    from hydra import compose, initialize
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    recipe = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
+    where = shown(recipe)
+    overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
+    # A `defaults:` list is resolved while Hydra composes, before what it leads to can be looked at.
+    OmegaConf.clear_resolver("oc.env")
+    with _stored(options, given, dirs), python_warnings.catch_warnings():
+        python_warnings.simplefilter("ignore")  # Hydra's notes about how recipes are written are ours to heed
+        try:
+            with initialize(config_path=None, version_base="1.3", job_name="canzona"):
+                loader = GlobalHydra.instance().config_loader()
+                used = loader.compute_defaults_list(_PRIMARY, overrides, RunMode.RUN).defaults
+                container = OmegaConf.to_container(compose(_PRIMARY, overrides), resolve=False)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(_composition_problem(error, where)) from error
+        except RecursionError as error:  # Hydra follows a defaults list that leads back to its own file for ever
+            reason = "builds on itself: its `defaults:` name a recipe, or group file, that leads back to it"
+            fix = "give the file another name than what it builds on, or run it by its path: recipe=./FILE.yaml"
+            raise ConfigError(Problem(key=where, reason=reason, fix=fix)) from error
+    files = []
+    for part in used:
+        group, _, option = (part.config_path or "").partition("/")
+        if group in GROUPS:
+            files.append(given[group] if option == _GIVEN else _provider(f"{group}/{option}.yaml", dirs))
+    assert isinstance(container, dict)
+    tree = {str(key): value for key, value in container.items()}
+    unsafe = list(content_problems(tree, where))
+    if unsafe:
+        raise ConfigError(*unsafe)
+    return tree, files
+
+
+@contextmanager
+def _stored(options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]) -> Iterator[None]:
+    """Keeps in Hydra's memory what is not an option in a folder: the primary configuration and the given files."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    before = dict(store.repo)
+    search = {"hydra": {"searchpath": [f"file://{folder}" for folder in dirs]}}
+    store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml") | search, package="")
+    try:
+        for group, path in given.items():
+            content = read_yaml(path)
+            content.setdefault("name", path.stem)
+            if group == "recipe":
+                store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
+            else:
+                store.store(_GIVEN, content, group)
+        yield
+    finally:
+        store.repo = before
+
+
+def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
+    """The content of a recipe file as an option of the recipe group.
+
+    A section that is complete (a run's config.yaml, a copied recipe) replaces its group's file, unless the command
+    line chooses an option of that group, which then replaces the section.
+    """
+    defaults = content.pop("defaults", [])
+    entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
+    for group, mark in _COMPLETE.items():
+        section = content.get(group)
+        if not isinstance(section, Mapping) or mark not in section:
+            continue
+        if group in chosen:
+            del content[group]
+        elif not any(isinstance(entry, Mapping) and f"override /{group}" in entry for entry in entries):
+            entries.append({f"override /{group}": None})
+    if "_self_" not in entries:
+        entries.append("_self_")
+    return {"defaults": entries, **content}
+
+
+def _provider(path: str, dirs: Sequence[Path]) -> Path:
+    candidates = [folder / path for folder in dirs]
+    return next((file for file in candidates if file.is_file()), candidates[-1])
+
+
+def _composition_problem(error: Exception, where: str) -> Problem:
+    """Hydra's message about a recipe's files, without its search path and its hint to add keys."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [
+        line
+        for line in lines
+        if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
+    ]
+    text = " ".join(kept[:4]).replace(f"recipe/{_GIVEN}", where)
+    return Problem(
+        key=where,
+        reason=f"cannot be composed: {text.rstrip('.')}",
+        fix="see `canzona recipes show qwen3-tiny` for the files a recipe is made of",
+    )
+
+
+def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
+    """The tree with the command line's values laid over it and references to other settings filled in.
+
+    References that lead nowhere are added to `problems`, and their settings left out.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(_with_defaults(base))
+    for key, value in values.items():
+        try:
+            OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key=key, value=value, reason=f"cannot be set: {str(error).splitlines()[0]}"))
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    resolved: dict[str, object] = {}
+    for key, value in leaves({str(name): part for name, part in raw.items()}):
+        if value == _MISSING:
+            continue
+        try:
+            found = OmegaConf.select(config, key, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(found):
+                found = OmegaConf.to_container(found, resolve=True)
+        except OmegaConfBaseException as error:
+            reason = f"the reference cannot be followed: {str(error).splitlines()[0]}"
+            fix = "refer to a setting by its whole name, for example ${train.seq_length}"
+            problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
+            continue
+        put(resolved, key, found)
+    return resolved
+
+
+def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
+    """The tree with the schema's defaults below it, so that `${train.seed}` works where no file sets the seed.
+
+    A section that lacks what only a recipe can say is not begun here: it is reported as missing.
+    """
+    known = settings()
+    full: dict[str, object] = dict(tree)
+    for section, names in sections().items():
+        own = [known[f"{section}.{name}"] for name in sorted(names)]
+        given = full.get(section, None if any(setting.required for setting in own) else {})
+        if isinstance(given, Mapping):
+            optimizer = given.get("name")
+            defaults = {
+                setting.key.rpartition(".")[2]: setting.default
+                for setting in own
+                if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
+            }
+            full[section] = {**defaults, **given}
+    return full
+
+
+def put(tree: dict[str, object], key: str, value: object) -> None:
+    """Sets the value of a dotted key, making its sections."""
+    *sections_above, name = key.split(".")
+    for section in sections_above:
+        below = tree.setdefault(section, {})
+        assert isinstance(below, dict)
+        tree = below
+    tree[name] = value
+
+
+def _model(tree: Mapping[str, object]) -> ModelConfig | None:
+    import json
+
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(tree.get("model")), strict=True)
+    except ValidationError:
+        return None
+
+
+def _named(section: object) -> str:
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else ""
