@@ -13,9 +13,9 @@ from canzona_cli import __version__
 from canzona_cli.errors import ExitCode
 
 COMMANDS = {
-    "plan": "Plan who updates which matrix; simulate the step.",
+    "plan": "Plan who updates which matrix; simulate a step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
-    "bench": "Measure strategies side by side, beside the plan's prediction.",
+    "bench": "Measure strategies side by side, next to their predictions.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",

@@ -6,23 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import progress, show, warn, write_out
-from canzona_cli.config.completion import complete_override
 
 if TYPE_CHECKING:
     from canzona_cli.bench.options import Options
 
 
 def bench(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="recipe=qwen3-mini gpus=4 parallel.tp=2 ...",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, overrides_argument("recipe=qwen3-mini gpus=4 parallel.tp=2 ...")] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,7 +27,7 @@ def bench(
     steps_per_turn: Annotated[
         int, typer.Option("--steps-per-turn", metavar="K", help="Training steps in a turn; the first is not counted.")
     ] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON here.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result (needs matplotlib).")
@@ -54,9 +46,7 @@ def bench(
     gpus: Annotated[
         str | None, typer.Option("--gpus", metavar="8..1024", help="With --simulate: numbers of GPUs; 8..1024 doubles.")
     ] = None,
-    recipes_dir: Annotated[
-        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
-    ] = None,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
     """Run strategies of one recipe in turns on the same data, and compare speed, memory and prediction error.
 

@@ -5,19 +5,14 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import progress, show, warn
-from canzona_cli.config.completion import complete_override
 
 
 def calibrate(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="recipe=qwen3-mini gpus=4: the matrices to measure, on how many ranks; cluster=NAME to start from.",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
+        overrides_argument("recipe=qwen3-mini gpus=4: the matrices to measure, the ranks; cluster=NAME to start from."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -27,10 +22,8 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer repetitions and sizes, no whole steps: half a minute, but noisier.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    recipes_dir: Annotated[
-        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
-    ] = None,
+    as_json: AsJson = False,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
     """Measure this machine: products, memory, updates of the recipe's matrices, collectives, whole steps.
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson
 from canzona_cli.commands.output import show as show_page
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -17,7 +18,6 @@ Where = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.callback()
@@ -26,7 +26,7 @@ def checkpoint() -> None:
 
 
 @app.command("list")
-def list_(where: Where = None, as_json: Json = False) -> None:
+def list_(where: Where = None, as_json: AsJson = False) -> None:
     """List checkpoints, and say whether each is complete.
 
     Reads manifests and file sizes only; `canzona checkpoint verify` reads the content.
@@ -39,7 +39,7 @@ def list_(where: Where = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(where: Where = None, as_json: Json = False) -> None:
+def verify(where: Where = None, as_json: AsJson = False) -> None:
     """Read every byte and compare it with the hashes.
 
     Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there is one.
@@ -58,7 +58,7 @@ def verify(where: Where = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def show(where: Where = None, as_json: Json = False) -> None:
+def show(where: Where = None, as_json: AsJson = False) -> None:
     """Show what a checkpoint contains: the newest one, or the one named."""
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.errors import CheckpointInvalid

@@ -1,14 +1,13 @@
-"""`canzona doctor`: what this machine can run, and what to do about what it cannot."""
-
-from typing import Annotated
+"""`canzona doctor`: what this machine can run, and how to fix what it cannot."""
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson
 from canzona_cli.commands.output import show
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Check versions, GPUs, NCCL and gloo, memory, disks, ports, Slurm; exit code 3 when nothing can run here."""
     from rich.console import Console

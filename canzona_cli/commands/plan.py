@@ -1,4 +1,4 @@
-"""`canzona plan`: who updates which matrix, and what a step then takes, without torch or a GPU."""
+"""`canzona plan`: who updates which matrix, and how long a step then takes, without torch or a GPU."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn, write_out
-from canzona_cli.config.completion import complete_override
 
 
 class Compare(StrEnum):
-    """What `--compare` puts side by side."""
+    """The choices of `--compare`."""
 
     STRATEGIES = "strategies"
     LAYOUTS = "layouts"
@@ -20,39 +20,32 @@ class Compare(StrEnum):
 
 def plan(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
+        list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing it.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    json: AsJson = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the plan here; default: plans/RECIPE-GPUSgpus-HASH.json."),
+        typer.Option("--out", metavar="FILE", help="Write the plan here. [default: plans/RECIPE-GPUSgpus-HASH.json]"),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
     ] = None,
     compare: Annotated[
-        Compare | None, typer.Option("--compare", help="Phases of all strategies, or other layouts, or other alphas.")
+        Compare | None,
+        typer.Option("--compare", help="Phases of all strategies, other layouts, or other alphas."),
     ] = None,
     shapes: Annotated[
         Path | None,
         typer.Option("--shapes", metavar="FILE", help="Plan the shapes in this YAML instead of the recipe's model."),
     ] = None,
-    assumptions: Annotated[bool, typer.Option("--assumptions", help="List what the simulated times assume.")] = False,
-    recipes_dir: Annotated[
-        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
-    ] = None,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="List what the simulation assumes.")] = False,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
     """Plan which rank updates which matrix: load balance, bound, traffic, memory, simulated step times.
 
-    The plan is written where `canzona train` finds it, unless it is a dry run.
+    Unless it is a dry run, the plan is written where `canzona train` finds it.
     """
 
     from canzona_cli.cluster.fit import resolve
@@ -90,7 +83,7 @@ def plan(
 
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
-    """What can be told about files before any planning."""
+    """Check the files before any planning."""
     from importlib.util import find_spec
 
     from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem

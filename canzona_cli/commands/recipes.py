@@ -1,32 +1,24 @@
-"""`canzona recipes`: what there is to train, what it says, how it spreads over GPUs, and a copy to start from."""
+"""`canzona recipes`: list, show and copy recipes, and show their layouts on numbers of GPUs."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from canzona_cli.config.completion import complete_override, complete_recipe
+from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.config.completion import complete_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-RecipesDir = Annotated[
-    list[Path] | None,
-    typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
-]
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="A recipe's name or its file.", autocompletion=complete_recipe),
 ]
-OverrideList = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Settings to change.", autocompletion=complete_override, show_default=False
-    ),
-]
+OverrideList = Annotated[list[str] | None, overrides_argument("Settings to change.")]
 
 
 @app.command("list")
-def list_(recipes_dir: RecipesDir = None) -> None:
+def list_(recipes_dir: RecipesDirs = None) -> None:
     """List every recipe, yours and the built-in ones."""
     from rich import box
     from rich.console import Console
@@ -70,10 +62,10 @@ def list_(recipes_dir: RecipesDir = None) -> None:
 
 
 @app.command()
-def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDir = None) -> None:
-    """Print a recipe as it is composed, and the files it is made of.
+def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDirs = None) -> None:
+    """Print a recipe as composed, and the files it comes from.
 
-    What is null is chosen when a run starts.
+    Null values are chosen when a run starts.
     """
     from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run, dump_resolved
@@ -95,12 +87,12 @@ def copy(
     name: Name,
     destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
     overrides: OverrideList = None,
-    recipes_dir: RecipesDir = None,
+    recipes_dir: RecipesDirs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a recipe of your own to start from.
 
-    The file stands alone: it holds every setting with its value and its meaning.
+    The file is complete: it has every setting with its value and its meaning.
     """
     from dataclasses import replace
 
@@ -118,13 +110,13 @@ def copy(
 def layouts(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Recipes; all built-in sizes when none is named.", show_default=False),
+        typer.Argument(metavar="NAME", help="Recipes. [default: all built-in sizes]", show_default=False),
     ] = None,
-    recipes_dir: RecipesDir = None,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
     """Show each size on 1 to 1024 GPUs.
 
-    The layout, the batch and the memory of the fullest GPU; where the model does not fit, what would make it fit.
+    The layout, the batch and the memory of the fullest GPU; where the model does not fit, how it would.
     """
     from rich.console import Console
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from canzona_cli.commands.arguments import AsJson
 from canzona_cli.commands.output import show
 
 
@@ -19,7 +20,7 @@ def report(
             "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
     _check_usage(run_dirs, compare=compare, trace=trace, as_json=as_json)

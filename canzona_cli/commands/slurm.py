@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.config.completion import complete_override
+from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 def slurm(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="recipe=qwen3-32b gpus=256 ..., as for `canzona train`.",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
+        list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch instead of printing it.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job instead of printing it.")] = False,
     time: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
     ] = None,
@@ -32,32 +26,30 @@ def slurm(
     account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")] = None,
     qos: Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines (cluster.nodes), where not as few as hold the GPUs.")
+        int | None, typer.Option(min=1, help="Machines (cluster.nodes). [default: as few as have the GPUs]")
     ] = None,
     array: Annotated[
-        str | None, typer.Option(metavar="TASKS", help="Job array, say 0-3: a run of its own each.")
+        str | None, typer.Option(metavar="TASKS", help="Job array, for example 0-3: a separate run for each task.")
     ] = None,
     job_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The job's name; the recipe's by default.")
+        str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")
     ] = None,
     cpus_per_task: Annotated[
-        int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of all of it.")
+        int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of whole machines.")
     ] = None,
-    requeues: Annotated[int, typer.Option(metavar="N", help="Times a preempted job may go back to the queue.")] = 20,
+    requeues: Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be queued again.")] = 20,
     signal_before: Annotated[
-        int, typer.Option(metavar="S", help="Seconds before its time limit at which the job saves and queues again.")
+        int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
     ] = 180,
     needs: Annotated[
-        bool, typer.Option("--needs", help="Print how many machines the run needs, and GPUs of each; nothing else.")
+        bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")
     ] = False,
-    recipes_dir: Annotated[
-        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
-    ] = None,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
     """Print a run's sbatch script, or submit it.
 
-    The script is scripts/train.sbatch filled in. A job that is preempted, or whose time is nearly up, saves a
-    checkpoint, queues again and goes on from there.
+    The script is scripts/train.sbatch filled in. A job that is preempted, or near its time limit, saves a checkpoint,
+    queues again and continues from there.
     """
     from rich.console import Console
 

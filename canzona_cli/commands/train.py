@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 from canzona_cli.commands.output import warn
-from canzona_cli.config.completion import complete_override
 from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 def train(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
+        list[str] | None, overrides_argument("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
@@ -49,11 +43,9 @@ def train(
             "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
         ),
     ] = None,
-    recipes_dir: Annotated[
-        list[Path] | None, typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first.")
-    ] = None,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Train a model, or go on with the run in run.dir. Ctrl-C once saves after the step at hand, twice ends at once."""
+    """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step; twice stops at once."""
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
     requests = Requests(raising=True)

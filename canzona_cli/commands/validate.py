@@ -1,29 +1,17 @@
-"""`canzona validate`: whether a recipe with these overrides can run, and what it comes to."""
+"""`canzona validate`: whether a recipe with these overrides can run, and what it resolves to."""
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from canzona_cli.config.completion import complete_override
+from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 
 
 def validate(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.",
-            autocompletion=complete_override,
-            show_default=False,
-        ),
+        list[str] | None, overrides_argument("The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.")
     ] = None,
-    recipes_dir: Annotated[
-        list[Path] | None,
-        typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
-    ] = None,
+    recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Check a recipe and its overrides, how they fit the cluster, plan and prepared data; mistakes are told at once.
+    """Check a recipe and its overrides, how they fit the cluster, plan and prepared data; shows all mistakes at once.
 
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
     does not fit in the cluster's memory.

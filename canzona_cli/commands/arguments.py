@@ -1,0 +1,24 @@
+"""Arguments and options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.models import ArgumentInfo
+
+from canzona_cli.config.completion import complete_override
+
+
+def overrides_argument(help: str) -> ArgumentInfo:
+    """`KEY=VALUE ...`, completed as it is typed."""
+    argument: ArgumentInfo = typer.Argument(
+        metavar="KEY=VALUE", help=help, autocompletion=complete_override, show_default=False
+    )
+    return argument
+
+
+RecipesDirs = Annotated[
+    list[Path] | None,
+    typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
