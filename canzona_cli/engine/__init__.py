@@ -1,1 +1,28 @@
-"""Executes a `Plan`: fragments travel to the hosts of their matrices, are updated there whole, and travel back."""
+"""Executes a `Plan`: fragments travel to the hosts of their matrices, are updated there whole, and travel back.
+
+The ranks of a pipeline stage are a grid: along a row, tensor-parallel (TP) ranks store different fragments of every
+matrix; down a column, data-parallel ranks store the same ones. The plan gives each matrix a cell of the grid:
+
+                     TP 0         TP 1         TP 2         TP 3
+                 +------------+------------+------------+------------+
+    owner 0      |  q0   o0   |  k0   u1   |  v0   d0   |  g0        |    A matrix's row is its owner, where its
+    (dp 0)       |            |            |            |            |    gradient is reduced to; its column is its
+                 +------------+------------+------------+------------+    host, where it is updated as a whole.
+    owner 1      |  q1   d1   |  u0   k1   |  v1        |  o1   g1   |
+    (dp 1)       |            |            |            |            |
+                 +------------+------------+------------+------------+
+
+The way of one matrix, `u0`, through a step:
+
+    backward         every rank has a gradient fragment of u0, for its own tokens
+      1. reduce      down each column, to row 1: the owners have reduced fragments     (megatron/owner_bucket_group)
+      2. to the host along row 1: fragments of TP 0, 2 and 3 travel to TP 1, fused     (hosted, buffers;
+                     with those of its micro-group in one all-to-all                    planner/exchange)
+      3. update      TP 1 has all of u0: momentum, Newton-Schulz, new fp32 master      (factory, optimizers/)
+      4. back        along row 1: fragments of the new weight, in the model's dtype    (hosted)
+      5. gather      down each column, from row 1 to the parameters of every owner     (megatron/owner_bucket_group)
+
+Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of i + 1 come in and
+weights of i - 1 go out. Megatron's AdamW updates everything else (`canzona_optimizer` chains the two). Strategy sc has
+no plan: every rank updates every matrix (`redundant`). `build` puts the parts together.
+"""

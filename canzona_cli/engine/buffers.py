@@ -8,11 +8,12 @@ import torch
 from canzona_cli.planner.exchange import Route
 
 SETS = 2
+"""While group i is updated, gradients of i + 1 travel in and weights of i - 1 out: of each direction two are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """One direction's send and receive buffers, flat."""
+    """One direction's send and receive buffers, each flat and as long as the largest micro-group needs."""
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
@@ -33,7 +34,7 @@ class Messages:
         return sum(buffer.nbytes for buffer in (*self.sends, *self.receives))
 
 
-class Exchange:
+class AllToAll:
     """One all-to-all of one micro-group over the TP group, on its part of the message buffers.
 
     Args:
@@ -43,7 +44,7 @@ class Exchange:
     def __init__(
         self, route: Route, messages: Messages, number: int, group: torch.distributed.ProcessGroup | None
     ) -> None:
-        self._route, self._group = route, group
+        self.route, self._group = route, group
         self._work: torch.distributed.Work | None = None
         if not messages.sends:
             self.send = self.receive = torch.empty(0)
@@ -54,12 +55,12 @@ class Exchange:
 
     def start(self) -> torch.distributed.Work | None:
         """Sends the packed messages; the handle to watch, None where nothing travels."""
-        if self._route.travels:
+        if self.route.travels:
             self._work = torch.distributed.all_to_all_single(
                 self.receive,
                 self.send,
-                list(self._route.receive_splits),
-                list(self._route.send_splits),
+                list(self.route.receive_splits),
+                list(self.route.send_splits),
                 group=self._group,
                 async_op=True,
             )

@@ -1,4 +1,4 @@
-"""Puts the engine of one rank together from a plan."""
+"""Puts the engine of one rank together: by a plan, or, for strategy sc, with everything on every rank."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -6,67 +6,73 @@ from megatron.core.distributed import DistributedDataParallel
 from canzona_cli.config.schema import CustomConfig, RunConfig
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.factory import optimizer_factory
-from canzona_cli.engine.fallbacks import Fallbacks
+from canzona_cli.engine.factory import Fallbacks, optimizer_factory
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.hosted import Wiring
-from canzona_cli.engine.matrix_optimizer import MatrixOptimizer, hosted_matrices
+from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.planned import PlannedOptimizer, hosted_matrices
+from canzona_cli.engine.redundant import RedundantOptimizer
 from canzona_cli.megatron.adamw import build_adamw
 from canzona_cli.megatron.in_flight import watcher_for
-from canzona_cli.megatron.matrix_buffers import named_matrix_parameters
+from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrices import stage_matrices
 from canzona_cli.planner.plan import Plan
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-
-def build_canzona(
-    model: DistributedDataParallel, config: RunConfig, world: World, plan: Plan, timer: PhaseTimer
+def build_engine(
+    model: DistributedDataParallel, config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
 ) -> CanzonaOptimizer:
-    """The optimizer of strategies canzona and asc over a model wrapped with the plan's buffers.
+    """The optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
+
+    Args:
+        model: wrapped with the plan's buffers, or without sharding where there is no plan.
+        plan: of strategies canzona and asc; None for sc, where every rank updates all matrices of its stage.
 
     Raises:
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
-    stage, owner, host = world.pp_rank, int(world.groups.dp_cp.rank()), world.tp_rank
-    hosted = hosted_matrices(plan, stage, owner, host)
+    if plan is not None:
+        matrices, own = plan.matrices, hosted_matrices(plan, world)
+        parameters = named_matrix_parameters(model, plan, world.pp_rank)
+    else:
+        matrices = matrices_of(config.model, world.layout, config.engine.splitting)
+        own = list(stage_matrices(matrices, world.pp_rank))
+        named = dict(global_parameters(model))
+        parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
+        tag_matrices(model, parameters)
     masters = {
         matrix.index: torch.nn.Parameter(
             torch.empty(matrix.rows, matrix.cols, dtype=torch.float32, device=world.device)
         )
-        for matrix in hosted
+        for matrix in own
     }
+    fallbacks = Fallbacks(own, masters)
+    source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
-        fragments=Fragments(config.model, plan.subject.layout.tp, host, named_matrix_parameters(model, plan, stage)),
-        rank=host,
-        tp_group=world.groups.tp if plan.subject.layout.tp > 1 else None,
+        fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
+        rank=world.tp_rank,
+        tp_group=world.groups.tp if world.layout.tp > 1 else None,
         timer=timer,
         watcher=watcher_for(world.device),
         device=world.device,
         masters=masters,
+        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, matrices, fallbacks), source, world),
     )
-    settings, fallbacks = adamw_settings(config), Fallbacks(hosted, masters)
-    source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
-    make_optimizer = agree_on_optimizer(lambda: optimizer_factory(config, plan.matrices, fallbacks), source, world)
-    matrices = MatrixOptimizer(
-        settings,
-        model,
-        plan,
-        stage,
-        owner,
-        wiring,
-        exchange_dtype=_DTYPES[config.engine.exchange_dtype],
-        weight_dtype=_DTYPES[config.train.precision],
-        make_optimizer=make_optimizer,
-        fallbacks=fallbacks,
-    )
+    updater: MasterOptimizer
+    if plan is not None:
+        updater = PlannedOptimizer(config, model, world, plan, wiring, fallbacks)
+    else:
+        updater = RedundantOptimizer(config, model, world, own, wiring, fallbacks)
     return CanzonaOptimizer(
-        build_adamw(model, world, settings),
-        matrices,
+        build_adamw(model, world, adamw_settings(config)),
+        updater,
         model,
-        stats_group=world.groups.intra_dist_opt,
+        # With a plan every gradient element is reduced on one rank; without, data-parallel ranks have equal gradients.
+        stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,
         non_finite=config.train.non_finite,
     )

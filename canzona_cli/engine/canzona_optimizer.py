@@ -1,7 +1,6 @@
 """The optimizer of a run: Megatron's AdamW for what is no matrix, a `MasterOptimizer` for the matrices."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -28,14 +27,6 @@ class NonFiniteGradients(WorkerCrashed):
         self.loss = loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Culprit:
-    """A parameter with a non-finite gradient."""
-
-    rank: int
-    name: str
-
-
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
 
@@ -43,7 +34,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     norm is the step's one host synchronisation; it comes before any state changes.
 
     Args:
-        matrices: by the plan (`MatrixOptimizer`), or all of them on every rank (`RedundantOptimizer`).
+        matrices: by the plan (`PlannedOptimizer`), or all of them on every rank (`RedundantOptimizer`).
         stats_group: ranks over which every gradient element is counted once: all of them, or, where data-parallel
             ranks have equal gradients, those of one model replica.
     """

@@ -1,6 +1,7 @@
 """From a run's settings to the ordinary torch optimizers that hosts step."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from canzona_cli.config.schema import CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.kronecker import OnFallback
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
@@ -19,8 +21,28 @@ from canzona_cli.planner.cost import algorithm, flops
 _OURS = __name__.partition(".")[0]
 """This package, whose optimizers need nobody's consent."""
 
-OnFallback = Callable[[torch.Tensor, str], None]
-"""Told a matrix's parameter and what was done instead of its update."""
+_log = logging.getLogger(__name__)
+
+
+class Fallbacks:
+    """What optimizers could not do for a matrix and did instead: logged with the matrix's name, and counted.
+
+    Args:
+        masters: by matrix index; what the optimizers call their parameters.
+    """
+
+    def __init__(self, hosted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
+        self._names = {id(masters[matrix.index]): matrix.name for matrix in hosted}
+        self._count = 0
+
+    def __call__(self, parameter: torch.Tensor, reason: str) -> None:
+        self._count += 1
+        _log.warning("%s: %s", self._names.get(id(parameter), "a matrix"), reason)
+
+    def take(self) -> int:
+        """How many since the last call."""
+        count, self._count = self._count, 0
+        return count
 
 
 def optimizer_factory(

@@ -1,16 +1,16 @@
-"""One micro-group on one TP rank: its part of the exchanges, and the update of the matrices it hosts."""
+"""One micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices it hosts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.buffers import Exchange, Messages
+from canzona_cli.engine.buffers import AllToAll
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.megatron.in_flight import Watcher
 from canzona_cli.megatron.timers import PhaseTimer, Span
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Route, senders
+from canzona_cli.planner.exchange import Parcel, senders
 from canzona_cli.run.phases import Phase
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -19,17 +19,19 @@ MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.opt
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What all groups of a rank share."""
+    """What everything that updates matrices on one rank shares."""
 
     fragments: Fragments
     rank: int
     """TP rank."""
     tp_group: torch.distributed.ProcessGroup | None
+    """None with one TP rank, where nothing travels."""
     timer: PhaseTimer
     watcher: Watcher
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank hosts, (rows, columns)."""
+    """By matrix index: the fp32 weights of what this rank updates, (rows, columns)."""
+    make_optimizer: MakeOptimizer
 
 
 class HostedGroup:
@@ -38,99 +40,91 @@ class HostedGroup:
     Everything is bound to its place once; a step moves data and allocates nothing.
 
     Args:
-        matrices: of the micro-group, in the plan's order; `hosts` theirs, TP ranks.
-        scratch: fp32, as long as `scratch_elements` of any group; gradients of what is updated, one group at a time.
-        number: of the group in the pipeline.
+        hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
+        gradients: fragments from all ranks to the hosts of their matrices.
+        weights: fragments of new weights from the hosts back to all ranks.
+        scratch: fp32, flat, of at least `scratch_elements(hosted)`; gradients of what is updated, one group at a time.
     """
 
     def __init__(
         self,
         wiring: Wiring,
-        matrices: Sequence[Matrix],
-        hosts: Sequence[int],
-        gradients: tuple[Route, Messages],
-        weights: tuple[Route, Messages],
+        hosted: tuple[Matrix, ...],
+        gradients: AllToAll,
+        weights: AllToAll,
         scratch: torch.Tensor,
-        number: int,
-        make_optimizer: MakeOptimizer,
     ) -> None:
-        self._wiring = wiring
-        self.hosted = tuple(m for m, host in zip(matrices, hosts, strict=True) if host == wiring.rank)
-        fragments = wiring.fragments
-        self._gradients = Exchange(gradients[0], gradients[1], number, wiring.tp_group)
-        self._weights = Exchange(weights[0], weights[1], number, wiring.tp_group)
-        self._spans: dict[int, Span] = {}
+        self.hosted = hosted
+        self._wiring, self._gradients, self._weights = wiring, gradients, weights
+        self._spans: dict[AllToAll, Span] = {}
         # With one TP rank nothing travels: what is copied is a part of the update.
         self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
+        self._on_host = wiring.device.type == "cpu"
+        self._masters = [wiring.masters[m.index] for m in hosted]
+        self.optimizer = wiring.make_optimizer(hosted, self._masters) if hosted else None
+        self.finite = torch.ones(len(hosted), device=wiring.device)
+        """By hosted matrix: finite (a number) where the update was, NaN or infinite where it was not."""
 
-        # Gradients out: parameter to message.
-        self._grad_pack = [
-            _Copy(
-                _at(self._gradients.send, parcel.offset, fragments.gradient(parcel.matrix)),
-                fragments.gradient(parcel.matrix),
-            )
-            for parcel in gradients[0].sends
-        ]
+        fragments = wiring.fragments
+        # Gradients out: own parameter to message.
+        self._grad_pack = _packed(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
         # Gradients in: message and own parameter to the whole.
         self._grads: list[torch.Tensor] = []
+        """Of the hosted matrices, fp32 (rows, columns)."""
         self._grad_unpack: list[_Copy] = []
         self._in_place: list[torch.Tensor] = []
-        self._bind_gradients(gradients[0], scratch)
-        self._masters = [wiring.masters[m.index] for m in self.hosted]
-        self.optimizer = make_optimizer(self.hosted, self._masters) if self.hosted else None
-
+        self._bind_gradients(scratch)
         # Weights out: master to messages and to own parameter.
-        self._weight_pack = [
-            _Copy(_at(self._weights.send, parcel.offset, view), view)
-            for parcel in weights[0].sends
-            for view in (fragments.in_whole(parcel.matrix, wiring.masters[parcel.matrix.index].detach(), parcel.peer),)
-        ]
+        self._weight_pack = _packed(
+            weights,
+            (
+                (p, fragments.in_whole(p.matrix, wiring.masters[p.matrix.index].detach(), p.peer))
+                for p in weights.route.sends
+            ),
+        )
+        self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
         self._own_weights = [
             (place, _Copy(fragments.weight(m), fragments.in_whole(m, master.detach(), wiring.rank)))
-            for place, (m, master) in enumerate(zip(self.hosted, self._masters, strict=True))
+            for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
             if wiring.rank in m.holders(fragments.tp)
         ]
-        # Weights in: message to parameter.
-        arriving = weights[0].receive_flags
-        # Flags are asked for after the step, when another group's message may lie where they came in.
-        self._told = torch.ones(len(arriving), dtype=self._weights.receive.dtype, device=wiring.device)
-        self._told_at = torch.tensor([place for _, place in arriving], dtype=torch.int64, device=wiring.device)
-        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._told.unbind(), strict=True)]
-        flags = {m.index: flag for m, flag in self._flag_receives}
-        self._weight_unpack = [
-            (
-                flags[parcel.matrix.index],
-                _Copy(
-                    fragments.weight(parcel.matrix),
-                    _at(self._weights.receive, parcel.offset, fragments.weight(parcel.matrix)),
-                ),
-            )
-            for parcel in weights[0].receives
-        ]
-        self._travels = weights[0].travels
-        self._flag_sends = [self._weights.send[f[0] : f[-1] + 1] for f in weights[0].send_flags if f]
-        self.finite = torch.ones(len(self.hosted), device=wiring.device)
-        """By hosted matrix: finite (a number) where the update was, NaN or infinite where it was not."""
-        self._on_host = wiring.device.type == "cpu"
+        # Weights in: message to own parameter.
+        self._bind_arriving_weights()
 
-    def _bind_gradients(self, route: Route, scratch: torch.Tensor) -> None:
+    def _bind_gradients(self, scratch: torch.Tensor) -> None:
+        """Where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole already."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         offset = 0
         for matrix in self.hosted:
-            remote = [parcel for parcel in route.receives if parcel.matrix is matrix]
-            own = fragments.gradient(matrix) if rank in senders(matrix, rank, fragments.tp) else None
-            if not remote and own is not None and is_whole(matrix, own):
+            if lies_whole(self._wiring, matrix):
+                own = fragments.gradient(matrix)
                 self._grads.append(own.view(matrix.rows, matrix.cols))
                 self._in_place.append(own)
                 continue
             whole = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
             offset += matrix.elements
             self._grads.append(whole)
-            for parcel in remote:
-                view = fragments.in_whole(matrix, whole, parcel.peer)
-                self._grad_unpack.append(_Copy(view, _at(self._gradients.receive, parcel.offset, view)))
-            if own is not None:
-                self._grad_unpack.append(_Copy(fragments.in_whole(matrix, whole, rank), own))
+            for parcel in self._gradients.route.receives:
+                if parcel.matrix is matrix:
+                    view = fragments.in_whole(matrix, whole, parcel.peer)
+                    self._grad_unpack.append(_Copy(view, _at(self._gradients.receive, parcel.offset, view)))
+            if rank in senders(matrix, rank, fragments.tp):
+                self._grad_unpack.append(_Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
+
+    def _bind_arriving_weights(self) -> None:
+        """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
+        fragments, weights = self._wiring.fragments, self._weights
+        arriving = weights.route.receive_flags
+        # Flags are asked for after the step, when another group's message may lie where they came in.
+        self._told = torch.ones(len(arriving), dtype=weights.receive.dtype, device=self._wiring.device)
+        self._told_at = torch.tensor([place for _, place in arriving], dtype=torch.int64, device=self._wiring.device)
+        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._told.unbind(), strict=True)]
+        flags = {m.index: flag for m, flag in self._flag_receives}
+        self._weight_unpack = [
+            (flags[parcel.matrix.index], _Copy(weight, _at(weights.receive, parcel.offset, weight)))
+            for parcel in weights.route.receives
+            for weight in (fragments.weight(parcel.matrix),)
+        ]
 
     def send_gradients(self) -> None:
         """Pack this rank's fragments and send them to their hosts."""
@@ -177,7 +171,7 @@ class HostedGroup:
         """Wait for the updated fragments and write them; those of a non-finite update are left as they were."""
         with self._wiring.timer.phase(self._moving):
             self._finish(self._weights)
-            if self._travels and self._flag_receives:
+            if self._weights.route.travels and self._flag_receives:
                 torch.index_select(self._weights.receive, 0, self._told_at, out=self._told)
             for flag, copy in self._weight_unpack:
                 self._write(copy, flag)
@@ -194,38 +188,32 @@ class HostedGroup:
             # The host must not wait to know the flag.
             copy.target.copy_(torch.where(torch.isfinite(flag), copy.source, copy.target))
 
-    def _start(self, exchange: Exchange) -> None:
+    def _start(self, exchange: AllToAll) -> None:
         begin = self._wiring.timer.now()
         work = exchange.start()
         if work is not None:
             span = self._wiring.timer.span("exchange_total", begin)
             self._wiring.watcher.watch(span, work)
-            self._spans[id(exchange)] = span
+            self._spans[exchange] = span
 
-    def _finish(self, exchange: Exchange) -> None:
-        span = self._spans.pop(id(exchange), None)
+    def _finish(self, exchange: AllToAll) -> None:
+        span = self._spans.pop(exchange, None)
         late = span is not None and span.end is None
         exchange.wait()
         if late and span is not None:
             self._wiring.watcher.waited(span)
 
 
-def scratch_elements(fragments: Fragments, rank: int, matrices: Sequence[Matrix], hosts: Sequence[int]) -> int:
-    """fp32 elements the gradients of a group need beside Megatron's buffer."""
-    needed = 0
-    for matrix, host in zip(matrices, hosts, strict=True):
-        if host == rank and not _lies_whole(fragments, rank, matrix):
-            needed += matrix.elements
-    return needed
+def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
+    """fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
+    return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
-def _lies_whole(fragments: Fragments, rank: int, matrix: Matrix) -> bool:
-    alone = senders(matrix, rank, fragments.tp) == range(rank, rank + 1)
-    return alone and is_whole(matrix, fragments.gradient(matrix))
-
-
-def is_whole(matrix: Matrix, gradient: torch.Tensor) -> bool:
-    """Whether a gradient can be handed to an optimizer as it lies in Megatron's buffer."""
+def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
+    """Whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
+    if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
+        return False
+    gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
 
 
@@ -243,6 +231,11 @@ class _Copy:
             # In the target's precision: scaled in bf16, a gradient would be rounded twice.
             self.target.copy_(self.source)
             self.target.mul_(scale)
+
+
+def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[_Copy]:
+    """From where fragments lie to their places in the message that is sent."""
+    return [_Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

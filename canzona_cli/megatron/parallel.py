@@ -28,6 +28,11 @@ class World:
         return int(parallel_state.get_data_parallel_rank())
 
     @property
+    def owner(self) -> int:
+        """Rank among those that gradients are reduced over, data and context parallel together: a plan's owner."""
+        return int(self.groups.dp_cp.rank())
+
+    @property
     def tp_rank(self) -> int:
         return int(parallel_state.get_tensor_model_parallel_rank())
 
@@ -42,11 +47,6 @@ class World:
     @property
     def is_last_stage(self) -> bool:
         return bool(parallel_state.is_pipeline_last_stage())
-
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage of this worker's pipeline."""
-        return int(parallel_state.get_pipeline_model_parallel_last_rank())
 
     def describe(self) -> str:
         return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank}, pp {self.pp_rank})"

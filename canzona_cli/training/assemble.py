@@ -10,9 +10,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
-from canzona_cli.engine.build import build_canzona
+from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.redundant import build_redundant
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
@@ -51,16 +50,12 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         raise EnvironmentProblem(*broken)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
-    if execution_of(config) is Execution.PLANNED:
-        plan = agree_on_plan(plan, built, world)
-    else:
-        plan = None
+    execution = execution_of(config)
+    plan = agree_on_plan(plan, built, world) if execution is Execution.PLANNED else None
     wrapped = optimizer.wrap_data_parallel(built, config, world, plan)
     updater: MegatronOptimizer
-    if plan is not None:
-        updater = build_canzona(wrapped, config, world, plan, timer)
-    elif execution_of(config) is Execution.REDUNDANT:
-        updater = build_redundant(wrapped, config, world, timer)
+    if execution.ours:
+        updater = build_engine(wrapped, config, world, plan, timer)
     else:
         updater = optimizer.build_optimizer(wrapped, config, world)
     if timed:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canzona_cli.engine.buffers import Messages
+from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.hosted import HostedGroup, Wiring
 from canzona_cli.megatron.in_flight import watcher_for
@@ -94,7 +94,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
                 parameter = torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.bfloat16))
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
                 parameters[matrix.parameter] = parameter
-        hosted = [m for m, host in zip(members, hosts, strict=True) if host == own]
+        hosted = tuple(m for m, host in zip(members, hosts, strict=True) if host == own)
         wiring = Wiring(
             fragments=Fragments(sizes.model("tiny"), tp, own, parameters),
             rank=own,
@@ -103,17 +103,15 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
             watcher=watcher_for(CPU),
             device=CPU,
             masters={m.index: torch.nn.Parameter(torch.zeros(m.rows, m.cols)) for m in hosted},
+            make_optimizer=lambda _, masters: torch.optim.SGD(masters, lr=1.0),
         )
         out, back = to_hosts(members, hosts, rank=own, tp=tp), from_hosts(members, hosts, rank=own, tp=tp)
         group = HostedGroup(
             wiring,
-            members,
-            hosts,
-            (out, Messages.for_routes([out], torch.float32, CPU)),
-            (back, Messages.for_routes([back], torch.bfloat16, CPU)),
+            hosted,
+            AllToAll(out, Messages.for_routes([out], torch.float32, CPU), 0, wiring.tp_group),
+            AllToAll(back, Messages.for_routes([back], torch.bfloat16, CPU), 0, wiring.tp_group),
             torch.empty(sum(m.elements for m in hosted)),
-            0,
-            lambda _, masters: torch.optim.SGD(masters, lr=1.0),
         )
         with counted(wiring.tp_group) as sent:
             group.send_gradients()

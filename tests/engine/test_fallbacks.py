@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from canzona_cli.engine.fallbacks import Fallbacks
+from canzona_cli.engine.factory import Fallbacks
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.optimizers.shampoo import Shampoo
 from tests.sizes import layout, model

@@ -5,83 +5,72 @@ from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from canzona_cli.engine.buffers import Exchange, Messages
-from canzona_cli.engine.fallbacks import Fallbacks
-from canzona_cli.engine.hosted import HostedGroup, MakeOptimizer, Wiring, scratch_elements
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.engine.buffers import AllToAll, Messages
+from canzona_cli.engine.factory import Fallbacks
+from canzona_cli.engine.hosted import HostedGroup, Wiring, scratch_elements
 from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
+from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, from_hosts, senders, to_hosts
+from canzona_cli.planner.memory import BATCH_BYTES
 from canzona_cli.planner.plan import Plan
 
-SCRATCH_BYTES = 256 << 20
-"""Where nothing travels (tp = 1) a micro-group is updated in batches that need no more scratch than this."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _log = logging.getLogger(__name__)
 
 
-class MatrixOptimizer(MasterOptimizer):
+class PlannedOptimizer(MasterOptimizer):
     """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
 
     A host keeps the fp32 master and all optimizer state of the matrices it hosts; nobody else has any.
 
     Args:
-        plan: whose groups of this stage and this owner are executed, in their order.
-        owner: this rank's place among the data-parallel (and context-parallel) ranks.
-        wiring: of this rank; its `masters` must be those of `hosted_matrices`.
-        exchange_dtype: what gradients travel in.
-        make_optimizer: called once for each group in which this rank hosts something.
+        plan: whose groups of this rank's stage and owner are executed, in their order.
+        wiring: of this rank; its `masters` are those of `hosted_matrices`.
     """
 
     def __init__(
         self,
-        config: MegatronOptimizerConfig,
+        config: RunConfig,
         model: DistributedDataParallel,
+        world: World,
         plan: Plan,
-        stage: int,
-        owner: int,
         wiring: Wiring,
-        exchange_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        make_optimizer: MakeOptimizer,
         fallbacks: Fallbacks,
     ) -> None:
-        super().__init__(config, model, wiring.masters, wiring.device)
-        self._model, self._wiring = model, wiring
+        super().__init__(adamw_settings(config), model, wiring.masters, wiring.device)
+        self._model, self._wiring, self._fallbacks = model, wiring, fallbacks
+        self._tp = world.layout.tp
         self._hosts = {
             matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         }
-        self._tp = plan.subject.layout.tp
         self._overlap = bool(model.ddp_config.overlap_param_gather)
+        stage, owner = world.pp_rank, world.owner
         batches = self._batches(plan, stage, owner)
-        routes = [self._routes(batch) for batch in batches]
-        self._gradients = Messages.for_routes([out for out, _ in routes], exchange_dtype, wiring.device)
-        self._weights = Messages.for_routes([back for _, back in routes], weight_dtype, wiring.device)
-        self._scratch = torch.empty(
-            max((self._scratch_elements(batch) for batch in batches), default=0),
-            dtype=torch.float32,
-            device=wiring.device,
-        )
         self._owned = tuple(matrix for batch in batches for matrix in batch)
+        out, back = [self._to_hosts(batch) for batch in batches], [self._from_hosts(batch) for batch in batches]
+        self._gradients = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], wiring.device)
+        self._weights = Messages.for_routes(back, _DTYPES[config.train.precision], wiring.device)
+        scratch = max((scratch_elements(wiring, self._hosted(batch)) for batch in batches), default=0)
+        self._scratch = torch.empty(scratch, dtype=torch.float32, device=wiring.device)
         with torch.no_grad():
             self._gather_whole(self._owned)
         self.groups: list[HostedGroup] = [
             HostedGroup(
                 wiring,
-                batch,
-                [self._hosts[matrix.index] for matrix in batch],
-                (out, self._gradients),
-                (back, self._weights),
+                self._hosted(batch),
+                AllToAll(out[number], self._gradients, number, wiring.tp_group),
+                AllToAll(back[number], self._weights, number, wiring.tp_group),
                 self._scratch,
-                number,
-                make_optimizer,
             )
-            for number, (batch, (out, back)) in enumerate(zip(batches, routes, strict=True))
+            for number, batch in enumerate(batches)
         ]
         self._slices = self._gradient_slices(plan, stage, owner)
-        self._fallbacks = fallbacks
 
     # --- one step ---
 
@@ -172,11 +161,11 @@ class MatrixOptimizer(MasterOptimizer):
         """Masters of `matrices` from the model's weights; every TP rank calls it with the same ones that travel."""
         fragments, masters, rank = self._wiring.fragments, self._wiring.masters, self._wiring.rank
         # A few at a time: this needs memory beside the pipeline's own.
-        for batch in _runs(matrices, SCRATCH_BYTES // 4):
-            hosts = [self._hosts[matrix.index] for matrix in batch]
-            route = to_hosts(batch, hosts, rank=rank, tp=self._tp)
-            messages = Messages.for_routes([route], torch.float32, self._wiring.device)
-            exchange = Exchange(route, messages, 0, self._wiring.tp_group)
+        for batch in _runs(matrices, BATCH_BYTES // 4):
+            route = self._to_hosts(batch)
+            exchange = AllToAll(
+                route, Messages.for_routes([route], torch.float32, self._wiring.device), 0, self._wiring.tp_group
+            )
             for parcel in route.sends:
                 weight = fragments.weight(parcel.matrix)
                 exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)
@@ -185,30 +174,32 @@ class MatrixOptimizer(MasterOptimizer):
             for parcel in route.receives:
                 view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
                 view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
-            for matrix, host in zip(batch, hosts, strict=True):
-                if host == rank and rank in senders(matrix, host, self._tp):
+            for matrix in self._hosted(batch):
+                if rank in senders(matrix, rank, self._tp):
                     own = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
                     own.copy_(fragments.weight(matrix))
 
     # --- set-up ---
 
     def _batches(self, plan: Plan, stage: int, owner: int) -> list[tuple[Matrix, ...]]:
+        """This owner's micro-groups in order; where nothing travels, cut to what scratch there is for."""
         groups = sorted((g for g in plan.groups if (g.stage, g.owner) == (stage, owner)), key=lambda g: g.index)
         batches = [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
         if self._tp > 1:
             return batches
-        return [tuple(run) for batch in batches for run in _runs(batch, SCRATCH_BYTES // 4, self._one_scratch)]
+        return [tuple(run) for batch in batches for run in _runs(batch, BATCH_BYTES // 4, self._one_scratch)]
 
     def _one_scratch(self, matrix: Matrix) -> int:
-        return self._scratch_elements((matrix,))
+        return scratch_elements(self._wiring, (matrix,))
 
-    def _scratch_elements(self, batch: Sequence[Matrix]) -> int:
-        hosts = [self._hosts[matrix.index] for matrix in batch]
-        return scratch_elements(self._wiring.fragments, self._wiring.rank, batch, hosts)
+    def _hosted(self, batch: Sequence[Matrix]) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in batch if self._hosts[matrix.index] == self._wiring.rank)
 
-    def _routes(self, batch: Sequence[Matrix]) -> tuple[Route, Route]:
-        rank, hosts = self._wiring.rank, [self._hosts[matrix.index] for matrix in batch]
-        return to_hosts(batch, hosts, rank=rank, tp=self._tp), from_hosts(batch, hosts, rank=rank, tp=self._tp)
+    def _to_hosts(self, batch: Sequence[Matrix]) -> Route:
+        return to_hosts(batch, [self._hosts[m.index] for m in batch], rank=self._wiring.rank, tp=self._tp)
+
+    def _from_hosts(self, batch: Sequence[Matrix]) -> Route:
+        return from_hosts(batch, [self._hosts[m.index] for m in batch], rank=self._wiring.rank, tp=self._tp)
 
     def _gradient_slices(self, plan: Plan, stage: int, owner: int) -> list[torch.Tensor]:
         """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
@@ -234,12 +225,12 @@ class MatrixOptimizer(MasterOptimizer):
         self._gather_whole(self._owned)
 
 
-def hosted_matrices(plan: Plan, stage: int, owner: int, host: int) -> list[Matrix]:
+def hosted_matrices(plan: Plan, world: World) -> list[Matrix]:
     """What a rank keeps masters and state of."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
-        if (matrix.stage, cell.owner, cell.host) == (stage, owner, host)
+        if (matrix.stage, cell.owner, cell.host) == (world.pp_rank, world.owner, world.tp_rank)
     ]
 
 
