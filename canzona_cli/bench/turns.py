@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.bench.sitting import Samples, StepSample, Turns
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import Problem, WorkerCrashed
-from canzona_cli.megatron.gathering import finish_gathering
+from canzona_cli.megatron.holdings import finish_gathering, leaves
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
 from canzona_cli.training.step import train_step
@@ -93,7 +92,7 @@ def tensor_bytes(trainee: Trainee) -> int:
     tensors = [tensor for buffer in trainee.model.buffers for tensor in (buffer.param_data, buffer.grad_data)]
     tensors += list(trainee.model.parameters())
     extra = 0
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         if isinstance(optimizer, CanzonaOptimizer) and leaf is optimizer.matrices:
             tensors += [master.detach() for master in leaf.masters.values()]
             states = [group.optimizer.state for group in leaf.groups if group.optimizer is not None]
@@ -143,8 +142,3 @@ def _gather[T](value: T) -> list[T]:
     values: list[T] = [value] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-def _leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    chained = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if chained is None else [leaf for child in chained for leaf in _leaves(child)]

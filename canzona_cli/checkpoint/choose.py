@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.manifest import MANIFEST
-from canzona_cli.checkpoint.names import step_of
+from canzona_cli.checkpoint.manifest import MANIFEST, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, Found, judge
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import RunFiles

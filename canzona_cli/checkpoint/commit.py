@@ -26,12 +26,16 @@ from canzona_cli.checkpoint.manifest import (
     Shard,
     StoredFile,
     StoredTensor,
+    hidden_name,
+    partial_path,
+    replaced_path,
+    step_name,
 )
 from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
-from canzona_cli.checkpoint.names import hidden_name, partial_path, replaced_path, step_name
 from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
+from canzona_cli.run.files import sync_folder
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
@@ -49,7 +53,7 @@ _FIXES: Final[Mapping[int | None, str]] = {
 def begin(store_root: Path, step: int) -> Path:
     """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0, before any rank writes.
 
-    The other ranks get its path by `names.partial_path`. What earlier saves left unfinished is removed.
+    The other ranks get its path by `manifest.partial_path`. What earlier saves left unfinished is removed.
 
     Raises:
         SaveFailed: the folder cannot be made.
@@ -203,15 +207,6 @@ def save_failed(path: Path, error: BaseException) -> SaveFailed:
     else:
         said, fix = f"cannot be written: {type(error).__name__}: {error}", ""
     return SaveFailed(Problem(key="checkpoint", value=path, reason=said, fix=fix))
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:

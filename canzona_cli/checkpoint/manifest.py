@@ -1,18 +1,24 @@
-"""What a checkpoint consists of. No torch: commands list, show and verify checkpoints without it.
+"""What a checkpoint consists of, and the names of the folders in a store of them. No torch: commands do without it.
 
 A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml` and
 `layout.json` of the run, and `manifest.json`, written last. Tensors are whole and named in model space
 (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), so that no rank, no
-stage and no fragment of the run that wrote them matters to the one that reads them.
+stage and no fragment of the run that wrote them matters to the one that reads them. Visible folders are whole, hidden
+ones are on their way in or out.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
+
+_STEP = re.compile(r"step-(\d{8,15})")
+_HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
 
 Scalar = bool | int | float | str | None
 
@@ -96,3 +102,37 @@ class Shard:
 
     tensors: Mapping[str, Buffer]
     scalars: Mapping[str, Scalar]
+
+
+def step_name(step: int) -> str:
+    """`step-00000030`; sorts by step below a hundred million."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    if match is None or step_name(step := int(match[1])) != name:
+        return None
+    return step
+
+
+def hidden_name(name: str) -> tuple[str, str] | None:
+    """The checkpoint and the state (`partial`, `replaced`, `removed`) of a hidden folder; None for any other name."""
+    match = _HIDDEN.fullmatch(name)
+    return None if match is None or step_of(match[1]) is None else (match[1], match[2])
+
+
+def partial_path(store_root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is being written."""
+    return store_root / f".{step_name(step)}.partial"
+
+
+def replaced_path(checkpoint: Path) -> Path:
+    """Where a checkpoint waits while another of its step takes its name; readers find it there if it never does."""
+    return checkpoint.with_name(f".{checkpoint.name}.replaced")
+
+
+def removed_path(checkpoint: Path) -> Path:
+    """Where a checkpoint is taken to pieces, so that none is ever seen half removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.removed")

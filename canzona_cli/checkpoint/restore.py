@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.gathering import cut
 from canzona_cli.checkpoint.manifest import Manifest, Scalar
+from canzona_cli.checkpoint.pieces import cut
 from canzona_cli.checkpoint.random_states import set_random_states
 from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
 from canzona_cli.checkpoint.verify import read_manifest, table_problems, verify_file

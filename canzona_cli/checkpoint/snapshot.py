@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from canzona_cli.checkpoint.gathering import Holding, Piece, Routing, Whole, exchange, route
 from canzona_cli.checkpoint.manifest import Buffer, Scalar, Shard
+from canzona_cli.checkpoint.pieces import Holding, Piece, Routing, Whole, collect, route
 from canzona_cli.checkpoint.random_states import random_states
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -84,7 +84,7 @@ class Snapshots:
                     targets[unit, field] = buffer.view(1, -1) if len(shape) == 1 else buffer
                 if steps.get(unit) is not None:
                     scalars[f"{unit}/step"] = steps[unit]
-        exchange(routing, world.rank, world.device, local, targets)
+        collect(routing, world.rank, world.device, local, targets)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         for stale in self._buffers.keys() - saved.keys():

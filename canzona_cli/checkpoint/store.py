@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.checkpoint.commit import sync_folder
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest
-from canzona_cli.checkpoint.names import hidden_name, removed_path, step_of
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, removed_path, step_of
 from canzona_cli.checkpoint.verify import previous_sound, read_manifest
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.run.files import sync_folder
 
 _KEY = "checkpoint.resume"
 _GLANCES = 5

@@ -12,9 +12,8 @@ from threading import Event
 
 from blake3 import blake3
 
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, step_name, step_of
 from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
-from canzona_cli.checkpoint.names import step_name, step_of
 from canzona_cli.checkpoint.shard_file import read_table
 from canzona_cli.errors import CheckpointInvalid, Problem
 

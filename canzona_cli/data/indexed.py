@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from canzona_cli.data.tokenizers import TokenArray, narrow, token_dtype
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.files import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -162,21 +163,13 @@ class PairWriter:
             for final in placed:
                 final.unlink(missing_ok=True)
             raise
-        _sync_folder(self.prefix.parent)
+        with suppress(OSError):  # some network file systems cannot
+            sync_folder(self.prefix.parent)
 
 
 def _sync(stream: object) -> None:
     stream.flush()  # type: ignore[attr-defined]
     os.fsync(stream.fileno())  # type: ignore[attr-defined]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from canzona_cli.model.matrix import Matrix
 
 
-class Group(Protocol):
+class MatrixGroup(Protocol):
     """Matrices this rank updates with one optimizer."""
 
     @property
@@ -29,7 +29,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns).
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[MatrixGroup]
 
     def __init__(
         self,

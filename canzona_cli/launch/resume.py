@@ -9,8 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.manifest import Progress
-from canzona_cli.checkpoint.names import step_name, step_of
+from canzona_cli.checkpoint.manifest import Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import read_manifest, verify_file
 from canzona_cli.config.changes import changes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from canzona_cli.checkpoint.commit import bytes_written
-from canzona_cli.checkpoint.names import hidden_name
+from canzona_cli.checkpoint.manifest import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.errors import CheckpointInvalid, ExitCode

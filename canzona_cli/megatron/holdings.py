@@ -67,12 +67,12 @@ class Held:
 def held(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[Held]:
     """Everything Megatron's optimizers inside `optimizer` hold here; canzona's own are passed over."""
     names = {parameter: name for name, parameter in global_parameters(model)}
-    return [item for leaf in _leaves(optimizer) for item in _held_by(leaf, names)]
+    return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
 
 def masters_to_model(optimizer: MegatronOptimizer) -> None:
     """Round this rank's masters into the model's parameters (or into its part of their buffers)."""
-    for leaf in _leaves(optimizer):
+    for leaf in _holders(optimizer):
         if not isinstance(leaf, FP32Optimizer):
             leaf._copy_main_params_to_model_params()
 
@@ -83,12 +83,26 @@ def gather_parameters(model: DistributedDataParallel) -> None:
         model.start_param_sync(force_sync=True)
 
 
-def _leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+def finish_gathering(model: DistributedDataParallel) -> None:
+    """Wait for what the last optimizer step gathers, as the next forward pass would, and leave nothing for it to do."""
+    if not model.ddp_config.overlap_param_gather:
+        return  # the step itself has waited
+    for group in reversed(model.bucket_groups):
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """The optimizers that a chained one consists of, down to the last."""
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
-            yield from _leaves(child)
-    elif isinstance(optimizer, _HOLDERS) and not optimizer.is_stub_optimizer:
+            yield from leaves(child)
+    else:
         yield optimizer
+
+
+def _holders(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """Megatron's own that hold masters here."""
+    return (leaf for leaf in leaves(optimizer) if isinstance(leaf, _HOLDERS) and not leaf.is_stub_optimizer)
 
 
 def _held_by(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]) -> Iterator[Held]:

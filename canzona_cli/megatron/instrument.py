@@ -6,14 +6,15 @@ and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.p
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
+from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.in_flight import Watcher, watcher_for
 from canzona_cli.megatron.timers import PhaseTimer, Span
 from canzona_cli.run.phases import Phase, TotalPhase
@@ -52,7 +53,7 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
         )  # fmt: skip
     if optimizer is None:
         return
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         leaf.step_with_ready_grads = _in_phase(timer, phase, leaf.step_with_ready_grads)
     _time_tp_exchange(timer)
@@ -123,14 +124,6 @@ class _Communication:
             self._watcher.waited(self._span)
         self._span = None
         return result
-
-
-def _leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    if isinstance(optimizer, ChainedOptimizer):
-        for child in optimizer.chained_optimizers:
-            yield from _leaves(child)
-    else:
-        yield optimizer
 
 
 def _in_phase(timer: PhaseTimer, phase: Phase, original: Callable[..., object]) -> Callable[..., object]:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron.parallel import World
-from canzona_cli.model.geometry import Parameter, parameter_of
+from canzona_cli.model.geometry import Weight, weight_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -107,7 +107,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             if param.dim() == 1:
                 param.fill_(1.0)
                 continue
-            whole = parameter_of(name, shape)
+            whole = weight_of(name, shape)
             if whole is None:
                 raise RuntimeError(f"no initialisation is known for parameter {name}")
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
@@ -134,7 +134,7 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
         yield (f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else name), param
 
 
-def _drawn(whole: Parameter) -> list[tuple[str, int]]:
+def _drawn(whole: Weight) -> list[tuple[str, int]]:
     """Name and rows of the matrices that a parameter is drawn as: where TP cuts every part, each on its own."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]

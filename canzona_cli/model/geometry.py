@@ -35,7 +35,7 @@ _NORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Band:
     """Rows of a parameter that belong to one unit."""
 
     kind: Kind
@@ -45,14 +45,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class Weight:
     """A 2-D parameter of Megatron's."""
 
     name: str
-    """In the whole model; below its layer in what `layer_parameters` returns."""
+    """In the whole model; below its layer in what `layer_weights` returns."""
     kind: Kind
     """Of the matrix it is as a whole."""
-    parts: tuple[Part, ...]
+    parts: tuple[Band, ...]
     cols: int
     repeats: int = 1
     cut: Literal["repeats", "parts", "cols"]
@@ -66,32 +66,32 @@ class Parameter:
     def shard_dim(self) -> Literal[0, 1]:
         return 1 if self.cut == "cols" else 0
 
-    def stored(self, tp: int) -> "Parameter":
+    def stored(self, tp: int) -> "Weight":
         """As each TP rank stores it."""
         match self.cut:
             case "repeats":
                 return replace(self, repeats=self.repeats // tp)
             case "parts":
-                return replace(self, parts=tuple(Part(part.kind, part.rows // tp) for part in self.parts))
+                return replace(self, parts=tuple(Band(part.kind, part.rows // tp) for part in self.parts))
             case "cols":
                 return replace(self, cols=self.cols // tp)
 
 
 @lru_cache(maxsize=64)
-def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """2-D parameters of one layer in the order modules are created, which is that of Megatron's gradient buffers."""
     hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
     queries = model.num_attention_heads // groups * head
-    attention = (Part("q", queries), Part("k", head), Part("v", head))
+    attention = (Band("q", queries), Band("k", head), Band("v", head))
     return (
-        Parameter(
+        Weight(
             name="self_attention.linear_proj.weight",
             kind="proj",
-            parts=(Part("proj", hidden),),
+            parts=(Band("proj", hidden),),
             cols=groups * queries,
             cut="cols",
         ),
-        Parameter(
+        Weight(
             name="self_attention.linear_qkv.weight",
             kind="qkv",
             parts=attention,
@@ -99,28 +99,28 @@ def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
             repeats=groups,
             cut="repeats",
         ),
-        Parameter(
+        Weight(
             name="mlp.linear_fc1.weight",
             kind="fc1",
-            parts=(Part("gate", ffn), Part("up", ffn)),
+            parts=(Band("gate", ffn), Band("up", ffn)),
             cols=hidden,
             cut="parts",
         ),
-        Parameter(name="mlp.linear_fc2.weight", kind="down", parts=(Part("down", hidden),), cols=ffn, cut="cols"),
+        Weight(name="mlp.linear_fc2.weight", kind="down", parts=(Band("down", hidden),), cols=ffn, cut="cols"),
     )
 
 
-def parameter_of(name: str, model: ModelConfig) -> Parameter | None:
+def weight_of(name: str, model: ModelConfig) -> Weight | None:
     """The parameter of that name in the whole model; None for a vector, and for what no Qwen3 model has.
 
     A tied output layer is the embedding.
     """
     if name in (EMBEDDING, OUTPUT):
         unit = EMBEDDING if model.tied_embeddings else name
-        vocabulary = Part("other", model.vocab_size)
-        return Parameter(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
+        vocabulary = Band("other", model.vocab_size)
+        return Weight(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
     part = _layer_of(name)[1]
-    found = next((parameter for parameter in layer_parameters(model) if parameter.name == part), None)
+    found = next((weight for weight in layer_weights(model) if weight.name == part), None)
     return found and replace(found, name=name)
 
 
@@ -148,10 +148,10 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
         shape: of the fragment; a vector, which every rank has all of, counts as one row.
     """
     layer, part = _layer_of(name)
-    parameter = parameter_of(name, model)
-    if parameter is None:
+    weight = weight_of(name, model)
+    if weight is None:
         return (_all_of(f"{layer}{_NORMS.get(part, part)}", shape),)
-    return tuple(_blocks(parameter, layer, tp, rank))
+    return tuple(_blocks(weight, layer, tp, rank))
 
 
 def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Block, ...]:
@@ -163,7 +163,7 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
-    fused = next((parameter for parameter in layer_parameters(model) if parameter.kind == part), None)
+    fused = next((weight for weight in layer_weights(model) if weight.kind == part), None)
     return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
@@ -172,14 +172,14 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     if unit in (EMBEDDING, OUTPUT):
         return model.vocab_size, model.hidden_size
     name = _layer_of(unit)[1]
-    for parameter in layer_parameters(model):
-        for part in parameter.parts:
+    for weight in layer_weights(model):
+        for part in weight.parts:
             if part.kind == name:
-                return parameter.repeats * part.rows, parameter.cols
+                return weight.repeats * part.rows, weight.cols
     return (model.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else model.hidden_size,)
 
 
-def _blocks(whole: Parameter, layer: str, tp: int, rank: int) -> Iterator[Block]:
+def _blocks(whole: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
     """`whole` as TP rank `rank` stores it."""
     stored, row = whole.stored(tp), 0
     for repeat in range(stored.repeats):
@@ -223,7 +223,7 @@ class View:
 def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
     """The fragment of a matrix within the parameter of one of its holders: (rows, columns), repeats or parts first."""
     everything = slice(None)
-    whole = _parameter_with(matrix, model)
+    whole = _weight_with(matrix, model)
     if whole is None or len(whole.parts) == 1:
         return View((matrix.rows, -1) if matrix.shard_dim == 1 else (1, -1, matrix.cols), (everything,))
     first, last = _parts_of(matrix, whole)
@@ -248,7 +248,7 @@ def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
         return View((matrix.rows, tp, -1), (everything, rank))
     if matrix.shard_dim is None:  # every rank has all of it
         tp, rank = 1, 0
-    whole = _parameter_with(matrix, model)
+    whole = _weight_with(matrix, model)
     if whole is not None and whole.cut == "repeats":
         return View((tp, whole.repeats // tp, -1, matrix.cols), (rank,))
     first, last = (0, 1) if whole is None else _parts_of(matrix, whole)
@@ -271,19 +271,19 @@ def head_of(matrix: Matrix) -> int | None:
     return int(match[2]) if match else None
 
 
-def _parameter_with(matrix: Matrix, model: ModelConfig) -> Parameter | None:
+def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
     """The parameter that holds a matrix of that kind; None for a kind of the user's own."""
     return next(
         (
-            parameter
-            for parameter in layer_parameters(model)
-            if matrix.kind == parameter.kind or any(matrix.kind == part.kind for part in parameter.parts)
+            weight
+            for weight in layer_weights(model)
+            if matrix.kind == weight.kind or any(matrix.kind == part.kind for part in weight.parts)
         ),
         None,
     )
 
 
-def _parts_of(matrix: Matrix, whole: Parameter) -> tuple[int, int]:
+def _parts_of(matrix: Matrix, whole: Weight) -> tuple[int, int]:
     """First part that a matrix has of its parameter, and the one behind its last."""
     if matrix.kind == whole.kind:
         return 0, len(whole.parts)

@@ -118,7 +118,7 @@ _SPLIT: Mapping[Splitting, Container[Kind]] = {
 def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
     found: list[LayerMatrix] = []
     unit = 0
-    for parameter in geometry.layer_parameters(model):
+    for parameter in geometry.layer_weights(model):
         split = parameter.kind in _SPLIT[splitting]
         parts = {part.kind: parameter.repeats * part.rows for part in parameter.parts}
         for kind, rows in (parts if split else {parameter.kind: parameter.rows}).items():

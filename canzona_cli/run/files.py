@@ -183,6 +183,19 @@ def write_text_atomic(path: Path, text: str) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk.
+
+    Raises:
+        OSError: among others where a network file system cannot.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
     """Replace `path` by `value` as JSON. NaN and infinity become null: they are not JSON."""
     write_text_atomic(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -15,8 +15,7 @@ from typing import Final
 import torch
 
 from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish, write_part
-from canzona_cli.checkpoint.manifest import Header, Progress, Shard
-from canzona_cli.checkpoint.names import partial_path, step_name
+from canzona_cli.checkpoint.manifest import Header, Progress, Shard, partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.schema import RunConfig

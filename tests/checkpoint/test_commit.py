@@ -11,8 +11,7 @@ import pytest
 
 from canzona_cli.checkpoint import commit
 from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish, part_path, write_part
-from canzona_cli.checkpoint.manifest import Scalar, Shard
-from canzona_cli.checkpoint.names import partial_path
+from canzona_cli.checkpoint.manifest import Scalar, Shard, partial_path
 from canzona_cli.checkpoint.shard_file import tensor_bytes
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import foreign_files, verify

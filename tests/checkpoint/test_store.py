@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.checkpoint.names import partial_path, step_name, step_of
+from canzona_cli.checkpoint.manifest import partial_path, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError
 from tests.checkpoint.checkpoints import manifest_of, names, save

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint import commit, names
+from canzona_cli.checkpoint import commit, manifest
 from canzona_cli.checkpoint.manifest import Header, Manifest, Progress
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
@@ -85,7 +85,7 @@ def _rank(config: RunConfig, layout: Layout, store: Path, steps: int, start: Pat
 def save(trainee: Trainee, store: Path, step: int) -> None:
     """A checkpoint, written at once."""
     world: World = trainee.world
-    partial_folder = commit.begin(store, step) if world.rank == 0 else names.partial_path(store, step)
+    partial_folder = commit.begin(store, step) if world.rank == 0 else manifest.partial_path(store, step)
     shard = Snapshots(trainee).take()
     commit.write_part(partial_folder, world.rank, shard)
     if world.rank == 0:

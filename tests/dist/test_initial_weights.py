@@ -12,7 +12,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import build_model
-from canzona_cli.model.geometry import parameter_of
+from canzona_cli.model.geometry import weight_of
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -38,7 +38,7 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
 def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> None:
     """Megatron's own parameters have the names and shapes that `model.geometry` gives them."""
     for name, param in global_parameters(model):
-        parameter = parameter_of(name, shape)
+        parameter = weight_of(name, shape)
         assert (parameter is not None) == (param.dim() == 2), name
         if parameter is not None:
             stored = parameter.stored(tp)

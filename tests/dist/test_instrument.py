@@ -18,7 +18,8 @@ from megatron.core.utils import get_model_config
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.instrument import _PHASE_OF_TIMER, _leaves
+from canzona_cli.megatron.holdings import leaves
+from canzona_cli.megatron.instrument import _PHASE_OF_TIMER
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.phases import IN_STEP, Phase
@@ -97,14 +98,14 @@ def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer(strategy: str
         trainee = build(config, layout)
         assert isinstance(trainee.optimizer, ChainedOptimizer)
         assert trainee.optimizer.chained_optimizers, "ChainedOptimizer.chained_optimizers is empty"
-        leaves = list(_leaves(trainee.optimizer))
-        for leaf in leaves:
+        found = list(leaves(trainee.optimizer))
+        for leaf in found:
             assert "step_with_ready_grads" in vars(leaf), f"{type(leaf).__name__}.step_with_ready_grads is not wrapped"
-        return [(type(leaf.optimizer).__name__, isinstance(leaf.optimizer, OrthogonalizedOptimizer)) for leaf in leaves]
+        return [(type(leaf.optimizer).__name__, isinstance(leaf.optimizer, OrthogonalizedOptimizer)) for leaf in found]
 
-    for leaves in run_ranks(2, rank):
-        assert {orthogonalises for _, orthogonalises in leaves} == ({False} if strategy == "adamw" else {True, False})
-        assert {name for name, orthogonalises in leaves if not orthogonalises} <= {"AdamW", "Adam"}
+    for found in run_ranks(2, rank):
+        assert {orthogonalises for _, orthogonalises in found} == ({False} if strategy == "adamw" else {True, False})
+        assert {name for name, orthogonalises in found if not orthogonalises} <= {"AdamW", "Adam"}
 
 
 @dataclass
@@ -308,7 +309,7 @@ def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place, delay_s: fl
     if place == "before backward":
         trainee.model.register_forward_hook(lambda *_: time.sleep(delay_s))
     else:
-        (muon,) = (leaf for leaf in _leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
+        (muon,) = (leaf for leaf in leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
         muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(delay_s))
     return batches
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.checkpoint import commit
-from canzona_cli.checkpoint.manifest import Shard
-from canzona_cli.checkpoint.names import hidden_name
+from canzona_cli.checkpoint.manifest import Shard, hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify

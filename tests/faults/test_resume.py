@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.checkpoint.names import step_name
+from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.run.files import RunFiles
 from tests.faults.support import TrainingRun, alive

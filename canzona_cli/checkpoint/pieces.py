@@ -51,7 +51,7 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class PieceTransfer:
     """One piece on its way to the rank that writes its unit; sender and writer may be one rank."""
 
     piece: Piece
@@ -65,12 +65,12 @@ class Routing:
 
     writers: Mapping[str, int]
     """By whole's name, and by unit."""
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[PieceTransfer, ...]
     fields: Mapping[str, tuple[str, ...]]
 
 
 def route(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Routing:
-    """Give everything to one of its holders: where most of it lies, and of those to who has least to write so far.
+    """Give everything to one of its holders: the one with most of it, and of equals the one with least to write so far.
 
     Args:
         holdings: of every rank.
@@ -80,38 +80,48 @@ def route(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Routing:
         ValueError: the pieces of a unit do not make it up.
     """
     load = [0] * len(holdings)
-    writers: dict[str, int] = {}
+    """Bytes that each rank writes."""
+    writers = _share_wholes(holdings, load)
+    fields = {unit: names for holding in holdings for unit, names in holding.fields.items()}
+    transfers: list[PieceTransfer] = []
+    for unit, pieces in _holders(holdings).items():
+        if sum(piece.elements for piece in pieces) != elements[unit]:
+            raise ValueError(f"{unit} has {elements[unit]} elements, and its pieces do not make them up")
+        held: Counter[int] = Counter()
+        for piece, ranks in pieces.items():
+            for rank in ranks:
+                held[rank] += piece.elements
+        writer = writers[unit] = min(held, key=lambda rank: (-held[rank], load[rank], rank))
+        load[writer] += 4 * elements[unit] * len(fields[unit])
+        for piece, ranks in pieces.items():
+            transfers.append(PieceTransfer(piece=piece, sender=writer if writer in ranks else ranks[0], writer=writer))
+    return Routing(writers=writers, transfers=tuple(transfers), fields=fields)
+
+
+def _share_wholes(holdings: Sequence[Holding], load: list[int]) -> dict[str, int]:
+    """Writers of what ranks hold whole, added to `load`."""
     wholes: dict[str, tuple[int, list[int]]] = {}
     for rank, holding in enumerate(holdings):
         for whole in holding.wholes:
             wholes.setdefault(whole.name, (whole.bytes, []))[1].append(rank)
+    writers: dict[str, int] = {}
     # What has one holder first: the rest evens it out.
     for name, (size, holders) in sorted(wholes.items(), key=lambda item: (len(item[1][1]), item[0])):
         writers[name] = min(holders, key=lambda rank: (load[rank], rank))
         load[writers[name]] += size
-    holders_of: dict[str, dict[Piece, list[int]]] = defaultdict(lambda: defaultdict(list))
-    fields: dict[str, tuple[str, ...]] = {}
+    return writers
+
+
+def _holders(holdings: Sequence[Holding]) -> dict[str, dict[Piece, list[int]]]:
+    """By unit: its pieces, and the ranks that have each, in their order."""
+    found: dict[str, dict[Piece, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, holding in enumerate(holdings):
         for piece in holding.pieces:
-            holders_of[piece.unit][piece].append(rank)
-        fields.update(holding.fields)
-    transfers: list[Transfer] = []
-    for unit, pieces in holders_of.items():
-        if sum(piece.elements for piece in pieces) != elements[unit]:
-            raise ValueError(f"{unit} has {elements[unit]} elements, and its pieces do not make them up")
-        held: dict[int, int] = defaultdict(int)
-        for piece, ranks in pieces.items():
-            for rank in ranks:
-                held[rank] += piece.elements
-        writer = min(held, key=lambda rank: (-held[rank], load[rank], rank))
-        writers[unit] = writer
-        load[writer] += 4 * elements[unit] * len(fields[unit])
-        for piece, ranks in pieces.items():
-            transfers.append(Transfer(piece=piece, sender=writer if writer in ranks else ranks[0], writer=writer))
-    return Routing(writers=writers, transfers=tuple(transfers), fields=fields)
+            found[piece.unit][piece].append(rank)
+    return found
 
 
-def exchange(
+def collect(
     routing: Routing,
     rank: int,
     device: torch.device,
@@ -198,9 +208,9 @@ def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tup
         at, position = at + size, position + size
 
 
-def _batches(routing: Routing) -> Iterator[list[Transfer]]:
+def _batches(routing: Routing) -> Iterator[list[PieceTransfer]]:
     """Transfers in their order, cut where some rank would send or receive more than `BATCH_BYTES`."""
-    batch: list[Transfer] = []
+    batch: list[PieceTransfer] = []
     incoming, outgoing = Counter[int](), Counter[int]()
     for transfer in routing.transfers:
         size = 4 * transfer.piece.elements * len(routing.fields[transfer.piece.unit])

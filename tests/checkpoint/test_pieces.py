@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.checkpoint.gathering import Holding, Piece, Whole, cut, paste, route
+from canzona_cli.checkpoint.pieces import Holding, Piece, Whole, cut, paste, route
 
 
 @given(rows=st.integers(1, 6), cols=st.integers(1, 5), data=st.data())
