@@ -1,23 +1,59 @@
-"""Runs the real command in a process of its own."""
+"""Runs the command: in a fork of this process, which has imported what it needs, or in a Python of its own."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
+import canzona_cli.app
 from tests.waiting import PATIENCE_S
 
 
 def canzona(
+    *arguments: str | Path, cwd: Path | None = None, environment: Mapping[str, str] | None = None, stdin: bytes = b""
+) -> subprocess.CompletedProcess[str]:
+    """`canzona ARGUMENTS` in an 80-column terminal that is not one; text out and err.
+
+    A fork costs a hundredth of a Python that imports everything again, and is as well apart from the tests: its own
+    working directory, environment and descriptors. Variables that Python itself reads when it starts have no effect.
+    """
+    argv = [str(argument) for argument in arguments]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin)
+        given.seek(0)
+        process = multiprocessing.get_context("fork").Process(
+            target=_command, args=(argv, cwd, _environment(environment), (given, out, err), sender)
+        )
+        process.start()
+        sender.close()
+        try:
+            process.join(PATIENCE_S)
+            assert process.exitcode is not None, f"canzona {argv} does not end"
+        finally:
+            process.kill()
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    _import_as_well(receiver)
+    return subprocess.CompletedProcess(["canzona", *argv], process.exitcode, *said)
+
+
+def canzona_process(
     *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`canzona ARGUMENTS` in an 80-column terminal that is not one; text out and err."""
-    settings = {key: value for key, value in os.environ.items() if not key.startswith(("CANZONA", "_CANZONA"))}
+    """The same in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "canzona_cli.app", *arguments],
         cwd=cwd,
-        env={**settings, **importable(), "COLUMNS": "80", "NO_COLOR": "1", **(environment or {})},
+        env=_environment(environment),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -29,3 +65,53 @@ def importable() -> dict[str, str]:
     """Makes the package importable from any directory, installed or not."""
     root = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    settings = {key: value for key, value in os.environ.items() if not key.startswith(("CANZONA", "_CANZONA"))}
+    return {**settings, **importable(), "COLUMNS": "80", "NO_COLOR": "1", **(more or {})}
+
+
+def _command(
+    argv: list[str],
+    cwd: Path | None,
+    environment: dict[str, str],
+    files: tuple[BinaryIO, BinaryIO, BinaryIO],
+    sender: Connection,
+) -> None:
+    before = set(sys.modules)
+    for descriptor, file in enumerate(files):
+        os.dup2(file.fileno(), descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _text(1), _text(2)  # noqa: SIM115
+    os.chdir(cwd or Path.cwd())
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [canzona_cli.app.__file__, *argv]
+    code: int | str | None = 0
+    try:
+        canzona_cli.app.main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    imported = sys.modules.keys() - before
+    # torch would make threads here, and what forks then may hang.
+    sender.send([] if "torch" in imported else [name for name in imported if name.startswith("canzona_cli.")])
+    os._exit(code if isinstance(code, int) else bool(code))
+
+
+def _text(descriptor: int) -> TextIO:
+    return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _import_as_well(receiver: Connection) -> None:
+    """Import what a command has imported, for those after it."""
+    try:
+        names: list[str] = receiver.recv()
+    except EOFError:  # it was killed
+        return
+    for name in names:
+        import_module(name)

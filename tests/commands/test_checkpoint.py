@@ -46,7 +46,7 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_list_has_a_line_for_each_and_fits_the_terminal(run: Path, columns: int) -> None:
-    done = canzona("checkpoint", "list", str(run), environment={"COLUMNS": str(columns), "PYTHONUTF8": "1"})
+    done = canzona("checkpoint", "list", str(run), environment={"COLUMNS": str(columns)})
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= max(columns, len(f"checkpoints in {run}/checkpoints"))
     for step in (10, 20):
@@ -107,7 +107,7 @@ def test_one_checkpoint_is_verified_by_its_path(run: Path) -> None:
 
 
 def test_show_tells_progress_settings_and_tensors_of_the_newest(run: Path) -> None:
-    done = canzona("checkpoint", "show", str(run), environment={"PYTHONUTF8": "1"})
+    done = canzona("checkpoint", "show", str(run))
     assert done.returncode == 0, done.stderr
     said = words(done.stdout)
     for part in (

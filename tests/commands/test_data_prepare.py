@@ -14,6 +14,7 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, inspect_pair
+from tests.commands import support
 from tests.waiting import PATIENCE_S, wait_until
 
 CANZONA = [sys.executable, "-c", "from canzona_cli.app import main; main()"]
@@ -21,11 +22,9 @@ TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i 
 
 
 def canzona(*arguments: str | Path, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*CANZONA, "data", "prepare", *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=PATIENCE_S, cwd=cwd)
-    out, err = done.stdout.decode(), done.stderr.decode()
-    assert "Traceback" not in out + err, err
-    return subprocess.CompletedProcess(command, done.returncode, out, err)
+    done = support.canzona("data", "prepare", *arguments, cwd=cwd, stdin=stdin)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done
 
 
 def ids(prefix: Path) -> list[int]:

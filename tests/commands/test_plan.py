@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.support import canzona, importable
+from tests.commands.support import canzona, canzona_process, importable
 from tests.waiting import PATIENCE_S
 
 LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
@@ -103,7 +103,9 @@ def test_assumptions_are_counted_in_a_line_and_listed_on_request(large: dict[str
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
-    result = canzona(*SMALL, "--dry-run", environment={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"})
+    result = canzona_process(
+        *SMALL, "--dry-run", environment={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
 
@@ -164,7 +166,7 @@ def test_plot_without_matplotlib_is_exit_3_before_planning(tmp_path: Path) -> No
     hide += "u.find_spec = lambda name, *more: None if name == 'matplotlib' else real(name, *more)\n"
     (tmp_path / "sitecustomize.py").write_text(hide)
     path = f"{tmp_path}:{importable()['PYTHONPATH']}"
-    result = canzona(*SMALL, "--plot", "plan.png", cwd=tmp_path, environment={"PYTHONPATH": path})
+    result = canzona_process(*SMALL, "--plot", "plan.png", cwd=tmp_path, environment={"PYTHONPATH": path})
     assert result.returncode == 3
     assert "pip install 'canzona[plot]'" in told(result)
     assert not (tmp_path / "plans").exists()
@@ -238,8 +240,8 @@ def test_own_shapes_are_planned(tmp_path: Path) -> None:
         (("optimizer=adamw",), 2, "no matrices to plan"),
         (("optimizer=muno",), 2, "muon"),
         (("cluster=h100",), 2, "h100-80g"),
-        (("engine.alpha=1.5",), 2, "from 0 to 1"),
-        (("engine.alpha=-0.1",), 2, "from 0 to 1"),
+        (("engine.alpha=1.5",), 2, "at least 0 and at most 1"),
+        (("engine.alpha=-0.1",), 2, "at least 0 and at most 1"),
         (("engine.c_max_mib=0",), 2, "above 0"),
         (("engine.c_max_mib=0.1",), 2, "use engine.c_max_mib="),
         (("engine.layout=diagonal",), 2, "contiguous"),

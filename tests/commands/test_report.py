@@ -1,10 +1,7 @@
 """`canzona report` tells how any run went: finished, failed, interrupted, killed; and refuses what is no run."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,16 +9,10 @@ import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from tests.commands.support import canzona
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
-from tests.waiting import PATIENCE_S
 
 FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
-
-
-def canzona(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1"}
-    command = [sys.executable, "-m", "canzona_cli.app", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
 
 
 def make_run(root: Path, *, status: str | None = "done", steps: int = STEPS) -> RunFiles:
@@ -60,7 +51,7 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> None:
     files = make_run(tmp_path / ("long-" * 30))
     shutil.copy(FIXTURE, files.breakdown)
-    done = canzona("report", str(files.root), columns=columns)
+    done = canzona("report", str(files.root), environment={"COLUMNS": str(columns)})
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= columns
 
@@ -154,7 +145,7 @@ def test_what_is_no_run_is_refused_with_exit_code_2(tmp_path: Path) -> None:
 
 def test_a_run_nearby_is_suggested(tmp_path: Path) -> None:
     files = make_run(tmp_path / "real", steps=3)
-    done = canzona("report", str(tmp_path / "reel"), columns=300)
+    done = canzona("report", str(tmp_path / "reel"), environment={"COLUMNS": "300"})
     assert done.returncode == 2
     assert str(files.root) in done.stdout + done.stderr
 
@@ -175,7 +166,9 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
 
 
 def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None:
-    done = canzona("report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), columns=300)
+    done = canzona(
+        "report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), environment={"COLUMNS": "300"}
+    )
     assert done.returncode == 2
     assert "2 problems" in done.stderr
     assert str(tmp_path / "one") in done.stderr

@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import support
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "CANZONA_CACHE": str(cwd / "cache"),
-        "COLUMNS": "80",
-    }
-    command = [sys.executable, "-m", "canzona_cli.app", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cwd / "cache")}
+    return support.canzona(*arguments, cwd=cwd, environment=environment)
 
 
 @pytest.fixture(scope="module")

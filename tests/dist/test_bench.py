@@ -25,7 +25,7 @@ from tests.bench.benches import bench
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
 
-ROUNDS, STEPS = 3, 3
+ROUNDS, STEPS = 2, 2
 TOTAL = ROUNDS * STEPS
 Configs = Mapping[str, RunConfig]
 

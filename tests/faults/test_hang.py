@@ -15,7 +15,7 @@ from tests.faults.table import RecordFault
 def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
     tmp_path: Path, record_fault: RecordFault
 ) -> None:
-    run = LaunchedRun(tmp_path / "run", "stuck", ranks=RANKS, hang_timeout_s=6)
+    run = LaunchedRun(tmp_path / "run", "stuck", ranks=RANKS, hang_timeout_s=15)
     try:
         run.wait_for_steps(2)
         family = run.family()
@@ -46,7 +46,7 @@ def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(
 def test_a_stopped_rank_ends_the_run_and_is_named(
     tmp_path: Path, corpus_cache: Path, record_fault: RecordFault
 ) -> None:
-    training = TrainingRun(tmp_path, corpus_cache, "run.hang_timeout_s=15")
+    training = TrainingRun(tmp_path, corpus_cache, "run.hang_timeout_s=30")
     files = training.files
     try:
         training.wait_for(lambda: training.steps >= 3)
