@@ -270,7 +270,7 @@ def _conclude(
     outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
 ) -> None:
     from canzona_cli.launch import torchrun
-    from canzona_cli.report.breakdown_table import render
+    from canzona_cli.report.breakdown import BreakdownView
     from canzona_cli.run.breakdown import load_breakdown
 
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
@@ -281,7 +281,7 @@ def _conclude(
         _say_why(outcome, errors)
     elif run.files.breakdown.exists():
         console.print()
-        console.print(render(load_breakdown(run.path), device=config.cluster.device))
+        console.print(BreakdownView(breakdown=load_breakdown(run.path), device=config.cluster.device))
     console.print()
     for line in _recordings(run, config) if outcome.status != "failed" else ():
         console.print(line, markup=False, soft_wrap=True)

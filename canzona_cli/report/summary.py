@@ -11,7 +11,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
-from canzona_cli.report.breakdown_table import render
+from canzona_cli.report.breakdown import BreakdownView
 from canzona_cli.report.charts import line_chart
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import wrapped
@@ -245,7 +245,9 @@ class _SummaryView:
                 yield Text(f"  {row}", style="cyan", no_wrap=True)
         if summary.breakdown is not None:
             yield Text()
-            yield render(summary.breakdown, device=None if summary.config is None else summary.config.cluster.device)
+            yield BreakdownView(
+                breakdown=summary.breakdown, device=None if summary.config is None else summary.config.cluster.device
+            )
         said = [*summary.warnings[-_MOST_WARNINGS:], *summary.notes]
         if len(summary.warnings) > _MOST_WARNINGS:
             said.insert(0, f"{plural(len(summary.warnings) - _MOST_WARNINGS, 'earlier warning')} in events.jsonl")

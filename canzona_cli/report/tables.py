@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import rich.table
 from rich.box import Box
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.style import StyleType
 from rich.text import Text
 
 Cell = str | Text
@@ -40,12 +41,16 @@ class Table(rich.table.Table):
     def add_words(self, *names: str) -> None:
         """Columns of text, on several lines where there is no room."""
         for name in names:
-            self.add_column(name, overflow="fold")
+            self.add_column(Text(name), overflow="fold")
 
     def add_numbers(self, *names: str) -> None:
         """Columns of numbers: at the right, on one line."""
         for name in names:
-            self.add_column(name, justify="right", no_wrap=True)
+            self.add_column(Text(name), justify="right", no_wrap=True)
+
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        """As rich's, but text is shown literally, never read as markup."""
+        super().add_row(*map(_text, cells), style=style, end_section=end_section)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         drawn = super().__rich_console__(console, options)
@@ -149,5 +154,5 @@ class GroupedTable:
         return table
 
 
-def _text(cell: Cell) -> Text:
+def _text[Shown](cell: str | Shown) -> Text | Shown:
     return Text(cell) if isinstance(cell, str) else cell

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.breakdown_table import render
+from canzona_cli.report.breakdown import BreakdownView
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.prediction import load_prediction
 
@@ -21,7 +21,7 @@ DATA = Path(__file__).parent
 
 def shown(breakdown: Breakdown, width: int = 80, device: Device | None = "cpu") -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(breakdown, device=device))
+    console.print(BreakdownView(breakdown=breakdown, device=device))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -221,12 +221,12 @@ def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> No
 
 def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
     text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
-    assert "Profile cpu is not measured on this machine: `canzona calibrate` does it" in text
+    assert "Profile cpu was not measured on this machine: run `canzona calibrate`" in text
     other = planned_run(
         tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"]
     )
     text = " ".join(" ".join(shown(load_breakdown(other))).split())
-    assert "But cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
+    assert "but cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
     assert "which was not measured on it" in text, "its rates are not taken for this machine's"
 
 

@@ -1,119 +1,109 @@
-"""The breakdown at a terminal: a table of phases, planned beside measured, and a foot that says what it means."""
+"""Where the time of a step went: a table of phases, measured and planned, and a foot that says what it means."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Device
 from canzona_cli.report.charts import bar
 from canzona_cli.report.header import batch_factors, describe_layout
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, labelled, wrapped
+from canzona_cli.report.tables import Table
 from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
 
 
-def render(breakdown: Breakdown, *, device: Device | None = None) -> RenderableType:
-    """The breakdown as a table and a foot, for any console width from 60 columns on.
-
-    `device` names ranks properly (GPU or CPU rank) and explains a missing MFU; the file's own unless given.
-    """
-    return _BreakdownView(breakdown=breakdown, device=device or breakdown.device)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _BreakdownView:
-    breakdown: Breakdown
-    device: Device | None
+class BreakdownView(Page):
+    """The breakdown as a table and a foot, for any console width from 60 columns on."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    breakdown: Breakdown
+    device: Device | None = None
+    """Names ranks properly (GPU or CPU rank) and explains a missing MFU; the file's own unless given."""
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
-        times = "x" if options.ascii_only else "×"
-        layout = describe_layout(breakdown.layout, self._unit, times=times)
-        title = Text.assemble(
-            ("Step-time breakdown", "bold"), f": {clean(breakdown.optimizer)}{self._strategy}, {layout}"
+        layout = describe_layout(breakdown.layout, self._unit, times=screen.times)
+        yield wrapped(
+            Text.assemble(("Step-time breakdown", "bold"), f": {clean(breakdown.optimizer)}{self._strategy}, {layout}")
         )
-        yield from wrapped(title, console, options)
         yield Text()
-        yield self._table(options)
+        yield self._table(screen)
         yield Text()
-        for label, value in self._foot(times):
-            first = f"  {label:<14}"
-            for line in wrapped(Text(value), console, options, first=first, rest=" " * len(first)):
-                line.stylize("dim", 0, len(first))
-                yield line
+        yield from labelled(self._foot(screen.times))
+
+    @property
+    def _device(self) -> Device | None:
+        return self.device or self.breakdown.device
 
     @property
     def _unit(self) -> str:
-        return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[self.device]
+        return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[self._device]
 
     @property
     def _strategy(self) -> str:
         return "" if self.breakdown.optimizer == "adamw" else f" ({clean(self.breakdown.strategy)})"
 
-    def _table(self, options: ConsoleOptions) -> Table:
-        columns = self._columns(options)
-        style = box.ASCII if options.ascii_only else box.SIMPLE_HEAD
-        table = Table(box=style, padding=(0, 1) if options.max_width >= 66 else 0, show_edge=False)
-        for column in columns:
-            left = column in ("phase", "bar")
+    def _table(self, screen: Screen) -> Table:
+        columns = self._columns(screen.width)
+        table = Table()
+        for name in columns:
             table.add_column(
-                {"phase": "phase, ms", "bar": ""}.get(column, column),
-                justify="left" if left else "right",
+                {"phase": "phase, ms", "bar": ""}.get(name, name),
+                justify="left" if name in ("phase", "bar") else "right",
                 no_wrap=True,
-                width=self._bar_width(options, columns) if column == "bar" else None,
             )
+        slowest = _slowest_ranks(self.breakdown)
         for name, label, phase in _rows(self.breakdown):
-            cells = self._cells(name, label, phase, options, columns)
-            within = phase.in_step if phase is not None else not name.endswith("_total")
-            table.add_row(*(Text(cells[column]) for column in columns), style="" if within and phase else "dim")
+            cells = self._cells(name, phase) | {
+                "phase": label.split(", exposed")[0] if self._short_labels(screen.width) else label,
+                "slowest": slowest.get(name, MISSING),
+            }
+            in_step = phase.in_step if phase is not None else not name.endswith("_total")
+            if phase is not None and in_step:
+                width = self._bar_width(screen.width, columns)
+                cells["bar"] = bar(phase.share, width, ascii_only=screen.ascii_only)
+            table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
         table.add_section()
-        last = dict.fromkeys(columns, "") | self._step_cells()
-        table.add_row(*(Text(last[column]) for column in columns), style="bold")
+        table.add_row(*(self._step_cells().get(name, "") for name in columns), style="bold")
         return table
 
-    def _columns(self, options: ConsoleOptions) -> list[str]:
+    def _columns(self, width: int) -> list[str]:
         """As many as fit, in this order."""
         planned = self.breakdown.planned is not None
         found = ["phase", "min", "mean", "max"]
-        if planned and options.max_width < 80:
+        if planned and width < 80:
             found = ["phase", "mean"]
         if planned:
             found += ["planned", "error"]
-        if options.max_width >= 110 and self.breakdown.ranks:
+        if width >= 110 and self.breakdown.ranks:
             found.append("slowest")
         found.append("share")
-        return [*found, "bar"] if self._bar_width(options, found) >= 4 else found
+        return [*found, "bar"] if self._bar_width(width, found) >= 8 else found
 
-    def _bar_width(self, options: ConsoleOptions, columns: list[str]) -> int:
-        """What the other columns leave, which take at most so much with their padding: times six digits, and so on."""
-        widths = {"phase": 24 if self._short_labels(options) else 30, "slowest": 12, "share": 10, "bar": 0}
-        return min(40, options.max_width - 3 - sum(widths.get(column, 9) for column in columns))
+    def _bar_width(self, width: int, columns: list[str]) -> int:
+        """What the other columns leave: at most this much each with the gap, enough for times of six digits."""
+        widths = {"phase": 23 if self._short_labels(width) else 29, "slowest": 11, "share": 9, "bar": 0}
+        return min(40, width - sum(widths.get(column, 8) for column in columns))
 
-    def _short_labels(self, options: ConsoleOptions) -> bool:
-        """Without the word `exposed` the plan fits beside the times on a terminal of 80 columns."""
-        return self.breakdown.planned is not None and options.max_width < 110
+    def _short_labels(self, width: int) -> bool:
+        """Without the word `exposed` the plan fits next to the times on a terminal of 80 columns."""
+        return self.breakdown.planned is not None and width < 110
 
-    def _cells(
-        self, name: str, label: str, phase: PhaseTime | None, options: ConsoleOptions, columns: list[str]
-    ) -> dict[str, str]:
-        share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
-        within = phase.in_step if phase is not None else not name.endswith("_total")
+    def _cells(self, name: str, phase: PhaseTime | None) -> dict[str, str]:
         planned = None if self.breakdown.planned is None else self.breakdown.planned.phases.get(name)
-        drawn = "" if phase is None or not within else phase.share
-        return {
-            "phase": label.split(", exposed")[0] if self._short_labels(options) else label,
-            **dict(zip(("min", "mean", "max"), _times(phase), strict=True)),
-            "planned": milliseconds(planned or None),  # a plan says nothing about a phase that it gives no time
-            "error": MISSING if phase is None else _percent(relative_error(planned, phase.mean_s)),
-            "slowest": _slowest_ranks(self.breakdown).get(name, MISSING),
-            "share": share if within else f"({share})",
-            "bar": bar(drawn, self._bar_width(options, columns), ascii_only=options.ascii_only),
-        }
+        cells = dict(zip(("min", "mean", "max"), _times(phase), strict=True))
+        cells["planned"] = milliseconds(planned or None)  # a plan says nothing about a phase that it gives no time
+        cells["error"] = cells["share"] = MISSING
+        if phase is not None:
+            share = f"{number(100 * phase.share, '.1f')}%"
+            cells["error"] = _percent(relative_error(planned, phase.mean_s))
+            cells["share"] = share if phase.in_step else f"({share})"
+        return cells
 
     def _step_cells(self) -> dict[str, str]:
         breakdown = self.breakdown
@@ -128,9 +118,9 @@ class _BreakdownView:
 
     def _foot(self, times: str) -> list[tuple[str, str]]:
         breakdown = self.breakdown
-        unit = "GPU" if self.device == "cuda" else "rank"
+        unit = "GPU" if self._device == "cuda" else "rank"
         whole = number(100 * breakdown.in_step_share, ".0f")
-        shares = f"of the mean step; the phases add up to {whole}%, those in parentheses ran (partly) under others"
+        shares = f"of the mean step; the phases add up to {whole}%, those in parentheses overlap others"
         profiled = f", {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
         left_out = f"{breakdown.steps_skipped} of warm-up{profiled} left out"
         steps = f"{plural(breakdown.steps_measured, 'step')} measured, {left_out}"
@@ -154,7 +144,7 @@ class _BreakdownView:
         memory = breakdown.peak_memory_bytes
         if memory is not None:
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
-            whole_process = ", Python and torch included" if self.device == "cpu" else ""
+            whole_process = ", Python and torch included" if self._device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
             rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}{plan}"))
         rows.append(
@@ -169,9 +159,9 @@ class _BreakdownView:
         here = ", measured on this machine" if planned.calibrated and not planned.mismatches else ""
         source = f"simulated on profile {clean(planned.profile)}{here}; error: planned over mean, less 1"
         if not planned.calibrated:
-            source += f". Profile {clean(planned.profile)} is not measured on this machine: `canzona calibrate` does it"
+            source += f". Profile {clean(planned.profile)} was not measured on this machine: run `canzona calibrate`"
         elif planned.mismatches:
-            source += f". But {clean('; '.join(planned.mismatches))}"
+            source += f"; but {clean('; '.join(planned.mismatches))}"
         return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
 
     @property
@@ -181,7 +171,7 @@ class _BreakdownView:
             peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
             base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
             return f"{100 * mfu:.1f}%{base}"
-        return "n/a on CPU" if self.device == "cpu" else "n/a (no peak rate known)"
+        return "n/a on CPU" if self._device == "cpu" else "n/a (no peak rate known)"
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
@@ -202,7 +192,7 @@ def _name(phase: str) -> str:
 
 
 def _percent(error: float | None) -> str:
-    """A relative error with its sign; what is a hundred times off is only told to be."""
+    """A relative error with its sign, cut off at ten times too long."""
     if error is None:
         return MISSING
     return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
