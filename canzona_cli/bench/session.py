@@ -133,13 +133,17 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
         KeyboardInterrupt: somebody stopped it.
     """
     lined_up, config = session.line_up, session.config
-    # The load average before anything of ours runs.
-    machine = {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": _load_average()}
-    told: set[str] = set()
+    # The load of the last minute, before anything of ours runs.
+    machine = {
+        **machine_facts(config.cluster.device),
+        "ranks": config.gpus,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    seen: set[str] = set()
 
     def progress(what: str, fraction: float) -> None:
-        if what not in told:
-            told.add(what)
+        if what not in seen:
+            seen.add(what)
             say(what)
 
     corpus = ensure_corpus(config, progress)
@@ -260,8 +264,8 @@ def _failure(outcome: Outcome) -> CanzonaError:
     error = outcome.error()
     first, *others = error.problems
     log = "" if outcome.log is None else f"its whole output: {outcome.log}"
-    told = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
-    return type(error)(told, *others)
+    named = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
+    return type(error)(named, *others)
 
 
 def _result(
@@ -336,11 +340,6 @@ def _notes(sittings: Sequence[Sitting], reference: str, machine: Mapping[str, st
             "longer times and wide spreads"
         )
     return notes
-
-
-def _load_average() -> float:
-    """Over the last minute; 0 where the system has none."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
 
 
 class _RoundLines(TrainView):

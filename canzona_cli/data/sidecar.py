@@ -1,4 +1,4 @@
-"""`<prefix>.json`: what a pair was made from and with, for the checks before a run and for people later."""
+"""`<prefix>.json`: the inputs and settings a pair was made from, checked before a run and readable by people."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -24,17 +24,17 @@ class Sidecar:
     tokenizer_sha256: str | None
     """Of `<prefix>.tokenizer.json`; None for byte."""
     vocab_size: int
-    """One more than the largest id the tokenizer can give."""
+    """One more than the largest id the tokenizer can produce."""
     eod: int
     """Id that ends every document."""
     tokens: int
     documents: int
     sequences: int
     max_token_id: int
-    """Largest id that does occur."""
+    """Largest id that occurs."""
     dtype: str
     text_bytes: int
-    """Bytes of text behind the tokens, decompressed."""
+    """Bytes of the tokenised text, decompressed."""
     replaced: int
     """Invalid characters that were replaced."""
     inputs_sha256: str
@@ -74,8 +74,8 @@ def load_sidecar(pair: PairInfo) -> Sidecar | None:
         return None
     fix = f"prepare the data again with --overwrite, or remove {path} if another tool made the pair"
     sidecar = load(path, Sidecar, key="data.path", value=str(path), fix=fix)
-    said = (sidecar.tokens, sidecar.documents, sidecar.sequences, sidecar.dtype)
-    if said != (pair.tokens, pair.documents, pair.sequences, pair.dtype):
+    described = (sidecar.tokens, sidecar.documents, sidecar.sequences, sidecar.dtype)
+    if described != (pair.tokens, pair.documents, pair.sequences, pair.dtype):
         reason = f"it describes {sidecar.tokens:,} tokens in {sidecar.documents:,} documents, but its pair has "
         reason += f"{pair.tokens:,} in {pair.documents:,}"
         raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix))
