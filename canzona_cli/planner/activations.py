@@ -100,11 +100,11 @@ class Transient:
     activations: int
     logits: int
     working: int
-    """Of one layer's backward pass, on top of activations; logits are gone by then."""
+    """What one layer's backward pass needs on top of activations; logits are gone by then."""
     update: int
-    """Of the optimizer step, when activations and logits are gone."""
+    """What the optimizer step needs, when activations and logits are gone."""
     adamw: int = 0
-    """Of AdamW's update where that goes before the matrices'."""
+    """What AdamW's update needs where it comes before the matrices'."""
 
     def parts(self, *, reduction: int = 0) -> dict[str, int]:
         """What is never alive together counts once: the later ones only beyond what has been freed by then.
@@ -171,7 +171,7 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights) 
 
 
 def _matrix_workspace(config: RunConfig) -> int:
-    """Of the largest matrix's update; one optimizer instance updates all, one after another."""
+    """Scratch of the largest matrix's update; one optimizer instance updates all, one after another."""
     how, width, shapes = algorithm(config), element_bytes(config)[0], matrix_shapes(config)
     rows, cols = max(shapes, key=math.prod)
     if how.name == "muon":
@@ -190,7 +190,7 @@ def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) ->
 
 
 def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """Of AdamW on the parameters that are no matrices; torch's foreach version makes an fp32 temporary of them."""
+    """Scratch of AdamW on parameters that are not matrices; torch's foreach version makes an fp32 temporary of them."""
     share = math.ceil(weights.others / _adamw_shards(config, layout))
     foreach = 0 if config.cluster.transformer_engine else FP32 * share
     return _main_gradients(config, layout, weights) + foreach

@@ -1,7 +1,17 @@
 """Which cell of the DP x TP grid updates which matrix.
 
-Owners and hosts are balanced together, because a matrix cannot be divided: what counts is the busiest cell of the
-whole grid. The result depends on nothing but the arguments, so every rank computes the same.
+                     host 0         host 1           host: TP rank; a matrix travels along its row
+                  +--------------+--------------+
+    owner 0       | q.0 down.3   | k.0 v.0      |    q.0, k.0 and v.0 are one unit: they lie interleaved in a parameter,
+    owner 1       | up.0         | proj.1 up.1  |    so they have one owner, though each may have its own host
+    owner 2       | gate.1       | down.0       |
+    owner 3       | down.1       | gate.0 up.3  |    the busiest cell decides how long all ranks take
+                  +--------------+--------------+
+    owner: data-parallel rank; gradients are reduced to its row
+
+Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner (`Owners`:
+balanced, blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The result
+depends on nothing but the arguments, so every rank computes the same.
 """
 
 import heapq
@@ -41,9 +51,9 @@ def assign(
     - asc: in every bucket the owner is the rank whose even share a unit starts in, hosts take turns in registration
       order. Nothing is balanced.
 
-    alpha weighs what candidates are compared by: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every
-    bucket's busiest owner / their lower bound). Candidates do not depend on alpha, hence compute balance can only
-    improve as alpha grows, and byte balance as it falls.
+    With alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest cell / lower
+    bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). The candidates are the same for
+    every alpha, so compute balance can only improve as alpha grows, and byte balance as it falls.
 
     Args:
         costs: Seconds of each matrix's update, positive.
@@ -297,8 +307,8 @@ def _too_much(stage: _Stage, memory_cap: int) -> Problem:
         key="gpus",
         value=f"{stage.owners} x {stage.tp} ranks of a stage",
         reason=(
-            f"one rank has memory for matrices of {memory_cap:,} elements; {total:,} over {cells} ranks need "
-            f"{max(-(-total // cells), largest):,} or more"
+            f"a rank has memory for {memory_cap:,} elements of matrices, but {total:,} elements over {cells} ranks "
+            f"take at least {max(-(-total // cells), largest):,} on one of them"
         ),
         fix="use more GPUs, or another parallel.tp and parallel.pp",
     )

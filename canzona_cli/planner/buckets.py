@@ -38,7 +38,7 @@ def element_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def default_bucket_elements(owners: int) -> int:
-    """Size at which Megatron closes a bucket where it is not told one (`DistributedDataParallel`, 0.19)."""
+    """Size at which Megatron closes a bucket by default (`DistributedDataParallel`, 0.19)."""
     return max(40_000_000, 1_000_000 * owners)
 
 
@@ -320,7 +320,7 @@ class PaddedBucket:
     """A bucket of `shards` equal shards that whole parameters were packed into."""
 
     shard_elements: int
-    """Of one shard, padding included."""
+    """Length of one shard, padding included."""
     shards: tuple[tuple[int, ...], ...]
     """Parameters of each shard in buffer order, as positions in the list of sizes."""
 

@@ -47,7 +47,7 @@ class Work:
     eigh: tuple[int, ...] = ()
     """Sides of the squares whose eigenvectors are computed."""
     elementwise: float = 0.0
-    """FLOPs of elementwise kernels, counted for AdamW alone: beside products they are nothing."""
+    """FLOPs of elementwise kernels, counted for AdamW alone: next to matrix products they are negligible."""
     traffic: float = 0.0
     """Bytes elementwise kernels and copies move."""
     launches: int = 0
@@ -143,7 +143,7 @@ def costs(a: Algorithm, matrices: Sequence[Matrix], cluster: ClusterConfig) -> t
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Seconds of AdamW on so many elements of one device: as measured, else memory traffic alone."""
+    """Seconds that AdamW takes to update `elements` on one device: as measured, or else from memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
@@ -265,7 +265,7 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 def _sided(
     rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Products of a preconditioned side: G G' or G' G so many times, a square times G or G times it so many."""
+    """Products of a preconditioned side: `statistics` times G G' or G' G, `applied` times the square and G."""
     for side in sides:
         other = rows * cols // side
         if statistics:

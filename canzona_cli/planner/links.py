@@ -43,7 +43,7 @@ class Transfer:
         return self.latency_s + self.link_s
 
     def times(self, factor: float) -> "Transfer":
-        """One that takes so many times as long."""
+        """The same transfer, taking `factor` times as long."""
         return replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
 
 
@@ -147,7 +147,7 @@ class Links:
         return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
 
     def rooted(self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group) -> Transfer:
-        """Reductions to (broadcasts from) one rank after another, of so many bytes each, started together.
+        """Reductions to (broadcasts from) one rank after another, each of its number of bytes, started together.
 
         Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever owns
         most; whoever owns least sends most. Nobody is flooded.

@@ -14,7 +14,7 @@ from canzona_cli.planner.reduction import shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Update cost over ranks, as max / mean: 1.0 is perfect. Of the stage that takes longest."""
+    """Update cost over the ranks of the stage that takes longest, as max / mean: 1.0 is perfect."""
 
     dp: float
     """Over owners, each with the sum of its hosts."""

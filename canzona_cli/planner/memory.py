@@ -45,7 +45,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the rank that needs most, beside what its GPU has."""
+    """Bytes on the rank that needs most, and what its GPU has."""
 
     parts: Mapping[str, int]
     """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
@@ -72,7 +72,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuffers:
-    """Of one rank."""
+    """What the engine holds on one rank next to state and Megatron's buffers."""
 
     exchange: int = 0
     """Messages: gradients and weights, sent and received."""
@@ -154,7 +154,7 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
 
 
 def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
-    """Of the fullest rank by `placement`; with None, every rank keeps the state of all matrices it stores."""
+    """State of the fullest rank by `placement`; with None, every rank keeps the state of all matrices it stores."""
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
@@ -323,7 +323,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
 
 
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
-    """Of a stage's cells, index `owner * tp + host`."""
+    """Buffers of a stage's cells, index `owner * tp + host`."""
     mesh = plan.subject.layout
     by_owner: dict[int, list[tuple[int, ...]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
@@ -379,7 +379,7 @@ def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
 
 
 def _reduction(config: RunConfig, plan: Plan, stage: int) -> Mapping[int, int]:
-    """Of each rank that needs any: its two largest buckets, for one may arrive while the one before is added up."""
+    """Bytes by rank that needs any: its two largest buckets, for one may arrive while the one before is added up."""
     _, grad = element_bytes(config)
     held: dict[int, list[int]] = {}
     for bucket in plan.buckets:

@@ -107,10 +107,10 @@ def check_capacity(matrices: Sequence[Matrix], layout: Layout, settings: PlanSet
                 key="engine.c_max_mib",
                 value=round(settings.c_max_bytes / _MIB, 2),
                 reason=(
-                    f"the largest matrix, {largest.name} ({largest.rows} x {largest.cols}), takes {least:g} MiB in an "
-                    f"exchange of {bytes_per_element} bytes an element, and a matrix travels whole"
+                    f"is too small for the largest matrix: {largest.name} ({largest.rows} x {largest.cols}) takes "
+                    f"{least:g} MiB in an exchange at {bytes_per_element} bytes per element, and is never divided"
                 ),
-                fix=f"use engine.c_max_mib={least:g} or more, or null to have it chosen",
+                fix=f"use engine.c_max_mib={least:g} or more, or null to let the planner choose",
             )
         )
 
@@ -136,12 +136,13 @@ def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: Link) -> fl
     in(i) waits for the stream, compute(i) for in(i) and compute(i - 1) on that host, out(i) for the stream and for
     compute(i) on every host. An exchange lasts the latency and the bytes of its busiest rank.
     """
-    stream = 0.0
-    ready = [0.0] * tp
+    stream = 0.0  # when the communication stream is free
+    ready = [0.0] * tp  # when each host has updated all it has so far
     leaving: tuple[float, float] | None = None  # when the previous group is updated, and how long its weights travel
     for group in groups:
         inwards, outwards = _exchange_seconds(group, tp, link)
         arrived = stream = stream + inwards
+        # out(i - 1) is queued behind in(i), so that computing never waits for weights to leave.
         if leaving is not None:
             stream = max(stream, leaving[0]) + leaving[1]
         for job in group:
@@ -151,7 +152,7 @@ def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: Link) -> fl
 
 
 def _exchange_seconds(group: Sequence[Job], tp: int, link: Link) -> tuple[float, float]:
-    """Of the gradients' exchange and the weights', both at the wider element of the two.
+    """Seconds of the gradients' exchange and of the weights', both at the wider element of the two.
 
     Without the weights' flags: a few bytes should not decide between groupings that take equally long.
     """
@@ -190,6 +191,7 @@ def _searched(jobs: Sequence[Job], tp: int, c_max_bytes: int | None) -> Iterator
     for job in jobs:
         hosted[job.host] += job.size
     most = min(c_max_bytes or max(hosted), max(hosted))
+    # Doubling: the time is flat around its minimum, and a plan has to be made within a second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
@@ -226,7 +228,7 @@ def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
     ]
     longest = max(map(len, queues))
     if not descending:
-        # The last round is the one every host takes part in.
+        # Hosts with fewer jobs start in a later round, so that all hosts take part in the last one.
         return [queue[turn - longest] for turn in range(longest) for queue in queues if turn >= longest - len(queue)]
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
@@ -246,6 +248,7 @@ def _rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[lis
     members: list[Job] = []
     placed: list[Job] = []
     for job in jobs:
+        # The whole open group is placed anew each time: a late costly job may displace earlier, cheaper ones.
         trial = _least_busy([*members, job], tp, capacity)
         if trial is None:
             done.append(placed)

@@ -1,4 +1,5 @@
-"""Scheduling on identical machines (P || Cmax): whole items into bins so that the fullest bin is as low as possible.
+"""Scheduling on identical machines (P || Cmax): whole items into bins so that the fullest bin is as low as possible,
+and how low it can possibly be.
 
 Items of the same cost are interchangeable, and a model has few distinct ones, so everything works on counts of costs:
 the price of a packing hardly depends on how many items or bins there are. Deterministic: ties go to the lower index,
@@ -50,7 +51,9 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
 
     Largest first onto the least loaded (Graham 1969), then, while that is off its lower bound, bisection over the
     height with bins filled one after another as full as the remaining items allow (minimum bin slack; Gupta and
-    Ho 1999), as in MULTIFIT (Coffman, Garey, Johnson 1978), and last, exchanges with the fullest bin.
+    Ho 1999), as in MULTIFIT (Coffman, Garey, Johnson 1978), and last, exchanges with the fullest bin. Without the
+    bisection 17 of 72 plans of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) differ: 14B with Shampoo on 64 GPUs
+    is at 1.061 of the mean instead of 1.032, 1.7B with Muon on 64 at 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -68,6 +71,7 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
             found = _fill(classes, bins, limit, accept_slack=accept_slack)
             if found is None:
+                # Not a proof that nothing fits, only that this rule finds nothing: `bound` stays as it is.
                 low = limit
                 continue
             if _height(classes, found) < _height(classes, best):
@@ -310,7 +314,7 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
       a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all
       a / (k + 1) + (k - a) / k <= 1.
     - p_l: floor(1 / l) = n places per bin. An item of l <= x <= 1/2 takes 1 / n, one above 1/2 takes
-      1 - floor((1 - x) / l) / n, because beside it only floor((1 - x) / l) items of at least l fit.
+      1 - floor((1 - x) / l) / n, because next to it only floor((1 - x) / l) items of at least l fit.
 
     l only matters at the costs themselves. u_k after U_l is feasible too. Every comparison leans by `_TINY` to the side
     of less mass, so that a rounding error proves nothing.

@@ -17,7 +17,7 @@ from canzona_cli.run.codec import parse
 Mode = Literal["hosted"]
 """How a matrix is updated; later: gram_sharded."""
 VERSION = 2
-"""Of the content and its meaning; a plan of another version is not read."""
+"""Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
 """Key, value in one, value in the other."""
@@ -155,7 +155,7 @@ class Mesh:
 
     @property
     def cells(self) -> int:
-        """Of one stage's grid."""
+        """Ranks of one stage."""
         return self.owners * self.tp
 
     def rank(self, stage: int, cell: int) -> int:
@@ -282,12 +282,12 @@ class Plan:
             ],
         }
 
-    def to_json(self, **beside: object) -> str:
-        """The plan as a file's text: its content, its hash, and `beside`, which the hash does not cover.
+    def to_json(self, **extra: object) -> str:
+        """The plan as a file's text: its content, its hash, and `extra`, which the hash does not cover.
 
         One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`.
         """
-        return "{\n" + ",\n".join(_lines({"hash": self.hash, **self.content(), **beside})) + "\n}\n"
+        return "{\n" + ",\n".join(_lines({"hash": self.hash, **self.content(), **extra})) + "\n}\n"
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":

@@ -13,7 +13,7 @@ from canzona_cli.planner.planner import make_plan
 from canzona_cli.planner.subject import subject
 
 FOLDER = Path("plans")
-_MAKE_ANEW = "make it anew with `canzona plan`"
+_MAKE_ANEW = "make a new one with `canzona plan`"
 _SHOWN = 6
 """Differences that are spelt out; two unrelated runs differ in dozens."""
 
@@ -47,13 +47,13 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
     differing = differences(plan.subject, wanted)
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
-        told = "; ".join(
+        shown = "; ".join(
             f"{key} is {_shown(had)} in the plan, {_shown(want)} in this run" for key, had, want in differing[:_SHOWN]
         )
         more = len(differing) - _SHOWN
         raise _refused(
             path,
-            f"plan {plan.name} is for another {parts}: {told}" + (f"; and {more} more" if more > 0 else ""),
+            f"plan {plan.name} is for another {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
     return plan
@@ -72,13 +72,13 @@ def read_plan(path: Path) -> Plan:
     except ValueError as error:
         raise _refused(path, f"is not JSON: {error}", _MAKE_ANEW) from None
     if not isinstance(content, dict) or "matrices" not in content or "version" not in content:
-        raise _refused(path, "is not a plan of canzona's", _MAKE_ANEW)
+        raise _refused(path, "is not a plan made by canzona", _MAKE_ANEW)
     if content["version"] != VERSION:
-        raise _refused(path, f"has version {content['version']}, this canzona reads version {VERSION}", _MAKE_ANEW)
+        raise _refused(path, f"has version {content['version']}, but this canzona reads version {VERSION}", _MAKE_ANEW)
     claimed, actual = content.get("hash"), content_hash(content)
     if claimed != actual:
         short = f"{claimed}"[:8]
-        raise _refused(path, f"was altered: its hash is {actual[:8]}, it says {short}", _MAKE_ANEW)
+        raise _refused(path, f"was altered: its content has hash {actual[:8]}, but the file says {short}", _MAKE_ANEW)
     try:
         return Plan.from_content(content)
     except ValueError as error:

@@ -42,8 +42,8 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
             Problem(
                 key="optimizer",
                 value="adamw",
-                reason="updates element by element on Megatron's DistributedOptimizer: there are no matrices to plan",
-                fix="use optimizer=muon, shampoo or soap; the plan of each is compared with AdamW",
+                reason="updates element by element (Megatron's DistributedOptimizer), so there are no matrices to plan",
+                fix="use optimizer=muon, shampoo or soap; each plan is compared with AdamW",
             )
         )
     if execution is Execution.PLANNED:
@@ -78,8 +78,8 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
             key="gpus",
             value=config.gpus,
             reason=(
-                f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan "
-                f"and {config.cluster.name} has {memory.capacity / GIB:.2f} GiB to use"
+                f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan, but "
+                f"{config.cluster.name} has only {memory.capacity / GIB:.2f} GiB to use"
             ),
             fix="use more GPUs, train.recompute=full, or more tensor or pipeline ranks",
         )

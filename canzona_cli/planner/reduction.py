@@ -32,7 +32,7 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """What ranks hold beside the buffer while a bucket is reduced all-to-all.
+    """What ranks hold in addition to the buffer while a bucket is reduced all-to-all.
 
     All ranks' copies of one's own share, its fp32 sum where that is not one of them, and what one sends, where it had
     to be packed first.
@@ -91,9 +91,8 @@ class ReductionModel:
                 Problem(
                     key="engine.reduction",
                     value="even",
-                    reason="reduces equal shards, which strategy asc has not"
-                    if natural
-                    else f"reduces equal shards, which layout {settings.layout} has not",
+                    reason=f"needs equal shards, which {'strategy asc' if natural else f'layout {settings.layout}'} "
+                    "does not have",
                     fix="use engine.reduction=null" + ("" if natural else ", or engine.layout=aligned"),
                 )
             )
