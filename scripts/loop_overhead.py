@@ -33,7 +33,7 @@ from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.statistics import Quartiles
 from canzona_cli.training.assemble import assemble, join
-from canzona_cli.training.data import Batch, BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.data import Batch, BatchStream, build_datasets
 from canzona_cli.training.loop import step_metrics
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import train_step
@@ -90,8 +90,7 @@ def main() -> None:
     corpus = ensure_corpus(config)
     world = join(config, layout)
     plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
-    data = build_datasets(config, corpus.prefix, facts, cache=cache_root(config) / "indices").train
+    data = build_datasets(config, corpus, cache=cache_root(config) / "indices").train
     plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
     plain_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
     baseline, measured = ("untimed", "timed") if arguments.timing else ("bare", "canzona")

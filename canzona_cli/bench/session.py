@@ -32,6 +32,7 @@ from canzona_cli.launch.supervisor import supervise
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.events import Note
 from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.records import StageEvent, StepMetrics
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict
 
@@ -247,7 +248,7 @@ def _run_sitting(
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         ).write(run.files)
-        view = _RoundLines(say, name, len(sitting.strategies))
+        view = _RoundLines(say, name, turns=len(sitting.strategies), rounds=WARM_UP_ROUNDS + session.rounds)
         outcome = supervise(run.files, command, view, ranks=range(config.gpus), say=say)
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
@@ -349,21 +350,22 @@ class _RoundLines(TrainView):
         say: receives each line.
         sitting: what to call this sitting: `sitting 2 of 3`.
         turns: in one round.
+        rounds: in all, warm-up included.
     """
 
-    def __init__(self, say: Say, sitting: str, turns: int) -> None:
-        self._say, self._sitting, self._turns, self._seen = say, sitting, turns, 0
+    def __init__(self, say: Say, sitting: str, *, turns: int, rounds: int) -> None:
+        self._say, self._sitting, self._turns, self._rounds, self._seen = say, sitting, turns, rounds, 0
 
-    def stage(self, event: Mapping[str, object]) -> None:
-        if event.get("stage") == "train":
-            self._say(f"{self._sitting}: {event.get('detail')}")
-        elif event.get("stage") == "build model":
+    def stage(self, event: StageEvent) -> None:
+        if event.stage == "train":
+            self._say(f"{self._sitting}: {event.detail}")
+        elif event.stage == "build model":
             self._say(f"{self._sitting}: building models")
 
-    def step(self, metrics: Mapping[str, object]) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         self._seen += 1
         if self._seen % self._turns == 0:
-            self._say(f"{self._sitting}: round {metrics.get('round')} of {metrics.get('rounds')}")
+            self._say(f"{self._sitting}: round {self._seen // self._turns} of {self._rounds}")
 
     def note(self, note: Note) -> None:
         self._say(f"{self._sitting}: {note.text}")

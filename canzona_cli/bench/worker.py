@@ -1,14 +1,14 @@
 """One rank of a bench's sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
 
-import json
 import sys
 import time
 from pathlib import Path
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
 from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Ending, Journal, RankRecord
+from canzona_cli.training.records import Journal, RankRecord
 
 
 def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -16,21 +16,18 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.config.schema import Layout
-    from canzona_cli.data.corpus import cache_root
+    from canzona_cli.data.corpus import cache_root, read_corpus
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.training.assemble import assemble, join
-    from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+    from canzona_cli.training.data import BatchStream, build_datasets
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.strategies}
     first = next(iter(configs.values()))
-    world = join(first, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
+    world = join(first, read_layout(files.layout))
     journal = Journal(files, writes=rank == 0)
-    corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
-    facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
-    data = build_datasets(first, Path(corpus["prefix"]), facts, cache=cache_root(first) / "indices").train
+    data = build_datasets(first, read_corpus(files), cache=cache_root(first) / "indices").train
     strategies: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)

@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import TypeAdapter
-
-from canzona_cli.launch.monitor import JsonLines
+from canzona_cli.run.codec import parse
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.run.lines import JsonLines
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
@@ -72,7 +71,7 @@ class Orders:
 
     @classmethod
     def read(cls, files: RunFiles) -> "Orders":
-        return TypeAdapter(cls).validate_json(_orders(files).read_bytes())
+        return parse(cls, _orders(files).read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)

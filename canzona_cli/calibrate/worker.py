@@ -1,6 +1,5 @@
 """One rank of a calibration: `python -m canzona_cli.calibrate.worker DIR`, started by torchrun."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -9,8 +8,9 @@ from pathlib import Path
 
 from canzona_cli.calibrate.measurement import WHAT, Facts, Orders, Part, Recorder
 from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Ending, RankRecord
+from canzona_cli.training.records import RankRecord
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -24,14 +24,13 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.calibrate.team import Team
     from canzona_cli.calibrate.updates import measure_adamw, measure_updates
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.schema import Layout
     from canzona_cli.megatron import parallel
     from canzona_cli.training.assemble import join
 
     orders = Orders.read(files)
     effort = orders.effort
     config = load_resolved(files.config)
-    world = join(config, Layout(**json.loads(files.layout.read_text(encoding="utf-8"))))
+    world = join(config, read_layout(files.layout))
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)

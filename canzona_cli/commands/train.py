@@ -164,7 +164,6 @@ def _launch(
     from canzona_cli.launch.run_dir import check_free, prediction_here
     from canzona_cli.launch.supervisor import supervise
     from canzona_cli.report.live import make_view
-    from canzona_cli.run.files import read_json
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
@@ -191,7 +190,7 @@ def _launch(
                 predicted=prediction_here(config, layout, None if plan is None else plan.plan),
             )
             machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
-        view.header(run_dir=run.path, corpus=read_json(run.files.corpus), plan=plan, earlier=run.earlier)
+        view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
         outcome = supervise(
             run.files,

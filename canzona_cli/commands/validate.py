@@ -16,7 +16,6 @@ def validate(
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
     does not fit in the cluster's memory.
     """
-    from dataclasses import asdict
 
     from rich.console import Console
     from rich.text import Text
@@ -46,7 +45,7 @@ def validate(
     if config.data.source == "prepared":
         from canzona_cli.data.corpus import ensure_corpus
 
-        corpus = asdict(ensure_corpus(config))
+        corpus = ensure_corpus(config)
     elif config.data.tokenizer not in ("byte", "bpe"):
         # The built-in corpus is prepared when a run first needs it; what it is tokenised with must be here by then.
         from canzona_cli.data.corpus import check_tokenizer

@@ -16,6 +16,8 @@ from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+from canzona_cli.run.codec import load
+from canzona_cli.run.files import RunFiles
 
 ReportProgress = Callable[[str, float], None]
 
@@ -44,6 +46,16 @@ class PreparedCorpus:
     """None for a pair that another tool made: its files do not name an end-of-document token."""
     train_tokens: int
     validation_tokens: int
+
+
+def read_corpus(files: RunFiles) -> PreparedCorpus:
+    """corpus.json: the corpus that the launcher chose for a run.
+
+    Raises:
+        ConfigError: it is damaged.
+        FileNotFoundError: there is none.
+    """
+    return load(files.corpus, PreparedCorpus, key="corpus.json", fix="start the run again")
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:

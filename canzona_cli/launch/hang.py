@@ -19,6 +19,7 @@ import psutil
 
 from canzona_cli.errors import Problem
 from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
+from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
 """What lies between two looks counts for at most so long: a machine that was suspended does not hang."""
@@ -52,16 +53,11 @@ class HangReport:
     def name(self) -> str:
         return "torchrun" if self.rank is None else f"rank {self.rank}"
 
-    def event(self) -> dict[str, object]:
+    @property
+    def incident(self) -> Incident:
         """The line of events.jsonl."""
-        return {
-            "time": time.time(),
-            "event": "hang",
-            "rank": self.rank,
-            "step": self.step,
-            "where": self.where,
-            "detail": self.reason,
-        }
+        facts = {"rank": self.rank, "step": self.step, "where": self.where}
+        return Incident(time=time.time(), event="hang", detail=self.reason, facts=facts)
 
     @property
     def problem(self) -> Problem:

@@ -9,15 +9,14 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import get_args
 
 from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
-from canzona_cli.launch.outcome import Outcome, any_number, problems_in, whole_number
-from canzona_cli.launch.view import RunStatus
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
@@ -33,6 +32,18 @@ HANG_GRACE_S = 15.0
 """Seconds a machine whose ranks only wait leaves it to the others to name the rank that hangs."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended(Outcome):
+    """nodes/ended-N.json: how the workers of a machine ended."""
+
+    time: float = 0.0
+    """When, seconds since 1970."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(**{field.name: getattr(self, field.name) for field in fields(Outcome)})
 
 
 class Machines:
@@ -133,7 +144,7 @@ class Machines:
         if self._nodes == 1:
             return outcome
         with suppress(OSError):  # a full disk: the others take this machine for gone
-            write_json_atomic(self._folder / f"ended-{self._node_rank}.json", _to_json(outcome) | {"time": time.time()})
+            save(self._folder / f"ended-{self._node_rank}.json", _Ended(**vars(outcome), time=time.time()))
         if self._node_rank == 0:
             return self._judge(outcome, patience_s)
         return self._hear(
@@ -147,15 +158,15 @@ class Machines:
         ended = {number: outcome for _, number, outcome in sorted([(now, 0, own), *others], key=lambda end: end[:2])}
         verdict = verdict_of(ended, [self._gone(number) for number in range(self._nodes) if number not in ended])
         with suppress(OSError):
-            write_json_atomic(self._folder / "verdict.json", _to_json(verdict))
+            save(self._folder / "verdict.json", verdict)
         return verdict
 
     def _hear(self, own: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            verdict = read_json(self._folder / "verdict.json")
+            verdict = load_if_sound(self._folder / "verdict.json", Outcome)
             if verdict is not None:
-                return _of_json(verdict)
+                return verdict
             time.sleep(_POLL_S)
         return verdict_of({self._node_rank: own}, [self._gone(0)])
 
@@ -173,9 +184,9 @@ class Machines:
         """When the workers of another machine had gone (seconds since 1970), its number, and how they ended."""
         for number in range(self._nodes):
             if number != self._node_rank:
-                record = read_json(self._folder / f"ended-{number}.json")
-                if record is not None:
-                    yield any_number(record.get("time")) or 0.0, number, _of_json(record)
+                ended = load_if_sound(self._folder / f"ended-{number}.json", _Ended)
+                if ended is not None:
+                    yield ended.time, number, ended.outcome
 
     def _arrival(self, number: int) -> Path:
         return self._folder / f"arrived-{number}.json"
@@ -210,26 +221,3 @@ def _at(number: int, outcome: Outcome) -> Outcome:
     if outcome.rank is not None or outcome.message.startswith("machine "):
         return outcome
     return replace(outcome, message=f"machine {number}: {outcome.message}")
-
-
-def _to_json(outcome: Outcome) -> dict[str, object]:
-    return asdict(outcome) | {"log": None if outcome.log is None else str(outcome.log)}
-
-
-def _of_json(record: Mapping[str, object]) -> Outcome:
-    """What another machine's launcher wrote. It is canzona's own file, so only its types are looked at."""
-    status = str(record.get("status"))
-    lines = record.get("traceback")
-    return Outcome(
-        status=next((known for known in get_args(RunStatus) if known == status), "failed"),
-        exit_code=whole_number(record.get("exit_code")) or 0,
-        message=str(record.get("message") or ""),
-        step=whole_number(record.get("step")) or 0,
-        loss=any_number(record.get("loss")),
-        validation_loss=any_number(record.get("validation_loss")),
-        rank=whole_number(record.get("rank")),
-        traceback=tuple(str(line) for line in lines) if isinstance(lines, list) else (),
-        log=Path(str(record["log"])) if record.get("log") else None,
-        problems=tuple(problems_in(record.get("problems"))),
-        secondary=record.get("secondary") is True,
-    )

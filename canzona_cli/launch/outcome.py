@@ -6,8 +6,8 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from canzona_cli.errors import (
@@ -23,8 +23,8 @@ from canzona_cli.errors import (
     WorkerCrashed,
 )
 from canzona_cli.launch.hang import HangReport
-from canzona_cli.launch.view import RunStatus
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import RankError, RankResult, RunResult, read_rank
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"
@@ -39,50 +39,13 @@ _TRACEBACK_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankResult:
-    """One rank's file, `ranks/rank-NNNNN.json`; `status` is "missing" when it never wrote one."""
+class Outcome(RunResult):
+    """How a run ended, with what the terminal shows of a failure beyond `result.json`."""
 
-    rank: int
-    status: str
-    pid: int | None = None
-    exit_code: int | None = None
-    step: int | None = None
-    loss: float | None = None
-    checkpoint: str | None = None
-    """What it was saved as at its end."""
-    time: float = 0.0
-    error_type: str = ""
-    error_message: str = ""
-    traceback: str = ""
-    problems: tuple[Problem, ...] = ()
-    """What an error written for the user consists of."""
-    lost: Mapping[str, int] = field(default_factory=dict)
-    """Lines of the run's files that it could not write, by file."""
-
-    @property
-    def lost_a_neighbour(self) -> bool:
-        """Whether its error only says that another rank has gone."""
-        return self.error_type in _SECONDARY_TYPES or _SECONDARY.search(self.error_message) is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What `result.json` holds, and what the terminal says about a failure."""
-
-    status: RunStatus
-    exit_code: int
-    message: str
-    step: int = 0
-    loss: float | None = None
-    validation_loss: float | None = None
-    rank: int | None = None
-    """The rank that failed first."""
     traceback: tuple[str, ...] = ()
-    """The last lines of that rank's traceback; empty for a mistake of the user, which the message explains."""
-    log: Path | None = None
-    """That rank's own output."""
+    """The last lines of the failing rank's traceback; empty for a mistake of the user, which the message explains."""
     problems: tuple[Problem, ...] = ()
-    """What that rank wrote for the user; empty where it died of something else."""
+    """What that rank wrote for the user; empty where something else ended it."""
     error_type: str = ""
     """The class of that error, where it is one written for the user."""
     secondary: bool = False
@@ -100,22 +63,15 @@ class Outcome:
         reason = self.message.removeprefix(place).removeprefix(":").strip()
         return kind(Problem(key=place, reason=reason))
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "status": self.status,
-            "exit_code": self.exit_code,
-            "step": self.step,
-            "loss": self.loss,
-            "validation_loss": self.validation_loss,
-            "message": self.message,
-            "rank": self.rank,
-            "log": None if self.log is None else str(self.log),
-        }
+    @property
+    def result(self) -> RunResult:
+        """The part that `result.json` keeps."""
+        return RunResult(**{field.name: getattr(self, field.name) for field in fields(RunResult)})
 
 
 def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
     """The result of each of `ranks`, in that order."""
-    return [_read_rank(files.rank(rank), rank) for rank in ranks]
+    return [read_rank(files, rank) for rank in ranks]
 
 
 def judge(
@@ -142,7 +98,7 @@ def judge(
         return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
     deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
     failed = sorted((r for r in results if r.status == "failed"), key=lambda r: r.time)
-    own = [r for r in failed if not r.lost_a_neighbour]
+    own = [r for r in failed if not _lost_a_neighbour(r)]
     # A rank that got SIGTERM was told to go by torchrun, after another one had failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
     if stopping and not own and not killed:
@@ -162,15 +118,23 @@ def judge(
         return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank, exit_code=exit_code)
     if first in killed and first not in own:
         return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
+    error = first.error or RankError()
     if first.exit_code in _USER_MISTAKES:
-        code, problems = first.exit_code, first.problems
-        told = _of_rank(files, first, first.error_message, ranks, node_rank, exit_code=code, problems=problems)
-        return replace(told, error_type=first.error_type)
+        told = _of_rank(
+            files, first, error.message, ranks, node_rank, exit_code=first.exit_code, problems=error.problems
+        )
+        return replace(told, error_type=error.type)
     # What was written for the user has no traceback, and says more than the name of its class.
-    kind = f"{first.error_type}: " if first.traceback else ""
-    message = f"rank {first.rank}: {kind}{first.error_message}"
-    failure = _of_rank(files, first, message, ranks, node_rank, traceback=first.traceback, problems=first.problems)
-    return replace(failure, secondary=first.lost_a_neighbour)
+    kind = f"{error.type}: " if error.traceback else ""
+    message = f"rank {first.rank}: {kind}{error.message.strip()}"
+    failure = _of_rank(files, first, message, ranks, node_rank, traceback=error.traceback, problems=error.problems)
+    return replace(failure, secondary=_lost_a_neighbour(first))
+
+
+def _lost_a_neighbour(result: RankResult) -> bool:
+    """Whether its error only says that another rank has gone."""
+    error = result.error or RankError()
+    return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
 
 def _lost(results: Sequence[RankResult]) -> str:
@@ -261,48 +225,3 @@ def _deaths(agent_log: Path) -> dict[int, int]:
     except OSError:
         return {}
     return {int(rank): int(code) for rank, code in _DEATH.findall(text)}
-
-
-def _read_rank(path: Path, rank: int) -> RankResult:
-    record = read_json(path)
-    if record is None:
-        return RankResult(rank=rank, status="missing")
-    error = record.get("error")
-    if not isinstance(error, Mapping):
-        error = {}
-    lost = record.get("lost")
-    if not isinstance(lost, Mapping):
-        lost = {}
-    return RankResult(
-        rank=rank,
-        status=str(record.get("status")),
-        pid=whole_number(record.get("pid")),
-        exit_code=whole_number(record.get("exit_code")),
-        step=whole_number(record.get("step")),
-        loss=any_number(record.get("loss")),
-        checkpoint=str(record["checkpoint"]) if record.get("checkpoint") else None,
-        time=any_number(record.get("time")) or 0.0,
-        error_type=str(error.get("type") or "Error"),
-        error_message=str(error.get("message") or "").strip(),
-        traceback=str(error.get("traceback") or ""),
-        problems=tuple(problems_in(error.get("problems"))),
-        lost={str(name): count for name, count in lost.items() if isinstance(count, int)},
-    )
-
-
-def problems_in(found: object) -> Iterator[Problem]:
-    """What a record says under `problems`."""
-    for one in found if isinstance(found, list) else ():
-        if isinstance(one, Mapping):
-            key, reason, fix = (str(one.get(name) or "") for name in ("key", "reason", "fix"))
-            yield Problem(key=key, value=one.get("value"), reason=reason, fix=fix)
-
-
-def whole_number(value: object) -> int | None:
-    """A whole number of a record; None for anything else, a truth value among it."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def any_number(value: object) -> float | None:
-    """A number of a record; None for anything else, a truth value among it."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -3,7 +3,6 @@
 The content of big files is not read here: the workers hash them together, once, before they open any.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -16,7 +15,10 @@ from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.lines import read_lines
+from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import layout_words
 
 _KEY = "checkpoint.resume"
@@ -106,17 +108,17 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int)
     return f"{steps}: their order is another one from here on, and some samples come again"
 
 
-def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> dict[str, object]:
-    """What the workers are told, as `resume.json` has it; call it when what later steps left has been cut away."""
+def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
+    """What the workers are told; call it when what later steps left has been cut away."""
     interval = config.train.eval_interval
     due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
-    done = any(line.get("step") == found.step for line in read_lines(files.validation))
-    return {
-        "checkpoint": str(found.checkpoint),
-        "step": found.step,
-        "validate": due and not done,
-        "asked": config.checkpoint.resume,
-    }
+    done = any(line.step == found.step for line in read_lines(files.validation, ValidationLoss)[0])
+    return ResumePoint(
+        checkpoint=str(found.checkpoint),
+        step=found.step,
+        validate=due and not done,
+        asked=config.checkpoint.resume,
+    )
 
 
 def next_free(path: Path) -> Path:
@@ -127,38 +129,19 @@ def next_free(path: Path) -> Path:
     return other
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The objects of a .jsonl file; nothing where there is none."""
-    try:
-        text = path.read_bytes()
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
 def _asked_again(files: RunFiles, asked: str) -> str:
     """`auto` where the launch before this one was asked the same and has saved since: a batch system starts a preempted
     job with the command it had, which must not throw away what the job did."""
-    before = read_json(files.resume) or {}
-    began, newest = before.get("step"), CheckpointStore(files.checkpoints).latest()
+    before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
     restarted = step_of(asked) is None or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-    if before.get("asked") == asked and restarted and newest is not None and isinstance(began, int):
-        return "auto" if newest.step > began else asked
+    if before is not None and before.asked == asked and restarted and newest is not None:
+        return "auto" if newest.step > before.step else asked
     return asked
 
 
 def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
-    result = read_json(files.result) or {}
-    step = result.get("step")
-    if result.get("status") != "done" or not isinstance(step, int) or config.train.steps > step:
+    result = load_if_sound(files.result, RunResult)
+    if result is None or result.status != "done" or config.train.steps > result.step:
         return
     if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
         return
@@ -167,9 +150,8 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
         Problem(
             key="run.dir",
             value=str(config.run.dir),
-            reason=f"the run in it has finished, {step:,} steps",
-            fix=f"train.steps={2 * step} goes on with it; run.dir={other} starts another, and so does leaving run.dir "
-            "out",
+            reason=f"the run in it has finished, {result.step:,} steps",
+            fix=f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another",
         )
     )
 
@@ -189,7 +171,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     progress = manifest.progress
     saved = load_resolved(checkpoint / "config.yaml")
     between = changes(saved, config, step=progress.step)
-    before = layout_words(Layout(**json.loads((checkpoint / "layout.json").read_text(encoding="utf-8"))))
+    before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not own):

@@ -1,6 +1,5 @@
 """The run directory: claimed by exactly one launch, and filled with all it takes to repeat the run."""
 
-import dataclasses
 import os
 import platform
 import socket
@@ -17,19 +16,22 @@ from typing import IO
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
+from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.lock import hold
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.place import unsafe_place
-from canzona_cli.launch.resume import Resumption, holds_run, next_free, read_lines, resumption, set_out
+from canzona_cli.launch.resume import Resumption, holds_run, next_free, resumption, set_out
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.run.lines import read_lines
 from canzona_cli.run.prediction import Prediction
+from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
@@ -101,15 +103,15 @@ class RunDirectory:
             self.files.ranks.mkdir(mode=0o755, exist_ok=True)
             self.files.logs.mkdir(mode=0o755, exist_ok=True)
             if found is not None:
-                write_json_atomic(self.files.resume, set_out(self.files, found, config))
+                save(self.files.resume, set_out(self.files, found, config))
         except OSError as error:
             raise _not_writable(self.path, config, error.strerror or str(error)) from None
         if found is not None:
             self.earlier = Earlier(
                 step=found.step,
                 origin=found.origin,
-                metrics=read_lines(self.files.metrics),
-                validations=read_lines(self.files.validation),
+                metrics=read_lines(self.files.metrics, StepMetrics)[0],
+                validations=read_lines(self.files.validation, ValidationLoss)[0],
             )
         return found
 
@@ -128,7 +130,7 @@ class RunDirectory:
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
                     )
                 with suppress(OSError):  # a full disk: what went wrong matters more
-                    write_json_atomic(self.files.result, outcome.as_json())
+                    save(self.files.result, outcome.result)
             raise
 
     def write_inputs(
@@ -136,7 +138,7 @@ class RunDirectory:
         *,
         config_yaml: str,
         layout: Layout,
-        corpus: object,
+        corpus: PreparedCorpus,
         command: LaunchCommand,
         plan: str | None = None,
         predicted: Prediction | None = None,
@@ -144,7 +146,6 @@ class RunDirectory:
         """Write what the workers read and what a person needs to repeat the run.
 
         Args:
-            corpus: a dataclass.
             plan: the plan the run executes, as a file's text; None for a run that executes none.
             predicted: of its step; None where nothing was predicted.
 
@@ -153,8 +154,8 @@ class RunDirectory:
         """
         try:
             write_text_atomic(self.files.config, config_yaml)
-            write_json_atomic(self.files.layout, dataclasses.asdict(layout))
-            write_json_atomic(self.files.corpus, _plain(corpus))
+            save(self.files.layout, layout)
+            save(self.files.corpus, corpus)
             if plan is not None:
                 write_text_atomic(self.files.plan, plan)
             if predicted is not None:
@@ -285,10 +286,3 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return revision.stdout.strip()
-
-
-def _plain(value: object) -> dict[str, object]:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise TypeError(f"not a dataclass: {value!r}")
-    fields = dataclasses.asdict(value)
-    return {name: str(item) if isinstance(item, Path) else item for name, item in fields.items()}

@@ -29,7 +29,9 @@ from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoi
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run import orphan
-from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic
+from canzona_cli.run.codec import plain, save
+from canzona_cli.run.files import RunFiles, try_append_json_line
+from canzona_cli.run.records import Incident, StageEvent
 
 STOP_GRACE_S = 60.0
 """Seconds the workers get to finish their step before they are killed."""
@@ -107,7 +109,7 @@ def _run(
     hang: HangReport | None = None
 
     def tell(stage: str, detail: str, *, aloud: bool = True) -> None:
-        try_append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": stage, "detail": detail})
+        try_append_json_line(files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
         if aloud:
             say(detail)
 
@@ -130,7 +132,7 @@ def _run(
                 if hang is not None and hang.elsewhere and machines.may_know_better():
                     hang = None
                 if watch is not None and hang is not None:
-                    try_append_json_line(files.events, hang.event())
+                    try_append_json_line(files.events, hang.incident.line())
                     watch.write_stacks()
                     break
                 if requests.reason is not None and not announced:
@@ -170,7 +172,7 @@ def _run(
     if outcome.status == "interrupted" and requests.reason == "preempted":
         outcome = unsaved(outcome, sound_checkpoint(files, thorough=node_rank == 0))
     if node_rank == 0:
-        try_append_json_line(files.events, {"time": time.time(), "event": "end", "detail": outcome.status})
+        try_append_json_line(files.events, Incident(time=time.time(), event="end", detail=outcome.status).line())
     return outcome
 
 
@@ -208,7 +210,7 @@ def _kill(process: psutil.Process) -> None:
 def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:
     """Write result.json; where there is no room for it, the exit code and these words are all there is."""
     try:
-        write_json_atomic(files.result, outcome.as_json())
+        save(files.result, outcome.result)
     except OSError as error:
         say(f"{files.result} cannot be written ({error.strerror}): {outcome.status}, exit code {outcome.exit_code}")
 
@@ -221,14 +223,11 @@ def _close(view: TrainView, outcome: Outcome) -> None:
 def _with_numbers(outcome: Outcome, monitor: Monitor, files: RunFiles, ranks: range) -> Outcome:
     """Add the newest step, loss and validation loss: from the metrics, else from the ranks."""
     results = read_ranks(files, ranks)
-    step = monitor.last_step.get("step")
-    loss = monitor.last_step.get("loss")
-    validation = monitor.last_validation.get("loss")
+    last, validation = monitor.last_step, monitor.last_validation
+    losses = [None if last is None else last.loss, *(result.loss for result in results)]
     return replace(
         outcome,
-        step=max([int(step) if isinstance(step, int) else 0, *(r.step or 0 for r in results)]),
-        loss=float(loss)
-        if isinstance(loss, int | float)
-        else next((r.loss for r in results if r.loss is not None), None),
-        validation_loss=float(validation) if isinstance(validation, int | float) else None,
+        step=max([0 if last is None else last.step, *(result.step for result in results)]),
+        loss=next((loss for loss in losses if loss is not None), None),
+        validation_loss=None if validation is None else validation.loss,
     )

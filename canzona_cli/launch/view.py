@@ -1,14 +1,13 @@
-"""What watches a run: the launcher reads the run directory's files and tells a view of every record."""
+"""What watches a run: the launcher reads the run directory's files and passes each new record to one of these."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.events import Note
-
-RunStatus = Literal["done", "failed", "interrupted", "preempted"]
+from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +18,28 @@ class Earlier:
     """The checkpoint's, which the run goes on from."""
     origin: str
     """Where that checkpoint is, for people: its name, or the path of another run's."""
-    metrics: Sequence[Mapping[str, object]] = field(default_factory=tuple)
-    """Lines of metrics.jsonl up to that step."""
-    validations: Sequence[Mapping[str, object]] = field(default_factory=tuple)
+    metrics: Sequence[StepMetrics] = ()
+    """Up to that step."""
+    validations: Sequence[ValidationLoss] = ()
 
 
 class TrainView:
-    """Receives a run's records in the order they were written; every mapping is one JSON line of the run directory.
+    """Receives a run's records in the order they were written, and shows nothing: a view overrides what it shows.
 
-    Shows nothing by itself: a view overrides the methods for what it shows. No method raises because of a record: a
-    missing or non-finite number is shown as such.
+    No method raises because of a record: a missing or non-finite number is shown as such.
     """
 
     def header(
         self,
         *,
         run_dir: Path,
-        corpus: Mapping[str, object] | None = None,
+        corpus: PreparedCorpus | None = None,
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
         """Say what is about to run.
 
         Args:
-            corpus: corpus.json's content (`tokenizer`, `tokens`, `documents`, ...).
             plan: what the run executes; None for a run that executes none.
             earlier: what it goes on from; None for a run that starts at its first step.
         """
@@ -50,14 +47,14 @@ class TrainView:
     def progress(self, what: str, fraction: float) -> None:
         """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done; fits `ensure_corpus`."""
 
-    def stage(self, event: Mapping[str, object]) -> None:
-        """One line of events.jsonl: `stage`, `detail`, `time`. The previous stage ends with it."""
+    def stage(self, event: StageEvent) -> None:
+        """A stage begins; the one before ends with it."""
 
-    def step(self, metrics: Mapping[str, object]) -> None:
-        """One line of metrics.jsonl."""
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was logged."""
 
-    def validation(self, record: Mapping[str, object]) -> None:
-        """One line of validation.jsonl: `step`, `loss`."""
+    def validation(self, validation: ValidationLoss) -> None:
+        """The model was validated."""
 
     def note(self, note: Note) -> None:
         """Something happened that is worth a line: a checkpoint, a straggler, a warning."""

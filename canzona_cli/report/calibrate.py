@@ -18,6 +18,7 @@ from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rat
 from canzona_cli.planner.links import Group, Links
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
+from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, size
 
 _NAME, _BEFORE = 31, 9
@@ -34,13 +35,13 @@ _SINGLE: Mapping[Quantity, tuple[str, str]] = {
 
 
 class Progress(TrainView):
-    """One line for each part as it begins."""
+    """One line for each part as it begins; `CalibrationView` shows the result."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._begun = console, time.monotonic()
 
-    def stage(self, event: Mapping[str, object]) -> None:
-        what = clean(event.get("stage", ""))
+    def stage(self, event: StageEvent) -> None:
+        what = clean(event.stage)
         text = what if what == "start workers" else f"measure {what}"
         self._console.print(Text(f"{time.monotonic() - self._begun:5.0f} s  {text}", style="dim"))
 

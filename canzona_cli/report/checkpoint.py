@@ -1,6 +1,5 @@
 """`canzona checkpoint list` and `canzona checkpoint show`: which checkpoints there are, and what one holds."""
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from canzona_cli.errors import CanzonaError
 from canzona_cli.report.header import describe_layout, header_rows
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, GroupedTable, Table, column
+from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size
 
 VERSION = 1
@@ -192,10 +192,7 @@ def _saved_layout(found: Found) -> Layout | None:
         return None
     if found.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
         return None
-    try:
-        return Layout(**json.loads((found.path / _LAYOUT).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    return load_if_sound(found.path / _LAYOUT, Layout)
 
 
 def _optimizer_words(header: Header) -> str:

@@ -82,8 +82,8 @@ class Frame:
         return {
             "loss": _Figure(label="loss", value=number(loss, ".4f"), style="bold red" if broken else "bold"),
             "smoothed": _Figure(label="smoothed", value=number(state.smoothed, ".4f")),
-            "lr": _Figure(label="lr", value=number(last.get("lr"), ".2e")),
-            "grad": _Figure(label="gradient norm", value=number(last.get("grad_norm"), ".3f")),
+            "lr": _Figure(label="lr", value=number(last and last.lr, ".2e")),
+            "grad": _Figure(label="gradient norm", value=number(last and last.grad_norm, ".3f")),
             "rate": _Figure(label="tokens/s", value=number(state.tokens_per_s, ",.0f")),
             "rank_rate": _Figure(label=f"per {state.unit}", value=number(state.tokens_per_s_per_rank, ",.0f")),
             "seen": _Figure(label="tokens seen", value=count(state.tokens_seen)),

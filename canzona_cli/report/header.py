@@ -1,13 +1,13 @@
 """The lines that open a run: what is trained, on what, how it is spread, where it goes."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
+from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.run.words import clean, count, layout_words, plural, real, step_time
+from canzona_cli.run.words import clean, count, layout_words, plural, step_time
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
@@ -39,19 +39,18 @@ def describe_optimizer(config: RunConfig) -> str:
     return f"{name}{strategy}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
 
 
-def describe_data(config: RunConfig, corpus: Mapping[str, object] | None) -> str:
+def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     parts = [clean(source)]
     if corpus is None:
         parts.append(f"{clean(config.data.tokenizer)} tokenizer")
         return ", ".join(parts)
-    parts.append(f"{clean(corpus.get('tokenizer', config.data.tokenizer))} tokenizer")
-    tokens, documents = real(corpus.get("tokens")), real(corpus.get("documents"))
-    if tokens is not None:
-        parts.append(f"{count(tokens)} tokens")
-    if documents is not None:
-        parts.append(plural(int(documents), "document"))
+    parts += [
+        f"{clean(corpus.tokenizer)} tokenizer",
+        f"{count(corpus.tokens)} tokens",
+        plural(corpus.documents, "document"),
+    ]
     return ", ".join(parts)
 
 
@@ -69,7 +68,7 @@ def header_rows(
     config: RunConfig,
     layout: Layout,
     run_dir: Path,
-    corpus: Mapping[str, object] | None,
+    corpus: PreparedCorpus | None,
     *,
     plan: Obtained | None = None,
     earlier: Earlier | None = None,

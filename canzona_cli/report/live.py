@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.launch.view import Earlier, RunStatus, TrainView
+from canzona_cli.data.corpus import PreparedCorpus
+from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.charts import bar
 from canzona_cli.report.frame import Frame
@@ -19,6 +20,7 @@ from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.plain import PlainView, closing
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
 from canzona_cli.run.events import Note
+from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, duration, real
 
 __all__ = ["LiveView", "PlainView", "RunStatus", "TrainView", "make_view"]
@@ -60,7 +62,7 @@ class LiveView(TrainView):
         self,
         *,
         run_dir: Path,
-        corpus: Mapping[str, object] | None = None,
+        corpus: PreparedCorpus | None = None,
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class LiveView(TrainView):
             self._finished(what, "")
         self._begin()
 
-    def stage(self, event: Mapping[str, object]) -> None:
+    def stage(self, event: StageEvent) -> None:
         with self._lock:
             self._preparing = None
             ended = self.state.add_stage(event)
@@ -97,14 +99,14 @@ class LiveView(TrainView):
             self._finished(ended.name, duration(self.state.clock() - ended.started))
         self._begin()
 
-    def step(self, metrics: Mapping[str, object]) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         with self._lock:
             self.state.add_step(metrics)
         self._begin()
 
-    def validation(self, record: Mapping[str, object]) -> None:
+    def validation(self, validation: ValidationLoss) -> None:
         with self._lock:
-            self.state.add_validation(record)
+            self.state.add_validation(validation)
         self._begin()
 
     def note(self, note: Note) -> None:

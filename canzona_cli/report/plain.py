@@ -1,18 +1,19 @@
 """A run as plain lines with fixed columns, for pipes, log files and terminals that cannot move the cursor."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.launch.view import Earlier, RunStatus, TrainView
+from canzona_cli.data.corpus import PreparedCorpus
+from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.run.events import Note
+from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -37,7 +38,7 @@ class PlainView(TrainView):
         self,
         *,
         run_dir: Path,
-        corpus: Mapping[str, object] | None = None,
+        corpus: PreparedCorpus | None = None,
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class PlainView(TrainView):
             self._progress_at = None if done else now
             self._print(f"{self._time()} {clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%")
 
-    def stage(self, event: Mapping[str, object]) -> None:
+    def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
         # Of the stages that alternate, only the first: steps and validations speak for themselves.
@@ -64,7 +65,7 @@ class PlainView(TrainView):
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")
 
-    def step(self, metrics: Mapping[str, object]) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         state = self.state
         state.add_step(metrics)
         now = state.clock()
@@ -74,9 +75,9 @@ class PlainView(TrainView):
         else:
             self._unprinted = True
 
-    def validation(self, record: Mapping[str, object]) -> None:
+    def validation(self, validation: ValidationLoss) -> None:
         state, known = self.state, len(self.state.validations)
-        state.add_validation(record)
+        state.add_validation(validation)
         if len(state.validations) == known:
             return
         if self._unprinted:
@@ -104,7 +105,7 @@ class PlainView(TrainView):
         self._printed_at, self._unprinted = now, False
         self._print(
             f"{self._time()} {f'{state.step:,}/{state.total:,}':>13} {number(state.loss, '.4f'):>9} "
-            f"{number(last.get('lr'), '.2e'):>9} {number(last.get('grad_norm'), '.3f'):>9} "
+            f"{number(last and last.lr, '.2e'):>9} {number(last and last.grad_norm, '.3f'):>9} "
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
         for said in state.guarded:

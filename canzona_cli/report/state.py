@@ -5,11 +5,12 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier
+from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, guarded, number, real
 
 Clock = Callable[[], float]
@@ -62,15 +63,15 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """Everything shown about a run, from the run directory's records; tolerant of missing and non-finite numbers."""
+    """Everything shown about a run, from the run directory's records; numbers may be missing or not finite."""
 
     config: RunConfig
     layout: Layout
     clock: Clock = time.monotonic
     history: History = field(default_factory=History)
     stages: list[Stage] = field(default_factory=list)
-    last: Mapping[str, object] = field(default_factory=dict)
-    """The newest line of metrics.jsonl."""
+    last: StepMetrics | None = None
+    """The newest."""
     step: int = 0
     smoothed: float | None = None
     """Loss, exponentially smoothed and free of start-up bias."""
@@ -91,60 +92,56 @@ class TrainState:
 
     def go_on(self, earlier: Earlier) -> None:
         """Show a resumed run as the one it goes on: its curve and validations, but not its speed."""
-        for line in earlier.metrics:
-            step, loss = real(line.get("step")), real(line.get("loss"))
-            if step is not None and loss is not None:
-                self.history.add(step, loss)
-        for line in earlier.validations:
-            self.add_validation(line)
+        for metrics in earlier.metrics:
+            if (loss := real(metrics.loss)) is not None:
+                self.history.add(metrics.step, loss)
+        for validation in earlier.validations:
+            self.add_validation(validation)
         self.step = earlier.step
 
-    def add_stage(self, event: Mapping[str, object]) -> Stage | None:
+    def add_stage(self, event: StageEvent) -> Stage | None:
         """Begin a stage; returns the one that ended with it, if any."""
         ended = self.stages[-1] if self.stages else None
-        stage = Stage(name=str(event.get("stage", "?")), detail=str(event.get("detail") or ""), started=self.clock())
+        stage = Stage(name=event.stage, detail=event.detail, started=self.clock())
         self.stages.append(stage)
         return ended
 
-    def add_step(self, metrics: Mapping[str, object]) -> None:
+    def add_step(self, metrics: StepMetrics) -> None:
         now = self.clock()
         self.last = metrics
-        step = real(metrics.get("step"))
-        self.step = int(step) if step is not None else self.step
+        self.step = metrics.step
         self.updated = now
-        loss = real(metrics.get("loss"))
+        loss = real(metrics.loss)
         if loss is None:
-            self.non_finite += "loss" in metrics
+            self.non_finite += 1
         else:
             self.history.add(self.step, loss)
             self._weight = (1 - _SMOOTHING) * self._weight + _SMOOTHING
             share = _SMOOTHING / self._weight
             self.smoothed = loss if self.smoothed is None else self.smoothed + share * (loss - self.smoothed)
-        for name, window in (("tokens_per_s", self._rates), ("step_s", self._step_times)):
-            value = real(metrics.get(name))
+        for rate, window in ((metrics.tokens_per_s, self._rates), (metrics.step_s, self._step_times)):
+            value = real(rate)
             if value is not None and value > 0:
                 window.append(value)
-        written = real(metrics.get("time"))
+        written = real(metrics.time)
         self._arrivals.append((self.step, now if written is None else written))
 
-    def add_validation(self, record: Mapping[str, object]) -> None:
-        loss = real(record.get("loss"))
-        if "loss" in record:
-            self.validations.append((int(real(record.get("step")) or 0), math.nan if loss is None else loss))
+    def add_validation(self, validation: ValidationLoss) -> None:
+        loss = real(validation.loss)
+        self.validations.append((validation.step, math.nan if loss is None else loss))
 
     @property
     def loss(self) -> float | None:
         """The newest step's loss; NaN when it was not finite (null in the file), None when there is none."""
-        if "loss" not in self.last:
+        if self.last is None:
             return None
-        loss = real(self.last["loss"])
+        loss = real(self.last.loss)
         return math.nan if loss is None else loss
 
     @property
     def guarded(self) -> list[str]:
         """What the guards had to do so far; empty in a healthy run."""
-        skipped, fallbacks = (int(real(self.last.get(name)) or 0) for name in ("skipped", "fallbacks"))
-        return guarded(skipped, fallbacks)
+        return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
 
     @property
     def total(self) -> int:

@@ -1,9 +1,13 @@
-"""What is said of the lines of events.jsonl that are no stages."""
+"""Lines of events.jsonl as records, and what they say to whoever watches the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from canzona_cli.run.words import clean, real, size, step_time
+from canzona_cli.run.lines import record_of
+from canzona_cli.run.records import CheckpointEvent, Incident, StageEvent
+from canzona_cli.run.words import clean, size, step_time
+
+Event = StageEvent | CheckpointEvent | Incident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,22 +16,23 @@ class Note:
 
     text: str
     warning: bool = False
-    """Whether somebody should look at it; else it is said quietly."""
+    """Whether somebody should look at it; else it is shown quietly."""
 
 
-def describe(event: Mapping[str, object]) -> Note | None:
-    """The line for an event; None for one that says nothing by itself.
+def event_of(line: Mapping[str, object]) -> Event | None:
+    """A line of events.jsonl; None where it is no event."""
+    kinds: dict[object, type[Event]] = {"stage": StageEvent, "checkpoint": CheckpointEvent}
+    return record_of(kinds.get(line.get("event"), Incident), dict(line))
 
-    Events of any name may bring their own words in `detail`: they are shown when `level` is info or warning.
+
+def describe(event: Event) -> Note | None:
+    """The line for an event; None for one that is not shown: stages have lines of their own.
+
+    Events of any name may bring their own words in `detail`: they are shown when they have a level.
     """
-    if event.get("event") == "checkpoint":
-        return Note(text=_checkpoint(event))
-    if event.get("level") in ("info", "warning") and event.get("detail"):
-        return Note(text=clean(event["detail"]), warning=event["level"] == "warning")
+    if isinstance(event, CheckpointEvent):
+        facts = f"{size(event.bytes)} in {step_time(event.seconds)}"
+        return Note(text=f"saved step {event.step:,}: {facts}, training waited {step_time(event.stall_s)}")
+    if isinstance(event, Incident) and event.level is not None and event.detail:
+        return Note(text=clean(event.detail), warning=event.level == "warning")
     return None
-
-
-def _checkpoint(event: Mapping[str, object]) -> str:
-    facts = f"{size(event.get('bytes'))} in {step_time(event.get('seconds'))}"
-    waited = f"training waited {step_time(event.get('stall_s'))}"
-    return f"saved step {int(real(event.get('step')) or 0):,}: {facts}, {waited}"

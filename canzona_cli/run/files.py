@@ -1,6 +1,6 @@
 """The files of a run directory: their names, and writing them so that no reader ever sees half a file.
 
-The launcher and every worker use this module, so it imports nothing beyond the standard library.
+The launcher and every worker use this module, so it imports nothing slow.
 """
 
 import errno
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from canzona_cli.run.words import json_text, jsonable
 
 StopReason = Literal["interrupted", "preempted"]
 
@@ -198,7 +200,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
     """Replace `path` by `value` as JSON. NaN and infinity become null: they are not JSON."""
-    write_text_atomic(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text_atomic(path, json_text(value) + "\n")
 
 
 def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
@@ -212,7 +214,7 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
     try:
         write_json_atomic(path, value)
     except OSError:
-        text = (json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             if os.write(handle, text) < len(text):
@@ -228,7 +230,7 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
     Raises:
         OSError: the line is not in the file, nor is a part of it; or the file is a link.
     """
-    line = (json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    line = (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         written = os.write(handle, line)
@@ -257,13 +259,3 @@ def read_json(path: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -135,15 +136,16 @@ def layout_code(layout: "Layout") -> str:
 
 
 def json_text(value: object) -> str:
-    """Indented JSON; NaN and infinity, which are not JSON, become null."""
-    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+    """Indented JSON of `jsonable`."""
+    return json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _jsonable(value: object) -> object:
+def jsonable(value: object) -> object:
+    """Plain values: mappings and lists of what JSON has; NaN and infinity, which it does not have, become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value
+        return [jsonable(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value

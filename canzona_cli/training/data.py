@@ -10,6 +10,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.megatron.parallel import World
 
 Batch = dict[str, torch.Tensor]
@@ -20,7 +21,7 @@ class CorpusFacts:
     """What `GPTDataset` wants to know of a tokenizer: it reads ids and never text."""
 
     vocab_size: int
-    eod: int
+    eod: int | None
     name: str
 
     @property
@@ -40,9 +41,10 @@ class Datasets:
     validation: torch.utils.data.Dataset[Batch] | None
 
 
-def build_datasets(config: RunConfig, prefix: Path, facts: CorpusFacts, *, cache: Path) -> Datasets:
+def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
     """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
     train = config.train
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod, name=corpus.tokenizer)
     batch = train.global_batch_size
     assert batch is not None
     wants_validation = train.eval_interval > 0 and train.eval_batches > 0
@@ -50,7 +52,7 @@ def build_datasets(config: RunConfig, prefix: Path, facts: CorpusFacts, *, cache
     settings = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
-        blend=([str(prefix)], None),
+        blend=([str(corpus.prefix)], None),
         split=f"{1 - share:.6f},{share:.6f},0",
         path_to_cache=str(cache),
         tokenizer=facts,

@@ -12,10 +12,11 @@ from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import Ending, StepMetrics
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
-from canzona_cli.training.records import Ending, Journal, RankRecord, StepMetrics
+from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
@@ -125,7 +126,7 @@ def train(
         spike = None if result.skipped else spikes.notice(step, result.loss)
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
-            journal.event("loss_spike", detail=spike.words, level="warning", **facts)
+            journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
             if settings.loss_spike == "stop":
                 journal.step(step_metrics(trainee, progress, result, elapsed))
                 raise LossSpike(spike, files.checkpoints)

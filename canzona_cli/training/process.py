@@ -14,7 +14,8 @@ from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import STACKS_SIGNAL
 from canzona_cli.run.orphan import die_with_parent
-from canzona_cli.training.records import Ending, Journal, RankRecord
+from canzona_cli.run.records import Ending
+from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 
 Work = Callable[[RunFiles, RankRecord, int], Ending]

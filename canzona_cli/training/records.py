@@ -5,44 +5,29 @@ import os
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
-from canzona_cli.run.codec import save
+from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
-from canzona_cli.run.heartbeat import Heart
-from canzona_cli.run.heartbeat import Stage as Stage
+from canzona_cli.run.heartbeat import Heart, Stage
+from canzona_cli.run.records import (
+    CheckpointEvent,
+    Ending,
+    Incident,
+    Level,
+    RankError,
+    RankResult,
+    RankStatus,
+    RunStatus,
+    StageEvent,
+    StepMetrics,
+    ValidationLoss,
+)
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.writers import Board, Lines
-
-Ending = Literal["done", "interrupted", "preempted"]
-"""How a rank's work ended where nothing went wrong."""
-Status = Literal["running", "failed"] | Ending
-Level = Literal["info", "warning"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One line of metrics.jsonl."""
-
-    step: int
-    loss: float
-    """Mean over the global batch, nats per token."""
-    lr: float
-    grad_norm: float | None
-    """Before clipping; None where it is not finite."""
-    tokens_per_s: float
-    """Of the whole job."""
-    step_s: float
-    tokens: int
-    """Trained on so far."""
-    skipped: int = 0
-    """Steps so far that changed nothing because their gradients were not finite."""
-    fallbacks: int = 0
-    """Matrix updates so far that were replaced by what their optimizer does when it fails."""
 
 
 class RankRecord:
@@ -84,34 +69,12 @@ class RankRecord:
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
 
     def failed(self, error: BaseException) -> ExitCode:
-        problems: list[dict[str, object]] = []
-        if isinstance(error, CanzonaError):
-            # Written for the user: where in our code it was raised would only bury what to do.
-            code, origin = error.exit_code, ""
-            problems = [
-                {
-                    "key": p.key,
-                    "value": None if p.value is None else str(shown_value(p.key, p.value)),
-                    "reason": redacted(p.reason),
-                    "fix": redacted(p.fix),
-                }
-                for p in error.problems
-            ]
-        else:
-            code, origin = ExitCode.CRASH, "".join(traceback.format_exception(error))
-        self._try_write(
-            "failed",
-            code,
-            {
-                "type": type(error).__name__,
-                "message": redacted(str(error)),
-                "traceback": redacted(origin),
-                "problems": problems,
-            },
-        )
+        """Say which error ended this rank; what the process exits with."""
+        code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
+        self._try_write("failed", code, _described(error))
         return code
 
-    def _try_write(self, status: Status, exit_code: ExitCode, error: dict[str, object] | None) -> bool:
+    def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
         """Write how this rank ended; on a full disk over what it wrote when it started. Whether it could."""
         self.heart.end()
         try:
@@ -121,21 +84,39 @@ class RankRecord:
             return False
         return True
 
-    def _write(self, status: Status, exit_code: ExitCode | None, error: dict[str, object] | None) -> None:
-        value = {
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "status": status,
-            "exit_code": None if exit_code is None else int(exit_code),
-            "step": self.step,
-            "loss": self.loss,
-            "checkpoint": self.checkpoint,
-            "lost": dict(self.lost),
-            "error": error,
-            "time": time.time(),
-        }
+    def _write(self, status: RankStatus, exit_code: ExitCode | None, error: RankError | None) -> None:
+        result = RankResult(
+            rank=self._rank,
+            pid=os.getpid(),
+            status=status,
+            exit_code=exit_code,
+            step=self.step,
+            loss=self.loss,
+            checkpoint=self.checkpoint,
+            lost=dict(self.lost),
+            error=error,
+            time=time.time(),
+        )
         write = write_json_atomic if status == "running" else write_json_or_overwrite
-        write(self._path, value)
+        write(self._path, plain(result))
+
+
+def _described(error: BaseException) -> RankError:
+    """An error without the user's secrets."""
+    name, message = type(error).__name__, redacted(str(error))
+    if not isinstance(error, CanzonaError):
+        return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
+    # Written for the user: where in our code it was raised would only bury what to do.
+    problems = tuple(
+        Problem(
+            key=problem.key,
+            value=None if problem.value is None else str(shown_value(problem.key, problem.value)),
+            reason=redacted(problem.reason),
+            fix=redacted(problem.fix),
+        )
+        for problem in error.problems
+    )
+    return RankError(type=name, message=message, problems=problems)
 
 
 class Journal:
@@ -155,21 +136,23 @@ class Journal:
         if self._heart is not None:  # every rank's, whether it writes or not
             self._heart.stage(stage)
         if self._writes:
-            event = {"time": time.time(), "event": "stage", "stage": stage, "detail": detail}
-            self._lines.append(self._files.events, event)
+            self._lines.append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
-    def event(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
+    def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
         """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
         if self._writes:
-            shown = {} if level is None else {"level": level}
-            self._lines.append(
-                self._files.events, {"time": time.time(), "event": event, **facts, "detail": detail, **shown}
-            )
+            incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
+            self._lines.append(self._files.events, incident.line())
+
+    def checkpoint(self, event: CheckpointEvent) -> None:
+        """A checkpoint is on the disk."""
+        if self._writes:
+            self._lines.append(self._files.events, plain(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._writes:
             return
-        self._lines.append(self._files.metrics, {**vars(metrics), "time": time.time()})
+        self._lines.append(self._files.metrics, plain(replace(metrics, time=time.time())))
         if self._board is not None:
             values = {key: getattr(metrics, key) for key in ("loss", "lr", "grad_norm", "tokens_per_s")}
             shown = {f"train/{key}": value for key, value in values.items() if value is not None}
@@ -178,7 +161,7 @@ class Journal:
     def validation(self, step: int, loss: float) -> None:
         if not self._writes:
             return
-        self._lines.append(self._files.validation, {"step": step, "loss": loss, "time": time.time()})
+        self._lines.append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
         if self._board is not None:
             self._board.add({"validation/loss": loss}, step)
 
@@ -197,5 +180,5 @@ class Journal:
     def _warn(self, said: str) -> None:
         """Say it in this rank's log, and to whoever watches the run if events can be written at all."""
         logging.getLogger(__name__).warning(said)
-        event = {"time": time.time(), "event": "writer", "detail": said, "level": "warning"}
-        try_append_json_line(self._files.events, event)
+        incident = Incident(time=time.time(), event="writer", detail=said, level="warning")
+        try_append_json_line(self._files.events, incident.line())

@@ -22,6 +22,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem, SaveFailed
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import CheckpointEvent
 from canzona_cli.training.records import Journal
 
 _PATIENCE_S: Final = 600.0
@@ -88,7 +89,7 @@ class Saver:
         if not running.said:
             running.said = True
             detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is on the disk"
-            self._journal.event("save_waits", step=step, detail=detail, level="info")
+            self._journal.incident("save_waits", step=step, detail=detail, level="info")
         return False
 
     def save(self, progress: Progress) -> None:
@@ -141,7 +142,7 @@ class Saver:
         running = self._being_written()
         if running is not None:
             detail = f"training waits after step {progress.step:,} until step {running.step:,} is on the disk"
-            self._journal.event("save_waits", step=progress.step, detail=detail, level="info")
+            self._journal.incident("save_waits", step=progress.step, detail=detail, level="info")
         self.settle()
         self._saved_at = self._clock()
         save = self._running = _Save(step=progress.step)
@@ -191,7 +192,9 @@ class Saver:
         self._last = path.name
         size = sum(file.stat().st_size for file in path.iterdir())
         seconds, place = self._clock() - begun, str(path.relative_to(self._files.root))
-        self._journal.event("checkpoint", step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
+        self._journal.checkpoint(
+            CheckpointEvent(step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
+        )
         self._retain()
 
     def _being_written(self) -> _Save | None:
@@ -204,7 +207,7 @@ class Saver:
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error
         detail = f"step {save.step:,} was not saved: {error.problems[0].reason}; {self._kept()}"
-        self._journal.event("save_failed", step=save.step, detail=detail, level="warning")
+        self._journal.incident("save_failed", step=save.step, detail=detail, level="warning")
 
     def _retain(self) -> None:
         settings = self._trainee.config.checkpoint
@@ -212,7 +215,7 @@ class Saver:
             CheckpointStore(self._files.checkpoints).retain(settings.keep, settings.keep_every)
         except OSError as error:
             detail = f"old checkpoints could not be removed: {error.strerror or error}"
-            self._journal.event("retention", detail=detail, level="warning")
+            self._journal.incident("retention", detail=detail, level="warning")
 
     def settle(self) -> SaveFailed | None:
         """Wait until this rank's part of the running save is over; on rank 0, until all of it is.

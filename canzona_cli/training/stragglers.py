@@ -98,7 +98,7 @@ class StragglerWatch:
         for one in found:
             if one.rank not in self._known:  # said once, and again only after it had recovered
                 facts = vars(one)
-                self._journal.event("straggler", detail=one.detail, level="warning", step=step, **facts)
+                self._journal.incident("straggler", detail=one.detail, level="warning", step=step, **facts)
         self._known = frozenset(one.rank for one in found)
 
 

@@ -1,12 +1,13 @@
 """One rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
 
-import json
 import sys
 from pathlib import Path
 
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Ending, Journal, RankRecord
+from canzona_cli.training.records import Journal, RankRecord
 
 
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -14,22 +15,20 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.config.schema import Layout
-    from canzona_cli.data.corpus import cache_root
+    from canzona_cli.data.corpus import cache_root, read_corpus
     from canzona_cli.errors import WorkerCrashed
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.timeline import write_timeline
     from canzona_cli.training.assemble import assemble, join
-    from canzona_cli.training.data import CorpusFacts, build_datasets
+    from canzona_cli.training.data import build_datasets
     from canzona_cli.training.loop import Start, train
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.pulse import Pulse
     from canzona_cli.training.saving import Saver
 
     config = load_resolved(files.config)
-    layout = Layout(**json.loads(files.layout.read_text(encoding="utf-8")))
-    corpus = json.loads(files.corpus.read_text(encoding="utf-8"))
+    layout, corpus = read_layout(files.layout), read_corpus(files)
     plan = read_plan(files.plan) if execution_of(config) is Execution.PLANNED else None
     pulse = Pulse(record.heart)
     with record.heart.waiting():
@@ -40,22 +39,21 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
 
-    journal.stage("build data", str(corpus["prefix"]))
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus["eod"], name=corpus["tokenizer"])
-    datasets = build_datasets(config, Path(corpus["prefix"]), facts, cache=cache_root(config) / "indices")
+    journal.stage("build data", str(corpus.prefix))
+    datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")
 
-    start, earlier = Start(), read_json(files.resume)
-    if earlier is not None:
-        checkpoint = Path(str(earlier["checkpoint"]))
+    start, resumed = Start(), load_if_sound(files.resume, ResumePoint)
+    if resumed is not None:
+        checkpoint = Path(resumed.checkpoint)
         journal.stage("load", checkpoint.name)
         manifest = verify_together(world, checkpoint)
         restore(trainee, checkpoint, manifest)
-        start = Start(progress=manifest.progress, validate=bool(earlier["validate"]))
+        start = Start(progress=manifest.progress, validate=resumed.validate)
         record.step = manifest.progress.step
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
-    last = None if earlier is None else Path(str(earlier["checkpoint"])).name
+    last = None if resumed is None else Path(resumed.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
         ending = train(trainee, datasets, files, journal, record, start=start, saver=saver, requests=record.requests)

@@ -8,29 +8,41 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.run.codec import save
+from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.records import (
+    CheckpointEvent,
+    Incident,
+    RankError,
+    RankResult,
+    RunResult,
+    RunStatus,
+    StepMetrics,
+    ValidationLoss,
+)
 from tests.commands.support import canzona
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 
 FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
 
 
-def make_run(root: Path, *, status: str | None = "done", steps: int = STEPS) -> RunFiles:
+def make_run(root: Path, *, status: RunStatus | None = "done", steps: int = STEPS) -> RunFiles:
     """A run directory as the launcher and the workers leave it."""
     files = RunFiles(root)
     files.ranks.mkdir(parents=True)
     files.config.write_text(dump_resolved(CONFIG))
-    write_json_atomic(files.layout, asdict(LAYOUT))
-    write_json_atomic(files.corpus, CORPUS)
-    append_json_line(files.validation, {"step": 0, "loss": 9.7213, "time": 1_700_000_000.0})
+    save(files.layout, LAYOUT)
+    save(files.corpus, CORPUS)
+    append_json_line(files.validation, asdict(ValidationLoss(step=0, loss=9.7213, time=1_700_000_000.0)))
     for record in metrics(steps):
-        append_json_line(files.metrics, record)
-    append_json_line(files.validation, {"step": steps, "loss": 4.8121, "time": 1_700_000_000.0 + steps * 0.4})
+        append_json_line(files.metrics, asdict(record))
+    last = ValidationLoss(step=steps, loss=4.8121, time=1_700_000_000.0 + steps * 0.4)
+    append_json_line(files.validation, asdict(last))
     for rank in range(4):
-        write_json_atomic(files.rank(rank), {"rank": rank, "status": status or "running", "error": None, "time": 1.0})
+        save(files.rank(rank), RankResult(rank=rank, status=status or "running", time=1.0))
     if status is not None:
-        code = {"done": 0, "failed": 70, "interrupted": 130}[status]
-        write_json_atomic(files.result, {"status": status, "exit_code": code, "step": steps, "message": ""})
+        code = {"done": 0, "failed": 70, "interrupted": 130, "preempted": 75}[status]
+        save(files.result, RunResult(status=status, exit_code=code, step=steps))
     return files
 
 
@@ -59,8 +71,8 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> Non
 def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="failed", steps=7)
     for rank, (message, when) in {0: ("connection reset [by] peer", 20.0), 2: ("token 900 >= 384", 10.0)}.items():
-        error = {"type": "ValueError", "message": message, "traceback": "Traceback ..."}
-        write_json_atomic(files.rank(rank), {"rank": rank, "status": "failed", "error": error, "time": when})
+        error = RankError(type="ValueError", message=message, traceback="Traceback ...")
+        save(files.rank(rank), RankResult(rank=rank, status="failed", error=error, time=when))
     done = canzona("report", str(files.root))
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "rank 2: ValueError: token 900 >= 384"
@@ -85,7 +97,7 @@ def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
 def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=40)
     assert "not finite" not in canzona("report", str(files.root)).stdout
-    append_json_line(files.metrics, {"step": 41, "loss": 4.0, "grad_norm": None, "skipped": 3, "fallbacks": 2})
+    append_json_line(files.metrics, asdict(StepMetrics(step=41, loss=4.0, skipped=3, fallbacks=2)))
     shown = canzona("report", str(files.root)).stdout
     assert "3 steps skipped: gradients not finite" in shown
     assert "2 matrix updates replaced: see logs" in shown
@@ -95,10 +107,12 @@ def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Pat
 
 def test_what_was_said_aloud_is_said_again_the_newest_of_many(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=40)
-    append_json_line(files.events, {"event": "checkpoint", "step": 30, "seconds": 1.0, "stall_s": 0.1, "bytes": 1})
+    append_json_line(files.events, asdict(CheckpointEvent(step=30, seconds=1.0, stall_s=0.1, bytes=1)))
     for rank in range(7):
         words = f"rank {rank} is slow"
-        append_json_line(files.events, {"event": "straggler", "rank": rank, "detail": words, "level": "warning"})
+        append_json_line(
+            files.events, Incident(event="straggler", detail=words, level="warning", facts={"rank": rank}).line()
+        )
     shown = canzona("report", str(files.root)).stdout
     assert "2 earlier warnings in events.jsonl" in shown
     assert [f"rank {rank} is slow" in shown for rank in range(7)] == [False] * 2 + [True] * 5
@@ -108,8 +122,8 @@ def test_what_was_said_aloud_is_said_again_the_newest_of_many(tmp_path: Path) ->
 
 def test_an_error_written_for_the_user_promises_no_traceback(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="failed", steps=7)
-    error = {"type": "PlanRefused", "message": "plan: it is for tp = 2, these ranks have tp = 1", "traceback": ""}
-    write_json_atomic(files.rank(1), {"rank": 1, "status": "failed", "error": error, "time": 1.0})
+    error = RankError(type="PlanRefused", message="plan: it is for tp = 2, these ranks have tp = 1")
+    save(files.rank(1), RankResult(rank=1, status="failed", error=error, time=1.0))
     shown = " ".join(canzona("report", str(files.root)).stdout.split())
     assert "plan: it is for tp = 2" in shown
     assert "traceback" not in shown
@@ -118,7 +132,7 @@ def test_an_error_written_for_the_user_promises_no_traceback(tmp_path: Path) -> 
 
 def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="interrupted", steps=40)
-    append_json_line(files.metrics, {"step": 41, "loss": None})
+    append_json_line(files.metrics, asdict(StepMetrics(step=41)))
     shutil.copy(FIXTURE, files.breakdown)
     done = canzona("report", str(files.root), "--json")
     assert done.returncode == 0

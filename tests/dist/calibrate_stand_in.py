@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.run.codec import plain
 from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.records import Ending, StageEvent
 from canzona_cli.training.process import run_rank
-from canzona_cli.training.records import Ending, RankRecord
+from canzona_cli.training.records import RankRecord
 from tests.waiting import PATIENCE_S, wait_until
 
 MODULE = "tests.dist.calibrate_stand_in"
@@ -21,7 +23,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder.add(Measurement.of("fp32_tflops", [0.1, 0.2, 0.3]))
     recorder.done("arithmetic")
     if rank == 0:
-        append_json_line(files.events, {"time": time.time(), "event": "stage", "stage": "memory", "detail": ""})
+        append_json_line(files.events, plain(StageEvent(time=time.time(), stage="memory")))
     if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":
         time.sleep(2 * PATIENCE_S)
     if rank == 1:

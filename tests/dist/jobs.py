@@ -9,13 +9,13 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
-from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.step import train_step, validate
 from tests.dist.ranks import run_ranks
 
@@ -55,12 +55,11 @@ def train(cache: Path, *overrides: str) -> list[Curve]:
     return run_ranks(composed.config.gpus, partial(_train_rank, cache, overrides))
 
 
-def assemble(cache: Path, *overrides: str) -> tuple[Trainee, CorpusFacts, Path]:
+def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
     """What a worker has before its first step."""
     config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
     corpus = ensure_corpus(config)
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
-    return build(config, layout), facts, corpus.prefix
+    return build(config, layout), corpus
 
 
 def build(config: RunConfig, layout: Layout) -> Trainee:
@@ -71,8 +70,8 @@ def build(config: RunConfig, layout: Layout) -> Trainee:
 
 
 def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:
-    trainee, facts, prefix = assemble(cache, *overrides)
-    datasets = build_datasets(trainee.config, prefix, facts, cache=cache / "indices")
+    trainee, corpus = assemble(cache, *overrides)
+    datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")
     assert datasets.validation is not None
     before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
     batches = BatchStream(datasets.train, trainee.world)

@@ -19,7 +19,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.parallel import World
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.training.assemble import assemble, join
-from canzona_cli.training.data import BatchStream, CorpusFacts, build_datasets
+from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.step import train_step
 from tests.bench.benches import bench
 from tests.dist.jobs import SMALL
@@ -52,8 +52,7 @@ def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningSt
     """What a worker builds; each reads the same samples for itself."""
     first = lined.reference.config
     corpus = ensure_corpus(first)
-    facts = CorpusFacts(vocab_size=first.model.vocab_size, eod=corpus.eod or 0, name=corpus.tokenizer)
-    data = build_datasets(first, corpus.prefix, facts, cache=Path(first.data.cache_dir or "") / "indices").train
+    data = build_datasets(first, corpus, cache=Path(first.data.cache_dir or "") / "indices").train
     plans = {strategy.name: strategy.plan for strategy in lined.strategies}
     return {
         name: RunningStrategy(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))  # type: ignore[index]

@@ -2,7 +2,7 @@
 run ended."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,11 +11,7 @@ from canzona_cli.launch import supervisor, torchrun
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.report.plain import PlainView
 from tests.faults.support import LAYOUT, run_config
-
-
-@dataclass(frozen=True)
-class StandInCorpus:
-    tokenizer: str
+from tests.run.runs import CORPUS
 
 
 def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout_s: float | None) -> int:
@@ -23,7 +19,7 @@ def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout
     layout = replace(LAYOUT, dp=ranks, global_batch_size=ranks)
     run = RunDirectory.create(config)
     command = torchrun.build(config, layout, run.path, module="tests.faults.worker")
-    run.write_inputs(config_yaml="", layout=layout, corpus=StandInCorpus("byte"), command=command)
+    run.write_inputs(config_yaml="", layout=layout, corpus=CORPUS, command=command)
     (run.path / "behaviour").write_text(behaviour)
     view = PlainView(config, layout, Console(width=120))
     outcome = supervisor.supervise(

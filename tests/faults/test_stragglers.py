@@ -32,11 +32,11 @@ def train_with_a_slow_rank(
     long as all of a step took at first. Rank 0 writes the run's events."""
     rank = int(os.environ["RANK"])
     pulse = Pulse(Heart(rank))
-    trainee, facts, prefix = assemble(cache, *overrides)
+    trainee, corpus = assemble(cache, *overrides)
     pulse.follow(trainee.timer)
     stragglers.WINDOW = WINDOW  # type: ignore[misc]
     journal = Journal(RunFiles(run), writes=rank == 0)
-    datasets = build_datasets(trainee.config, prefix, facts, cache=cache / "indices")
+    datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")
     batches = BatchStream(datasets.train, trainee.world)
     train_step(trainee, batches)
     sleep_s = max(0.4, trainee.timer.timings()[-1].step_s)

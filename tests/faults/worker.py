@@ -7,11 +7,14 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.run.codec import plain, save
+from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
+from canzona_cli.run.records import RankError, RankResult, StepMetrics
 
 BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
 STEPS = 4
@@ -31,29 +34,24 @@ def main(files: RunFiles) -> int:
     print(f"rank {rank} starts", file=sys.stderr)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     heart = Heart(rank)
-    state: dict[str, object] = {"rank": rank, "pid": os.getpid(), "step": 0, "loss": None, "error": None}
-
-    def write(status: str, exit_code: int | None, **more: object) -> None:
-        state.update(more, status=status, exit_code=exit_code, time=time.time())
-        write_json_atomic(files.rank(rank), state)
-
-    write("running", None)
+    state = RankResult(rank=rank, pid=os.getpid(), status="running")
+    save(files.rank(rank), state)
     try:
-        stopped = train(files, rank, behaviour, state, heart)
+        ending = train(files, rank, behaviour, heart)
     except Exception as error:
         code = getattr(error, "exit_code", 70)
-        text = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        write("failed", code, error=text)
+        described = RankError(type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        save(files.rank(rank), replace(state, status="failed", exit_code=code, error=described, time=time.time()))
         return int(code)
-    write("interrupted" if stopped else "done", 130 if stopped else 0)
-    return 130 if stopped else 0
+    save(files.rank(rank), replace(ending, pid=os.getpid(), time=time.time()))
+    return ending.exit_code or 0
 
 
 def stuck_in_a_file_server() -> None:
     time.sleep(3600)
 
 
-def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object], heart: Heart) -> bool:
+def train(files: RunFiles, rank: int, behaviour: str, heart: Heart) -> RankResult:
     import torch
     import torch.distributed as dist
 
@@ -73,9 +71,8 @@ def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object], 
             stuck_in_a_file_server()
         value = torch.ones(1)
         dist.all_reduce(value)
-        state.update(step=step, loss=1.0 / step)
         if rank == 0:
-            append_json_line(files.metrics, {"step": step, "loss": 1.0 / step, "time": time.time()})
+            append_json_line(files.metrics, plain(StepMetrics(step=step, loss=1.0 / step, time=time.time())))
         if step == 3 and rank == 1:
             if behaviour == "raise":
                 raise ValueError("the loss is not finite")
@@ -88,10 +85,10 @@ def train(files: RunFiles, rank: int, behaviour: str, state: dict[str, object], 
         stop = torch.tensor([float(behaviour != "deaf" and files.stop_requested())])
         dist.broadcast(stop, src=0)
         if stop.item():
-            return True
+            return RankResult(rank=rank, status="interrupted", exit_code=130, step=step, loss=1.0 / step)
     dist.barrier()
     dist.destroy_process_group()
-    return False
+    return RankResult(rank=rank, status="done", exit_code=0, step=step, loss=1.0 / step)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import pytest
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.launch import hang
 from canzona_cli.launch.hang import HangWatch, blame, watched
-from canzona_cli.run.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign
+from canzona_cli.run.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign, Stage
 from canzona_cli.run.phases import IN_STEP
-from canzona_cli.training import records
 
 NOW = 1000.0
 
@@ -188,11 +187,11 @@ def test_the_journal_has_no_stage_and_a_timer_no_phase_that_a_heart_cannot_tell(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     heart = Heart(0)
-    for stage in get_args(records.Stage):
+    for stage in get_args(Stage):
         heart.stage(stage)
     for phase in IN_STEP:
         heart.phase(phase)
-    assert set(STAGES) == set(get_args(records.Stage))
+    assert set(STAGES) == set(get_args(Stage))
 
 
 def test_signs_of_life_need_nothing_heavy() -> None:

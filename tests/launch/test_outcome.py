@@ -2,6 +2,7 @@
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,18 @@ from canzona_cli.errors import (
     WorkerCrashed,
 )
 from canzona_cli.launch.outcome import Outcome, judge
+from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic
+from canzona_cli.run.records import RankError, RankResult, RankStatus
 from canzona_cli.training.records import RankRecord
 
-ECHO = {
-    "type": "RuntimeError",
-    "message": "[pair.cc:545] Read error [127.0.0.1]:31365: Connection reset by peer",
-    "traceback": "Traceback ...",
-}
-NCCL_ECHO = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "traceback": ""}
-OWN = {"type": "ValueError", "message": "the loss is not finite", "traceback": "Traceback\n  line 1\nValueError: x"}
+ECHO = RankError(
+    type="RuntimeError",
+    message="[pair.cc:545] Read error [127.0.0.1]:31365: Connection reset by peer",
+    traceback="Traceback ...",
+)
+NCCL_ECHO = RankError(type="DistBackendError", message="NCCL error: remote process exited")
+OWN = RankError(type="ValueError", message="the loss is not finite", traceback="Traceback\n  line 1\nValueError: x")
 
 
 @pytest.fixture
@@ -38,9 +41,17 @@ def files(tmp_path: Path) -> RunFiles:
     return files
 
 
-def rank(files: RunFiles, number: int, status: str, *, error: object = None, code: int = 70, after: float = 0) -> None:
-    record = {"rank": number, "pid": 1, "status": status, "exit_code": code, "step": 3, "loss": 1.0}
-    write_json_atomic(files.rank(number), record | {"error": error, "time": time.time() + after})
+def rank(
+    files: RunFiles,
+    number: int,
+    status: RankStatus,
+    *,
+    error: RankError | None = None,
+    code: int = 70,
+    after: float = 0,
+) -> None:
+    result = RankResult(rank=number, pid=1, status=status, exit_code=code, step=3, loss=1.0, error=error)
+    save(files.rank(number), replace(result, time=time.time() + after))
 
 
 def report(files: RunFiles, codes: dict[int, int]) -> None:
@@ -60,7 +71,7 @@ def verdict(
 
 
 @pytest.mark.parametrize("echo", [ECHO, NCCL_ECHO])
-def test_the_rank_with_an_error_of_its_own_comes_before_one_that_lost_it(files: RunFiles, echo: object) -> None:
+def test_the_rank_with_an_error_of_its_own_comes_before_one_that_lost_it(files: RunFiles, echo: RankError) -> None:
     rank(files, 0, "failed", error=echo, after=-5)
     rank(files, 1, "failed", error=OWN)
     outcome = verdict(files)
@@ -71,7 +82,7 @@ def test_the_rank_with_an_error_of_its_own_comes_before_one_that_lost_it(files: 
 
 def test_of_two_errors_the_earlier_is_the_cause(files: RunFiles) -> None:
     rank(files, 0, "failed", error=OWN, after=2)
-    rank(files, 1, "failed", error=OWN | {"message": "first"}, after=1)
+    rank(files, 1, "failed", error=replace(OWN, message="first"), after=1)
     assert verdict(files).message == "rank 1: ValueError: first"
 
 
@@ -83,7 +94,7 @@ def test_when_all_only_lost_a_neighbour_the_earliest_is_shown(files: RunFiles) -
 
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_a_mistake_of_the_user_keeps_its_exit_code_and_has_no_traceback(files: RunFiles, code: int) -> None:
-    rank(files, 0, "failed", error=OWN | {"type": "ConfigError", "message": "data.path: truncated"}, code=code)
+    rank(files, 0, "failed", error=replace(OWN, type="ConfigError", message="data.path: truncated"), code=code)
     rank(files, 1, "failed", error=ECHO)
     outcome = verdict(files)
     assert (outcome.exit_code, outcome.message, outcome.traceback) == (code, "data.path: truncated", ())
@@ -225,8 +236,14 @@ def test_a_run_that_ended_unsaved_says_that_and_a_damaged_checkpoint_keeps_its_c
         assert found.error().problems == error.problems
 
 
-def test_records_of_earlier_versions_and_foreign_ones_have_no_problems(files: RunFiles) -> None:
-    for problems in ({}, {"problems": "x"}, {"problems": [3]}):
-        rank(files, 0, "failed", error=OWN | problems)
+def test_records_of_earlier_versions_have_no_problems_and_damaged_ones_count_as_missing(files: RunFiles) -> None:
+    record = {"rank": 0, "status": "failed", "exit_code": 70}
+    earlier: dict[str, object] = {"type": OWN.type, "message": OWN.message}
+    for error in (earlier, {**earlier, "problems": []}):
+        write_json_atomic(files.rank(0), {**record, "error": error})
         assert verdict(files, ranks=1).problems == ()
         assert "the loss is not finite" in str(verdict(files, ranks=1).error())
+    for damage in ({"problems": "x"}, {"problems": [3]}):
+        write_json_atomic(files.rank(0), {**record, "error": damage})
+        assert (verdict(files, ranks=1).status, verdict(files, ranks=1).exit_code) == ("failed", 70)
+        assert "rank 0 ended before it could start" in verdict(files, ranks=1).message

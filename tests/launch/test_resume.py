@@ -13,9 +13,12 @@ from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError
-from canzona_cli.launch.resume import read_lines, reordered, resumption
+from canzona_cli.launch.resume import reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
+from canzona_cli.run import codec
+from canzona_cli.run.files import RunFiles, append_json_line, read_json
+from canzona_cli.run.lines import JsonLines
+from canzona_cli.run.records import RunResult
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config
 
@@ -88,17 +91,17 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(
     assert (found.checkpoint, found.progress.samples) == (run.files.checkpoints / "step-00000005", 10)
     assert run.earlier is not None
     assert (run.earlier.step, run.earlier.origin) == (5, "step-00000005")
-    assert [line["step"] for line in run.earlier.metrics] == [1, 2, 3, 4, 5]
-    steps = {path.name: [line.get("step") for line in read_lines(path)] for path in run.path.glob("*.jsonl")}
+    assert [line.step for line in run.earlier.metrics] == [1, 2, 3, 4, 5]
+    steps = {path.name: [line.get("step") for line in JsonLines(path).read()] for path in run.path.glob("*.jsonl")}
     assert steps == {
         "metrics.jsonl": [1, 2, 3, 4, 5],
         "validation.jsonl": [0, 2, 4],
         "events.jsonl": [None, 3, 5],
     }
     aside = run.files.attempts / "1"
-    assert [line["step"] for line in read_lines(aside / "metrics.jsonl")] == [6, 7]
+    assert [line["step"] for line in JsonLines(aside / "metrics.jsonl").read()] == [6, 7]
     assert (aside / "metrics.jsonl").read_text().endswith('{"step": 8, "lo')
-    assert [line["step"] for line in read_lines(aside / "validation.jsonl")] == [6]
+    assert [line["step"] for line in JsonLines(aside / "validation.jsonl").read()] == [6]
     assert (aside / "logs" / "node-0.log").read_text() == "log\n"
     assert {"command.txt", "config.yaml", "stop", "ranks"} <= {path.name for path in aside.iterdir()}
     assert not run.files.stop_requested()
@@ -130,7 +133,7 @@ def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(c
     assert run.earlier is None
     assert "starts over" in run.notes[0]
     assert not run.files.metrics.exists()
-    assert len(read_lines(run.files.attempts / "1" / "metrics.jsonl")) == 3
+    assert len(JsonLines(run.files.attempts / "1" / "metrics.jsonl").read()) == 3
     assert not run.files.resume.exists()
     assert not any(run.files.logs.iterdir())
 
@@ -184,7 +187,7 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
 
 def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> None:
     train(config, steps=40, saved=(40,))
-    write_json_atomic(files_of(config).result, {"status": "done", "step": 40})
+    codec.save(files_of(config).result, RunResult(status="done", exit_code=0, step=40))
     with pytest.raises(ConfigError) as refused:
         resumption(config, LAYOUT)
     [problem] = refused.value.problems

@@ -2,22 +2,17 @@
 
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from canzona_cli.data.corpus import read_corpus
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment
 from canzona_cli.run.files import read_json
 from tests.faults.support import LAYOUT, run_config
-
-
-@dataclass(frozen=True)
-class Corpus:
-    prefix: Path
-    tokens: int
+from tests.run.runs import CORPUS
 
 
 def test_of_many_launches_at_once_exactly_one_gets_the_directory(tmp_path: Path) -> None:
@@ -89,7 +84,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     config = run_config(run_dir=tmp_path / "run")
     run = RunDirectory.create(config)
     command = torchrun.build(config, LAYOUT, run.path)
-    run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=Corpus(tmp_path / "c", 9), command=command)
+    run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=CORPUS, command=command)
     assert read_json(run.files.layout) == {
         "tp": 1,
         "pp": 1,
@@ -101,7 +96,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
         "recompute": "none",
         "sequence_parallel": False,
     }
-    assert read_json(run.files.corpus) == {"prefix": str(tmp_path / "c"), "tokens": 9}
+    assert read_corpus(run.files) == CORPUS
     assert run.files.config.read_text() == "name: tiny\n"
     assert run.files.command.read_text() == command.shell() + "\n"
     everything = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())

@@ -10,6 +10,7 @@ from rich.console import Console
 from canzona_cli.calibrate.calibrate import Calibration, content_of
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.report.calibrate import CalibrationView, Progress, closing
+from canzona_cli.run.records import StageEvent
 from tests.calibrate.calibrations import RECORD, calibration, cut_off, number, run
 
 
@@ -59,6 +60,6 @@ def test_json_has_everything() -> None:
 def test_each_part_is_announced_once() -> None:
     text = io.StringIO()
     progress = Progress(Console(file=text, width=60))
-    progress.stage({"stage": "start workers"})
-    progress.stage({"stage": "AdamW"})
+    progress.stage(StageEvent(stage="start workers"))
+    progress.stage(StageEvent(stage="AdamW"))
     assert [line.split("s  ")[1] for line in text.getvalue().splitlines()] == ["start workers", "measure AdamW"]

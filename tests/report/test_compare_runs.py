@@ -3,7 +3,7 @@
 import io
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,11 @@ from rich.console import Console
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.compare_runs import compare_runs, render_compared
-from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.report.compare_runs import render_compared
+from canzona_cli.run.codec import save
+from canzona_cli.run.compare import compare_runs
+from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.records import RunResult, StepMetrics, ValidationLoss
 from tests.run.runs import CONFIG
 
 FIXTURE = Path(__file__).parent / "breakdown.json"
@@ -30,10 +33,10 @@ def make_run(root: Path, config: RunConfig, losses: dict[int, float], *, slower:
     root.mkdir()
     files.config.write_text(dump_resolved(config))
     for step, loss in losses.items():
-        append_json_line(files.metrics, {"step": step, "loss": loss})
+        append_json_line(files.metrics, asdict(StepMetrics(step=step, loss=loss)))
     for step, loss in ((0, 6.0), (2, losses[max(losses)] + 0.5), (4, losses[max(losses)] + 1)):
-        append_json_line(files.validation, {"step": step, "loss": loss})
-    write_json_atomic(files.result, {"status": "done", "exit_code": 0, "step": max(losses)})
+        append_json_line(files.validation, asdict(ValidationLoss(step=step, loss=loss)))
+    save(files.result, RunResult(status="done", exit_code=0, step=max(losses)))
     content = json.loads(FIXTURE.read_text())
     for name, value in content["step"].items():
         content["step"][name] = value * slower

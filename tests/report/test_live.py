@@ -19,6 +19,7 @@ from canzona_cli.report.charts import bar, line_chart, sparkline
 from canzona_cli.report.live import LiveView, PlainView, make_view
 from canzona_cli.report.state import History, TrainState
 from canzona_cli.run.events import Note
+from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 from tests.waiting import PATIENCE_S
@@ -58,13 +59,13 @@ def started(width: int, clock: Clock, steps: int = 140) -> LiveView:
     view = LiveView(CONFIG, LAYOUT, console(width, terminal=True), clock=clock)
     view.header(run_dir=RUN_DIR, corpus=CORPUS)
     for stage, seconds in (("start workers", 4.0), ("build model", 1.2), ("build data", 2.0), ("train", 0.0)):
-        view.stage({"stage": stage, "detail": "", "time": clock.now})
+        view.stage(StageEvent(stage=stage, time=clock.now))
         clock.now += seconds
-    view.validation({"step": 0, "loss": 9.7213, "time": clock.now})
+    view.validation(ValidationLoss(step=0, loss=9.7213, time=clock.now))
     for record in metrics(steps):
         clock.now += 0.4
         view.step(record)
-    view.validation({"step": steps, "loss": 4.8121, "time": clock.now})
+    view.validation(ValidationLoss(step=steps, loss=4.8121, time=clock.now))
     return view
 
 
@@ -120,7 +121,7 @@ def test_finished_stages_tell_how_long_they_took() -> None:
 def test_the_stage_under_way_counts_its_seconds() -> None:
     clock = Clock()
     view = LiveView(CONFIG, LAYOUT, console(80), clock=clock)
-    view.stage({"stage": "start workers", "detail": "4 ranks"})
+    view.stage(StageEvent(stage="start workers", detail="4 ranks"))
     clock.now += 4
     shown = frame(view, 80)
     view.close()
@@ -134,7 +135,7 @@ def test_training_and_validation_alternate_without_a_line_each() -> None:
     views.append(LiveView(CONFIG, LAYOUT, terminal, clock=clock))
     for view in views:
         for stage in ("build data", "train", "validate", "train", "validate", "train", "finish"):
-            view.stage({"stage": stage, "detail": ""})
+            view.stage(StageEvent(stage=stage))
         view.close()
     assert [line.split()[1] for line in text_of(out).splitlines()] == ["build", "train", "finish", "done,"]
     assert [line for line in screen(text_of(terminal), 80) if "✓" in line] == ["  ✓ build data 0 s"]
@@ -143,25 +144,23 @@ def test_training_and_validation_alternate_without_a_line_each() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        {},
-        {"step": 5},
-        {"step": 5, "loss": None, "lr": None, "grad_norm": None, "tokens_per_s": None, "step_s": None},
-        {"step": 5, "loss": math.nan, "lr": math.inf, "grad_norm": -math.inf, "tokens_per_s": 0.0, "step_s": math.nan},
-        {"step": "x", "loss": "y", "lr": [], "grad_norm": {}, "tokens_per_s": "z", "step_s": -1.0, "time": "now"},
-        {"step": 10**9, "loss": 1e308, "lr": 1e308, "grad_norm": 1e308, "tokens_per_s": 1e308, "step_s": 1e9},
+        StepMetrics(step=5),
+        StepMetrics(step=5, loss=math.nan, lr=math.inf, grad_norm=-math.inf, tokens_per_s=0.0, step_s=math.nan),
+        StepMetrics(step=5, loss=1.0, tokens_per_s=-1.0, step_s=-1.0, skipped=-1, time=math.nan),
+        StepMetrics(step=10**9, loss=1e308, lr=1e308, grad_norm=1e308, tokens_per_s=1e308, step_s=1e9),
     ],
 )
 @pytest.mark.parametrize("width", [80, 120])
-def test_missing_and_non_finite_numbers_are_shown_as_such(record: dict[str, object], width: int) -> None:
+def test_missing_and_non_finite_numbers_are_shown_as_such(record: StepMetrics, width: int) -> None:
     clock = Clock()
     live = started(width, clock, steps=3)
     out = console(width)
     views: list[TrainView] = [live, PlainView(CONFIG, LAYOUT, out, clock=clock)]
     for view in views:
         clock.now += 5
-        view.stage({})
+        view.stage(StageEvent(stage=""))
         view.step(record)
-        view.validation({"step": 5, "loss": record.get("loss")})
+        view.validation(ValidationLoss(step=5, loss=record.loss))
     assert max(map(len, frame(live, width))) <= width
     for view in views:
         view.close("failed", "because")
@@ -171,7 +170,7 @@ def test_missing_and_non_finite_numbers_are_shown_as_such(record: dict[str, obje
 def test_a_loss_that_is_not_a_number_is_counted_and_kept_out_of_the_curve() -> None:
     state = TrainState(config=CONFIG, layout=LAYOUT)
     for loss in (5.0, None, math.nan, 4.0):  # the files hold null for NaN
-        state.add_step({"step": 1, "loss": loss})
+        state.add_step(StepMetrics(step=1, loss=loss))
     assert state.non_finite == 2
     assert state.history.values == [5.0, 4.0]
     assert state.smoothed is not None
@@ -182,8 +181,8 @@ GUARDED = ("3 steps skipped: gradients not finite", "2 matrix updates replaced: 
 
 
 def with_guards(view: TrainView, skipped: int, fallbacks: int) -> None:
-    counts = {"skipped": skipped, "fallbacks": fallbacks, "grad_norm": None if skipped else 1.0}
-    view.step({**next(metrics(1)), "step": 150, **counts})
+    norm = None if skipped else 1.0
+    view.step(replace(next(metrics(1)), step=150, skipped=skipped, fallbacks=fallbacks, grad_norm=norm))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -221,7 +220,9 @@ def test_plain_lines_tell_what_the_guards_did_once_and_at_the_end() -> None:
 def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -> None:
     """Step, validations and loss history go on; time left is judged by the steps of this launch alone."""
     clock, lines = Clock(), [*metrics(31)]
-    earlier = Earlier(step=30, origin="step-00000030", metrics=lines[:30], validations=[{"step": 0, "loss": 9.7213}])
+    earlier = Earlier(
+        step=30, origin="step-00000030", metrics=lines[:30], validations=[ValidationLoss(step=0, loss=9.7213)]
+    )
     out, pipe = console(width, terminal=True), console(200)
     live, plain = LiveView(CONFIG, LAYOUT, out, clock=clock), PlainView(CONFIG, LAYOUT, pipe, clock=clock)
     views: list[TrainView] = [live, plain]
@@ -230,7 +231,7 @@ def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -
         view.step(lines[30])
         view.note(Note(text="saved step 31: 13.0 MiB in 21.0 ms, training waited 4.00 ms"))
         view.note(Note(text="rank 2 is a straggler", warning=True))
-        view.validation({"step": 31, "loss": 4.8121})
+        view.validation(ValidationLoss(step=31, loss=4.8121))
         view.close()
     assert (live.state.step, len(live.state.history.points)) == (31, 31)
     assert live.state.validations == [(0, 9.7213), (31, 4.8121)]
@@ -251,7 +252,7 @@ def test_eta_is_the_pace_by_wall_clock_and_counts_down() -> None:
     for step in range(1, 101):
         clock.now += 1.0
         # Steps take half a second; the other half is validation and data, which time left must contain too.
-        state.add_step({"step": step, "loss": 1.0, "step_s": 0.5, "time": clock.now})
+        state.add_step(StepMetrics(step=step, loss=1.0, step_s=0.5, time=clock.now))
     assert state.eta == pytest.approx(200.0)
     clock.now += 5
     assert state.eta == pytest.approx(195.0)
@@ -272,11 +273,11 @@ def test_a_long_history_is_thinned_but_keeps_its_shape() -> None:
 def plain_lines(step_s: float, steps: int = STEPS) -> list[str]:
     clock, out = Clock(), console(80)
     view = PlainView(CONFIG, LAYOUT, out, clock=clock)
-    view.validation({"step": 0, "loss": 9.7})
+    view.validation(ValidationLoss(step=0, loss=9.7))
     for record in metrics(steps, step_s):
         clock.now += step_s
         view.step(record)
-    view.validation({"step": steps, "loss": 4.8})
+    view.validation(ValidationLoss(step=steps, loss=4.8))
     view.close()
     return text_of(out).splitlines()
 
@@ -345,9 +346,9 @@ view.header(run_dir=Path("runs/x"), corpus=CORPUS)
 view.progress("tokenise", 0.5)
 time.sleep(0.3)
 view.progress("tokenise", 1.0)
-view.stage({"stage": "start workers"})
-view.stage({"stage": "train"})
-view.validation({"step": 0, "loss": 9.7})
+view.stage(StageEvent(stage="start workers"))
+view.stage(StageEvent(stage="train"))
+view.validation(ValidationLoss(step=0, loss=9.7))
 for record in metrics(200):
     view.step(record)
     time.sleep(0.004)

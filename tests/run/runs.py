@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from canzona_cli.config.schema import (
     DataConfig,
@@ -12,6 +13,8 @@ from canzona_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from canzona_cli.data.corpus import PreparedCorpus
+from canzona_cli.run.records import StepMetrics
 from tests.sizes import CPU, model
 
 STEPS = 300
@@ -39,19 +42,29 @@ LAYOUT = Layout(
     sequence_parallel=False,
 )
 
-CORPUS: dict[str, object] = {"tokenizer": "bpe-16384", "tokens": 9_412_345, "documents": 1204, "vocab_size": 16384}
+CORPUS = PreparedCorpus(
+    prefix=Path("cache/stdlib"),
+    tokenizer="bpe-16384",
+    vocab_size=16384,
+    tokens=9_412_345,
+    documents=1204,
+    max_token_id=16383,
+    eod=0,
+    train_tokens=9_300_000,
+    validation_tokens=112_345,
+)
 
 
-def metrics(steps: int = STEPS, step_s: float = 0.4) -> Iterator[dict[str, object]]:
+def metrics(steps: int = STEPS, step_s: float = 0.4) -> Iterator[StepMetrics]:
     """Lines of metrics.jsonl for a loss that falls from ln(16384), a little ragged."""
     for step in range(1, steps + 1):
-        yield {
-            "step": step,
-            "loss": 3.6 + (math.log(16384) - 3.6) * math.exp(-step / 60) + 0.08 * math.sin(step * 1.7),
-            "lr": 3e-3 * min(1.0, step / 20),
-            "grad_norm": 0.8 + 0.2 * math.cos(step),
-            "tokens_per_s": 8192 / step_s,
-            "step_s": step_s,
-            "tokens": 8192 * step,
-            "time": 1_700_000_000 + step * step_s,
-        }
+        yield StepMetrics(
+            step=step,
+            loss=3.6 + (math.log(16384) - 3.6) * math.exp(-step / 60) + 0.08 * math.sin(step * 1.7),
+            lr=3e-3 * min(1.0, step / 20),
+            grad_norm=0.8 + 0.2 * math.cos(step),
+            tokens_per_s=8192 / step_s,
+            step_s=step_s,
+            tokens=8192 * step,
+            time=1_700_000_000 + step * step_s,
+        )

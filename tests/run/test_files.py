@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.launch.monitor import JsonLines, Monitor
-from canzona_cli.launch.view import RunStatus, TrainView
+from canzona_cli.launch.monitor import Monitor
+from canzona_cli.launch.view import TrainView
 from canzona_cli.run.events import Note
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
+from canzona_cli.run.lines import JsonLines
+from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 
 
 class Recorder(TrainView):
@@ -24,17 +26,14 @@ class Recorder(TrainView):
     def progress(self, what: str, fraction: float) -> None:
         self.seen.append((what, fraction))
 
-    def stage(self, event: object) -> None:
-        assert isinstance(event, dict)
-        self.seen.append(("stage", event["stage"]))
+    def stage(self, event: StageEvent) -> None:
+        self.seen.append(("stage", event.stage))
 
-    def step(self, metrics: object) -> None:
-        assert isinstance(metrics, dict)
-        self.seen.append(("step", metrics["step"]))
+    def step(self, metrics: StepMetrics) -> None:
+        self.seen.append(("step", metrics.step))
 
-    def validation(self, record: object) -> None:
-        assert isinstance(record, dict)
-        self.seen.append(("validation", record["step"]))
+    def validation(self, validation: ValidationLoss) -> None:
+        self.seen.append(("validation", validation.step))
 
     def note(self, note: Note) -> None:
         self.seen.append(("note", note.text))
@@ -110,20 +109,23 @@ def test_the_monitor_passes_records_on_in_the_order_they_were_written(tmp_path: 
     append_json_line(files.metrics, {"time": 5.0, "step": 2, "loss": 5.3})
     monitor.poll()
     assert view.seen[4:] == [("step", 2)]
-    assert (monitor.last_step["loss"], monitor.last_validation["loss"]) == (5.3, 5.5)
+    assert (monitor.last_step, monitor.last_validation) == (
+        StepMetrics(step=2, loss=5.3, time=5.0),
+        ValidationLoss(step=0, loss=5.5, time=2.0),
+    )
 
 
 @pytest.mark.parametrize("trouble", [BrokenPipeError(), SystemExit(1)])
 def test_a_view_that_cannot_write_any_more_does_not_end_the_run(tmp_path: Path, trouble: BaseException) -> None:
     class Gone(Recorder):
-        def step(self, metrics: object) -> None:
+        def step(self, metrics: StepMetrics) -> None:
             raise trouble
 
     files = RunFiles(tmp_path)
     monitor = Monitor(files, Gone())
     append_json_line(files.metrics, {"time": 1.0, "step": 7})
     monitor.poll()
-    assert monitor.last_step["step"] == 7
+    assert monitor.last_step == StepMetrics(step=7, time=1.0)
 
 
 def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch_wrote_is_not(tmp_path: Path) -> None:
@@ -141,3 +143,15 @@ def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch
         ("note", "saved step 30: 13.0 MiB in 2.50 s, training waited 4.00 ms"),
         ("note", "rank 2 is slow"),
     ]
+
+
+def test_lines_that_are_no_records_do_not_reach_the_view(tmp_path: Path) -> None:
+    files, view = RunFiles(tmp_path), Recorder()
+    monitor = Monitor(files, view)
+    for line in ({}, {"loss": 1.0}, {"step": "x", "loss": "y"}, {"step": 5, "loss": []}):
+        append_json_line(files.metrics, line)
+        append_json_line(files.validation, line)
+        append_json_line(files.events, {"event": "stage", **line})
+    monitor.poll()
+    assert view.seen == []
+    assert (monitor.last_step, monitor.last_validation) == (None, None)

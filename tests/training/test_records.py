@@ -12,9 +12,10 @@ import pytest
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import StepMetrics
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
-from canzona_cli.training.records import Journal, RankRecord, StepMetrics
+from canzona_cli.training.records import Journal, RankRecord
 from tests.run.runs import LAYOUT
 
 BREAKDOWN = MeasuredBreakdown(
@@ -184,7 +185,7 @@ def test_events_that_cannot_be_written_are_counted_too(files: RunFiles) -> None:
     files.events.mkdir()
     journal = Journal(files, writes=True)
     journal.stage("train")
-    journal.event("checkpoint", detail="x", level="info")
+    journal.incident("retention", detail="x", level="info")
     assert journal.lost == {"events.jsonl": 2}
 
 

@@ -1,0 +1,179 @@
+"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.breakdown import NOTHING_S, Breakdown
+from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.phases import LABELS
+from canzona_cli.run.summary import RunSummary, load_summary
+from canzona_cli.run.words import real
+
+VERSION = 1
+_NO_DIFFERENCE = ("run.dir", "run.root")
+"""Settings in which any two runs differ."""
+
+Pair = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The training loss of both at one step, and their difference relative to the first run's."""
+
+    step: int
+    a: float
+    b: float
+
+    @property
+    def change(self) -> float | None:
+        return self.b / self.a - 1 if self.a else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two runs; of each pair the first value is run A's."""
+
+    a: RunSummary
+    b: RunSummary
+    plans: tuple[str | None, str | None]
+    """Hashes of the plans they executed; None for a strategy that executes none."""
+    settings: Mapping[str, tuple[object, object]]
+    """Resolved settings that differ, by key; None where a run has no such setting."""
+    first: Loss | None
+    """At the first step that both logged."""
+    last: Loss | None
+    """At the last one."""
+
+    @property
+    def best_validation(self) -> Pair:
+        return _best(self.a), _best(self.b)
+
+    @property
+    def phases(self) -> Mapping[str, Pair]:
+        """Mean seconds of every phase that one of them has; `step` is the whole."""
+        one, other = _means(self.a.breakdown), _means(self.b.breakdown)
+        names = [*(name for name in LABELS if name in one | other), *sorted(set(one | other) - set(LABELS))]
+        return {name: (one.get(name), other.get(name)) for name in names}
+
+    @property
+    def figures(self) -> Mapping[str, Pair]:
+        """Throughput, MFU, load balance, memory."""
+        a, b = self.a.breakdown, self.b.breakdown
+        return {
+            "tokens_per_s": (_of(a, "tokens_per_s"), _of(b, "tokens_per_s")),
+            "tokens_per_s_per_gpu": (_of(a, "tokens_per_s_per_gpu"), _of(b, "tokens_per_s_per_gpu")),
+            "mfu": (_of(a, "mfu"), _of(b, "mfu")),
+            "load_balance": (_balance(a), _balance(b)),
+            "peak_memory_bytes": (_memory(a), _memory(b)),
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints; additions keep `version`, anything else raises it."""
+        runs = zip("ab", (self.a, self.b), self.plans, strict=True)
+        return {
+            "version": VERSION,
+            "runs": {
+                name: {
+                    "run_dir": str(run.run_dir),
+                    "name": run.name,
+                    "status": run.status,
+                    "step": run.step,
+                    "plan_hash": plan,
+                    "notes": list(run.notes),
+                }
+                for name, run, plan in runs
+            },
+            "settings": {key: {"a": one, "b": other} for key, (one, other) in self.settings.items()},
+            "loss": {
+                name: None if loss is None else asdict(loss) | {"change": loss.change}
+                for name, loss in (("first", self.first), ("last", self.last))
+            },
+            "best_validation": _pair_json(self.best_validation),
+            "phases": {name: _pair_json(pair) for name, pair in self.phases.items()},
+            **{name: _pair_json(pair) for name, pair in self.figures.items()},
+        }
+
+
+def compare_runs(run_a: Path, run_b: Path) -> Compared:
+    """Read both runs.
+
+    Raises:
+        ConfigError: with every directory that holds no run.
+    """
+    found: list[RunSummary] = []
+    problems: list[Problem] = []
+    for path in (run_a, run_b):
+        try:
+            found.append(load_summary(path))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    a, b = found
+    common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
+    losses = [Loss(step=int(step), a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
+    return Compared(
+        a=a,
+        b=b,
+        plans=(_plan_hash(run_a), _plan_hash(run_b)),
+        settings=_differences(a.config, b.config),
+        first=losses[0] if losses else None,
+        last=losses[-1] if losses else None,
+    )
+
+
+def _plan_hash(run_dir: Path) -> str | None:
+    found = (read_json(RunFiles(run_dir).plan) or {}).get("hash")
+    return found if isinstance(found, str) else None
+
+
+def _differences(a: RunConfig | None, b: RunConfig | None) -> dict[str, tuple[object, object]]:
+    if a is None or b is None:
+        return {}
+    one, other = dict(_flat(a)), dict(_flat(b))
+    keys = [key for key in dict.fromkeys((*one, *other)) if key not in _NO_DIFFERENCE]
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+
+
+def _flat(config: RunConfig) -> Iterator[tuple[str, object]]:
+    for name, value in vars(config).items():
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from ((f"{name}.{key}", inner) for key, inner in vars(value).items())
+        else:
+            yield name, value
+
+
+def _best(run: RunSummary) -> float | None:
+    return min((loss for _, loss in run.validations if loss is not None), default=None)
+
+
+def _means(breakdown: Breakdown | None) -> dict[str, float]:
+    if breakdown is None:
+        return {}
+    found = {name: phase.mean_s for name, phase in breakdown.phases.items() if phase is not None}
+    return {**found, "step": breakdown.step.mean_s}
+
+
+def _of(breakdown: Breakdown | None, name: str) -> float | None:
+    return None if breakdown is None else real(getattr(breakdown, name))
+
+
+def _balance(breakdown: Breakdown | None) -> float | None:
+    return None if breakdown is None else (breakdown.load_balance or {}).get("matrix_update")
+
+
+def _memory(breakdown: Breakdown | None) -> float | None:
+    return None if breakdown is None or breakdown.peak_memory_bytes is None else breakdown.peak_memory_bytes.max
+
+
+def ratio(pair: Pair) -> float | None:
+    """Run B's over run A's; None where either is missing or nothing to speak of."""
+    a, b = pair
+    return b / a if a is not None and b is not None and abs(a) >= NOTHING_S else None
+
+
+def _pair_json(pair: Pair) -> dict[str, float | None]:
+    return {"a": pair[0], "b": pair[1], "ratio": ratio(pair)}

@@ -1,0 +1,177 @@
+"""What the ranks and the launcher of a run leave, one type for whoever writes it and whoever reads it.
+
+Files whose readers go on without them have defaults for what an older or an interrupted writer may have left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.errors import Problem
+from canzona_cli.run.codec import load, load_if_sound, plain
+from canzona_cli.run.files import RunFiles
+
+Ending = Literal["done", "interrupted", "preempted"]
+"""How a rank's work ended where nothing went wrong."""
+RunStatus = Literal[Ending, "failed"]
+Level = Literal["info", "warning"]
+RankStatus = Literal[RunStatus, "running", "missing"]
+"""`missing` is in no file: the rank never wrote one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """The error that ended a rank."""
+
+    type: str = "Error"
+    """Name of the exception's class."""
+    message: str = ""
+    traceback: str = ""
+    """Empty for an error that was written for the user, which says what to do."""
+    problems: tuple[Problem, ...] = ()
+    """The content of such an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """ranks/rank-NNNNN.json: how far a rank got and how it ended. Written when it starts and when it ends."""
+
+    rank: int
+    pid: int | None = None
+    status: RankStatus
+    exit_code: int | None = None
+    step: int = 0
+    loss: float | None = None
+    """Of that step; None where it is not finite, and before the first."""
+    checkpoint: str | None = None
+    """Name of the checkpoint that the run ended with; one that a stop caused has been read back."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Lines of the run's files that it could not write, by file."""
+    error: RankError | None = None
+    time: float = 0.0
+    """When it was written, seconds since 1970."""
+
+
+def read_rank(files: RunFiles, rank: int) -> RankResult:
+    """A rank's file; status `missing` where there is none that can be read."""
+    return load_if_sound(files.rank(rank), RankResult) or RankResult(rank=rank, status="missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """result.json: how a run ended, written by the launcher."""
+
+    status: RunStatus
+    exit_code: int
+    step: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    message: str = ""
+    rank: int | None = None
+    """The rank that failed first."""
+    log: Path | None = None
+    """That rank's own output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """resume.json: where this launch goes on from, for the workers and for the next launch."""
+
+    checkpoint: str
+    """Path."""
+    step: int
+    validate: bool
+    """Whether to validate before the first step."""
+    asked: str
+    """`checkpoint.resume` of the launch."""
+
+
+def read_layout(path: Path) -> Layout:
+    """layout.json of a run or a checkpoint.
+
+    Raises:
+        ConfigError: it is damaged.
+        FileNotFoundError: there is none.
+    """
+    return load(path, Layout, key=path.name, fix="start the run again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """A line of metrics.jsonl."""
+
+    step: int
+    loss: float | None = None
+    """Mean over the global batch, nats per token; None in the file where it is not finite."""
+    lr: float | None = None
+    grad_norm: float | None = None
+    """Before clipping; None where it is not finite."""
+    tokens_per_s: float | None = None
+    """Of the whole job."""
+    step_s: float | None = None
+    tokens: int | None = None
+    """Trained on so far."""
+    skipped: int = 0
+    """Steps so far that changed nothing because their gradients were not finite."""
+    fallbacks: int = 0
+    """Matrix updates so far that were replaced by what their optimizer does when it fails."""
+    time: float | None = None
+    """When it was written, seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationLoss:
+    """A line of validation.jsonl."""
+
+    step: int
+    loss: float | None = None
+    """None in the file where it is not finite."""
+    time: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEvent:
+    """A line of events.jsonl: the run, or one rank's part of it, enters a stage. The stage before ends."""
+
+    time: float | None = None
+    event: Literal["stage"] = "stage"
+    stage: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """A line of events.jsonl: a checkpoint is on the disk."""
+
+    time: float | None = None
+    event: Literal["checkpoint"] = "checkpoint"
+    step: int
+    seconds: float
+    """From the copy in memory to the whole checkpoint on the disk."""
+    stall_s: float
+    """Of it, training waited."""
+    bytes: int
+    path: str = ""
+    """Relative to the run directory."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """A line of events.jsonl: something else happened."""
+
+    time: float | None = None
+    event: str
+    detail: str = ""
+    level: Level | None = None
+    """Whoever watches the run sees the detail where there is a level."""
+    facts: Mapping[str, float | str | None] = field(default_factory=dict)
+    """Numbers and names, for programs; in the file they are fields of the line itself."""
+
+    def line(self) -> dict[str, object]:
+        """As it is written."""
+        fixed = plain(self)
+        facts = {key: value for key, value in fixed.items() if key not in ("facts", "level")} | dict(self.facts)
+        return facts | ({} if self.level is None else {"level": self.level})

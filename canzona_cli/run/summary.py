@@ -1,0 +1,173 @@
+"""What a run directory tells afterwards: how it ended, the first error, the loss, the breakdown."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.run.breakdown import Breakdown, load_breakdown
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.events import describe, event_of
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.lines import JsonLines, read_lines
+from canzona_cli.run.prediction import load_prediction
+from canzona_cli.run.records import RankError, RankResult, RunResult, StepMetrics, ValidationLoss
+from canzona_cli.run.words import plural
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """Everything `canzona report` shows; see `as_json` for the stable machine-readable form."""
+
+    run_dir: Path
+    name: str | None
+    steps_planned: int | None
+    status: str
+    """done, failed, interrupted, or unfinished when there is no result.json (still going, or killed)."""
+    exit_code: int | None
+    message: str
+    losses: tuple[tuple[float, float], ...]
+    """(step, loss) of every logged step with a finite loss."""
+    step: int
+    """The last step known."""
+    validations: tuple[tuple[int, float | None], ...]
+    """(step, loss); None where it was not finite."""
+    skipped: int
+    """Steps that changed nothing because their gradients were not finite."""
+    fallbacks: int
+    """Matrix updates that were replaced by what their optimizer does when it fails."""
+    elapsed_s: float | None
+    """From the first to the last record."""
+    errors: tuple[RankResult, ...]
+    """In the order in which they happened."""
+    breakdown: Breakdown | None
+    config: RunConfig | None
+    warnings: tuple[str, ...] = field(default=())
+    """What was said aloud while it ran: slow ranks, spikes of the loss, saves that failed."""
+    notes: tuple[str, ...] = field(default=())
+    """What is missing or damaged, and why that is so."""
+
+    def as_json(self) -> dict[str, object]:
+        """The stable form of `canzona report --json`; additions keep `version`, anything else raises it."""
+        loss = [{"step": int(step), "loss": loss} for step, loss in (self.losses[:1] + self.losses[-1:])]
+        validation = [{"step": step, "loss": loss} for step, loss in (self.validations[:1] + self.validations[-1:])]
+        return {
+            "version": VERSION,
+            "run_dir": str(self.run_dir),
+            "name": self.name,
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "step": self.step,
+            "steps_planned": self.steps_planned,
+            "elapsed_s": self.elapsed_s,
+            "loss": {"first": loss[0], "last": loss[-1]} if loss else None,
+            "skipped": self.skipped,
+            "fallbacks": self.fallbacks,
+            "validation": {"first": validation[0], "last": validation[-1]} if validation else None,
+            "errors": [_error_json(result) for result in self.errors],
+            "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+        }
+
+
+def load_summary(run_dir: Path) -> RunSummary:
+    """Read whatever a run left, finished or not.
+
+    Raises:
+        ConfigError: there is no such directory, or nothing of a run lies in it; the problem's key is `RUN_DIR`.
+    """
+    files = RunFiles(run_dir)
+    known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
+    if not run_dir.is_dir() or not any(path.exists() for path in known):
+        reason = "there is no run in this directory" if run_dir.is_dir() else "there is no such directory"
+        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=_suggest(run_dir)))
+    notes: list[str] = []
+    config = _config(files, notes)
+    metrics = _lines(files.metrics, StepMetrics, notes)
+    validation = _lines(files.validation, ValidationLoss, notes)
+    result = load_if_sound(files.result, RunResult)
+    if result is None:
+        notes.append("there is no result.json: the run is still going, or it was killed before it could write one")
+    try:
+        breakdown = load_breakdown(run_dir)
+    except ConfigError as error:
+        breakdown = None
+        notes += [f"no breakdown: {problem.reason}" for problem in error.problems]
+    try:
+        load_prediction(run_dir)
+    except ConfigError as error:
+        notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
+    events = [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
+    times = [record.time for record in (*metrics, *validation, *events) if record.time is not None]
+    return RunSummary(
+        run_dir=run_dir,
+        name=None if config is None else config.name,
+        steps_planned=None if config is None else config.train.steps,
+        status="unfinished" if result is None else result.status,
+        exit_code=None if result is None else result.exit_code,
+        message="" if result is None else result.message,
+        losses=tuple((float(line.step), line.loss) for line in metrics if line.loss is not None),
+        step=max([0 if result is None else result.step, *(line.step for line in metrics)]),
+        validations=tuple((line.step, line.loss) for line in validation),
+        skipped=max((line.skipped for line in metrics), default=0),
+        fallbacks=max((line.fallbacks for line in metrics), default=0),
+        elapsed_s=max(times) - min(times) if times else None,
+        errors=_errors(files),
+        breakdown=breakdown,
+        config=config,
+        warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
+        notes=tuple(notes),
+    )
+
+
+def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
+    from canzona_cli.config.compose import load_resolved
+
+    try:
+        return load_resolved(files.config)
+    except (CanzonaError, OSError) as error:
+        notes.append(f"config.yaml cannot be read: {error}")
+        return None
+
+
+def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
+    """The records of a .jsonl file; a line cut short (the run was killed in it) is left out and noted."""
+    found, damaged = read_lines(path, kind)
+    if damaged:
+        notes.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
+    return found
+
+
+def _errors(files: RunFiles) -> tuple[RankResult, ...]:
+    """Ranks that failed, in the order in which they did: the first is most likely the cause of the others."""
+    results = [load_if_sound(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
+    failed = [result for result in results if result is not None and result.error is not None]
+    return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))
+
+
+def _error_json(result: RankResult) -> dict[str, object]:
+    error = result.error or RankError()
+    return {
+        "rank": result.rank,
+        "type": error.type,
+        "message": error.message,
+        "time": result.time,
+        "traceback": error.traceback,
+    }
+
+
+def _suggest(run_dir: Path) -> str:
+    """The newest run nearby, if there is one."""
+    for root in (run_dir, run_dir.parent, Path("runs")):
+        try:
+            runs = [p for p in root.iterdir() if RunFiles(p).config.exists()]
+        except OSError:
+            continue
+        if runs:
+            return f"the newest run near there is {max(runs, key=lambda p: RunFiles(p).config.stat().st_mtime)}"
+    return "give the directory that `canzona train` named as the run's"
