@@ -338,7 +338,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
-from canzona_cli.run.events import Note
+from canzona_cli.run.records import StageEvent, ValidationLoss
 from canzona_cli.report.live import make_view
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, metrics
 view = make_view(CONFIG, LAYOUT, Console())
