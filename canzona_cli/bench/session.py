@@ -13,7 +13,7 @@ from canzona_cli.bench.lineup import LineUp, PreparedStrategy, Sitting, availabl
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
 from canzona_cli.bench.results_file import save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
-from canzona_cli.cluster.machine import cores, machine_facts, profile_warnings
+from canzona_cli.cluster.machine import machine_facts, profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
@@ -32,6 +32,7 @@ from canzona_cli.launch.supervisor import supervise
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.events import Note
 from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.machine import cores
 from canzona_cli.run.records import StageEvent, StepMetrics
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict

@@ -11,7 +11,7 @@ from pathlib import Path
 from canzona_cli.calibrate.measurement import FULL, Effort, Measurement, Orders, Record, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.machine import cores, machine_facts
+from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
@@ -20,6 +20,7 @@ from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.supervisor import supervise
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.run.machine import cores
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2

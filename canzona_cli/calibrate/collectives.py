@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.team import Team, joined, wait
-from canzona_cli.cluster.machine import cores
 from canzona_cli.config.schema import Collective
+from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200

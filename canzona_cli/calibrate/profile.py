@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
-from canzona_cli.cluster.machine import cores, profile_mismatches
+from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
     AdamWConfig,
     ClusterConfig,
@@ -15,6 +15,7 @@ from canzona_cli.config.schema import (
     SoapConfig,
 )
 from canzona_cli.planner.links import EFFICIENCY
+from canzona_cli.run.machine import cores
 from canzona_cli.simulate.model_time import stage_time
 
 MODEL_LAYERS = 2

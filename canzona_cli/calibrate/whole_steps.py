@@ -20,10 +20,10 @@ from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.profile import significant
-from canzona_cli.cluster.machine import cores
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.run.machine import cores
 from canzona_cli.run.phases import Phase
 
 BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")

@@ -16,6 +16,7 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, step
 from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
 from canzona_cli.checkpoint.shard_file import read_table
 from canzona_cli.errors import CheckpointInvalid, Problem
+from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
 """Told how many further bytes have been hashed, by several threads."""
@@ -57,7 +58,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         if on_bytes is not None:
             on_bytes(read)
 
-    with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:
             found = pool.map(lambda item: verify_file(folder, *item, on_bytes=count), sorted(manifest.files.items()))
             problems = [problem for problem in found if problem is not None]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from canzona_cli.cluster.findings import Finding, Status
+from canzona_cli.run.machine import cores
 
 _GIB = 2**30
 _MASTER_PORT = 29500
@@ -25,9 +26,8 @@ def machine() -> Iterator[Finding]:
     """Cores, instruction sets and memory this process may use; containers and Slurm may grant less than there is."""
     import psutil
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores()
-    allowed = f"{cores} of {os.cpu_count()}" + (f", quota {quota:g}" if quota is not None and quota < cores else "")
+    usable, quota = cores(), _cgroup_cores()
+    allowed = f"{usable} of {os.cpu_count()}" + (f", quota {quota:g}" if quota is not None and quota < usable else "")
     yield Finding(
         group="machine",
         name="CPU cores",

@@ -1,7 +1,6 @@
 """What this machine is, as a calibrated profile remembers it; whether a profile was measured on another. No torch."""
 
 import hashlib
-import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -11,6 +10,7 @@ import psutil
 
 from canzona_cli.cluster.detect import gpu_inventory
 from canzona_cli.config.schema import ClusterConfig, Device
+from canzona_cli.run.machine import cores
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _MACHINE_ID = Path("/etc/machine-id")
@@ -55,12 +55,6 @@ def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
         f"cluster profile {cluster.name} is of a calibration that was cut off: {', '.join(cluster.not_measured)} "
         f"come from profile {cluster.measured_on.get('base', 'it started from')}",
     )
-
-
-def cores() -> int:
-    """Cores this process may use; a container or Slurm may have given it fewer than the machine has."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def processor_name() -> str:

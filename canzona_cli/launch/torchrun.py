@@ -23,6 +23,7 @@ import psutil
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.machine import cores
 
 WORKER_MODULE = "canzona_cli.training.worker"
 LOOPBACK_BACKEND = "canzona-loopback"
@@ -98,7 +99,7 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
 def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
     """Variables the workers run under. What the user has set already stays as it is."""
     on_gpu = config.cluster.device == "cuda"
-    threads = max(1, _cores() // ranks_per_node(config))
+    threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
         threads = min(threads, _MAX_THREADS_BESIDE_GPU)
     wanted = {
@@ -192,10 +193,3 @@ def _interface_facing(host: str) -> str | None:
     facing = [name for name in candidates if source in real[name]]
     found = facing or candidates
     return found[0] if len(found) == 1 else None
-
-
-def _cores() -> int:
-    """Cores this process may use; a container or Slurm may have given it fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -4,12 +4,12 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import load, save
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.machine import clock_name
 from canzona_cli.run.phases import StepTimeline
 
 
@@ -54,11 +54,3 @@ def load_timelines(files: RunFiles) -> list[RankTimeline]:
     if problems:
         raise ConfigError(*problems)
     return sorted(found, key=lambda timeline: timeline.rank)
-
-
-def clock_name() -> str:
-    """Equal on ranks that share one monotonic clock: those of a machine since it was started."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return socket.gethostname()

@@ -1,9 +1,9 @@
 """Which processor cores CPU ranks share, for predictions; no plan depends on it."""
 
-import os
 from dataclasses import replace
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.run.machine import cores
 
 
 def with_cores(config: RunConfig) -> RunConfig:
@@ -11,6 +11,4 @@ def with_cores(config: RunConfig) -> RunConfig:
     cluster = config.cluster
     if cluster.device != "cpu" or cluster.cores is not None:
         return config
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return replace(config, cluster=replace(cluster, cores=cores))
+    return replace(config, cluster=replace(cluster, cores=cores()))

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from canzona_cli.cluster.machine import cores, fingerprint, machine_facts, profile_gaps, profile_mismatches
+from canzona_cli.cluster.machine import fingerprint, machine_facts, profile_gaps, profile_mismatches
 from canzona_cli.config.schema import ClusterConfig
+from canzona_cli.run.machine import cores
 from tests.sizes import CPU, H100
 
 

@@ -91,7 +91,7 @@ def test_the_printed_command_is_the_command_also_with_awkward_paths(tmp_path: Pa
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "_cores", lambda: 12)
+    monkeypatch.setattr(torchrun, "cores", lambda: 12)
     threads = {ranks: worker_environment(run_config(gpus=ranks), LAYOUT)["OMP_NUM_THREADS"] for ranks in (1, 2, 5, 24)}
     assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
 
