@@ -6,7 +6,6 @@ share of the peak, everything elementwise at memory bandwidth; tensor-parallel c
 a link.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -74,20 +73,6 @@ class StageTime:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A module of a layer, before it is one of a certain layer."""
-
-    part: Part
-    products_s: float
-    weights: int
-    moved: float
-    """Elements through memory in the forward pass, elementwise."""
-    core_s: float = 0.0
-    """Core attention, forward."""
-    core_backward_s: float = 0.0
-
-
 @lru_cache(maxsize=64)
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Times of the modules of `stage`.
@@ -102,97 +87,130 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - half an all-reduce of the residual stream before qkv and fc1 and behind proj, fc2 and the embedding (an
       all-gather, and a reduce-scatter, under sequence parallelism), and the same in the backward.
     """
-    model, t, cluster = config.model, layout.tp, config.cluster
-    width, grad = element_bytes(config)
-    tokens = layout.micro_batch_size * config.train.seq_length // layout.cp
-    stream = tokens * model.hidden_size // (t if layout.sequence_parallel else 1)
-    pass_s = ELEMENTWISE_PASSES[cluster.transformer_engine] * width / memory_rate(cluster)
-    accumulate_s = 2 * grad / memory_rate(cluster)
-    exchanges = 1 if t > 1 else 0
-    full = layout.recompute == "full"
-
-    layers = model.num_layers // layout.pp
-    modules = []
-    for layer in range(stage * layers, (stage + 1) * layers):
-        for piece in _layer(config, layout):
-            forward = piece.products_s + piece.core_s + pass_s * piece.moved
-            backward = 2 * piece.products_s + piece.core_backward_s + 2 * pass_s * piece.moved
-            modules.append(
-                Module(
-                    part=piece.part,
-                    layer=layer,
-                    forward_s=forward * cluster.forward_factor,
-                    backward_s=(backward + accumulate_s * piece.weights) * cluster.backward_factor,
-                    again_s={"none": 0.0, "selective": piece.core_s, "full": forward}[layout.recompute]
-                    * cluster.forward_factor,
-                    weights=piece.weights,
-                    exchanges=exchanges,
-                    exchanges_again=exchanges if full else 0,
-                )
-            )
-    vocabulary = model.vocab_size // t
+    layers = config.model.num_layers // layout.pp
+    layer = _layer(config, layout)
+    modules = [
+        replace(module, layer=number) for number in range(stage * layers, (stage + 1) * layers) for module in layer
+    ]
     if stage == 0:
-        embedding = Module(
-            part="embedding",
-            layer=-1,
-            forward_s=2 * pass_s * stream * cluster.forward_factor,
-            backward_s=2 * pass_s * stream * cluster.backward_factor,
-            again_s=0.0,
-            weights=vocabulary * model.hidden_size,
-            exchanges=exchanges,
-            exchanges_again=0,
-        )
-        modules.insert(0, embedding)
+        modules.insert(0, _embedding(config, layout))
     if stage == layout.pp - 1:
-        product = _product(config, tokens, model.hidden_size, vocabulary)
-        logits = tokens * vocabulary / memory_rate(cluster)
-        weights = vocabulary * model.hidden_size
-        output = Module(
-            part="output",
-            layer=model.num_layers,
-            forward_s=(product + logits * LOSS_FORWARD_BYTES + 2 * pass_s * stream) * cluster.forward_factor,
-            backward_s=(2 * product + logits * LOSS_BACKWARD_BYTES + 2 * pass_s * stream + accumulate_s * weights)
-            * cluster.backward_factor,
-            again_s=0.0,
-            weights=0 if stage == 0 and model.tied_embeddings else weights,
-            exchanges=exchanges,
-            exchanges_again=0,
-        )
-        modules.append(output)
-    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=_hop(config, layout, stream))
+        modules.append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
+    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=_hop(config, layout))
 
 
-def _layer(config: RunConfig, layout: Layout) -> Iterator[_Piece]:
-    """One layer's modules in forward order."""
+def slowest_passes(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Forward and backward of one micro-batch on the slowest stage, in seconds: `stage_time` without its list."""
+
+    def passes(*modules: Module) -> StageTime:
+        return StageTime(modules=modules, exchange=_exchange(config, layout), hop=Transfer())
+
+    layers = config.model.num_layers // layout.pp
+    layer, first, last = (
+        passes(*_layer(config, layout)),
+        passes(_embedding(config, layout)),
+        passes(_output(config, layout, tied=layout.pp == 1 and config.model.tied_embeddings)),
+    )
+    ends = (first.forward_s, last.forward_s), (first.backward_s, last.backward_s)
+    forward, backward = (sum(both) if layout.pp == 1 else max(both) for both in ends)
+    return layers * layer.forward_s + forward, layers * layer.backward_s + backward
+
+
+def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
+    """The first layer's modules in forward order."""
     model, t, cluster = config.model, layout.tp, config.cluster
-    tokens = layout.micro_batch_size * config.train.seq_length // layout.cp
+    tokens, stream = _tokens(config, layout), _stream(config, layout)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
-    stream = tokens * hidden // (t if layout.sequence_parallel else 1)
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
+    pass_s, accumulate_s = _pass_s(config), _accumulate_s(config)
+    exchanges = 1 if t > 1 else 0
+
+    def module(
+        part: Part, inputs: int, outputs: int, moved: float, core_s: float = 0.0, core_backward_s: float = 0.0
+    ) -> Module:
+        """`moved` elements go through memory in the forward pass; `core_s` is core attention."""
+        products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
+        forward = products_s + core_s + pass_s * moved
+        backward = 2 * products_s + core_backward_s + 2 * pass_s * moved
+        return Module(
+            part=part,
+            layer=0,
+            forward_s=forward * cluster.forward_factor,
+            backward_s=(backward + accumulate_s * weights) * cluster.backward_factor,
+            again_s={"none": 0.0, "selective": core_s, "full": forward}[layout.recompute] * cluster.forward_factor,
+            weights=weights,
+            exchanges=exchanges,
+            exchanges_again=exchanges if layout.recompute == "full" else 0,
+        )
 
     unit: Unit = config.train.precision
     peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
     core_s = 2.0 * tokens * config.train.seq_length * heads / peak
     if not cluster.transformer_engine:
         core_s *= UNFUSED_ATTENTION
-    yield _Piece(
-        part="qkv",
-        products_s=_product(config, tokens, hidden, heads + 2 * groups),
-        weights=hidden * (heads + 2 * groups),
-        moved=2 * stream + 4 * tokens * (heads + groups),
-        core_s=core_s / ATTENTION_FORWARD,
-        core_backward_s=2.5 * core_s / ATTENTION_BACKWARD,
+    attention = core_s / ATTENTION_FORWARD, 2.5 * core_s / ATTENTION_BACKWARD
+    return (
+        module("qkv", hidden, heads + 2 * groups, 2 * stream + 4 * tokens * (heads + groups), *attention),
+        module("proj", heads, hidden, 3 * stream),
+        module("fc1", hidden, 2 * ffn, 2 * stream + 3 * tokens * ffn),
+        module("fc2", ffn, hidden, 3 * stream),
     )
-    yield _Piece(
-        part="proj", products_s=_product(config, tokens, heads, hidden), weights=hidden * heads, moved=3 * stream
+
+
+def _embedding(config: RunConfig, layout: Layout) -> Module:
+    moved_s = 2 * _pass_s(config) * _stream(config, layout)
+    return Module(
+        part="embedding",
+        layer=-1,
+        forward_s=moved_s * config.cluster.forward_factor,
+        backward_s=moved_s * config.cluster.backward_factor,
+        again_s=0.0,
+        weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
+        exchanges=1 if layout.tp > 1 else 0,
+        exchanges_again=0,
     )
-    yield _Piece(
-        part="fc1",
-        products_s=_product(config, tokens, hidden, 2 * ffn),
-        weights=2 * ffn * hidden,
-        moved=2 * stream + 3 * tokens * ffn,
+
+
+def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
+    """`tied`: its weight is the embedding's on the same stage."""
+    model, cluster = config.model, config.cluster
+    vocabulary, tokens = model.vocab_size // layout.tp, _tokens(config, layout)
+    weights = vocabulary * model.hidden_size
+    product = _product(config, tokens, model.hidden_size, vocabulary)
+    logits = tokens * vocabulary / memory_rate(cluster)
+    moved_s = 2 * _pass_s(config) * _stream(config, layout)
+    return Module(
+        part="output",
+        layer=model.num_layers,
+        forward_s=(product + logits * LOSS_FORWARD_BYTES + moved_s) * cluster.forward_factor,
+        backward_s=(2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights)
+        * cluster.backward_factor,
+        again_s=0.0,
+        weights=0 if tied else weights,
+        exchanges=1 if layout.tp > 1 else 0,
+        exchanges_again=0,
     )
-    yield _Piece(part="fc2", products_s=_product(config, tokens, ffn, hidden), weights=ffn * hidden, moved=3 * stream)
+
+
+def _tokens(config: RunConfig, layout: Layout) -> int:
+    """Of a micro-batch on one rank."""
+    return layout.micro_batch_size * config.train.seq_length // layout.cp
+
+
+def _stream(config: RunConfig, layout: Layout) -> int:
+    """Elements of the residual stream that one rank holds."""
+    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
+
+
+def _pass_s(config: RunConfig) -> float:
+    """Seconds to move one element through memory once, elementwise."""
+    cluster = config.cluster
+    return ELEMENTWISE_PASSES[cluster.transformer_engine] * element_bytes(config)[0] / memory_rate(cluster)
+
+
+def _accumulate_s(config: RunConfig) -> float:
+    """Seconds to add one element's gradient to its buffer."""
+    return 2 * element_bytes(config)[1] / memory_rate(config.cluster)
 
 
 def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float:
@@ -205,16 +223,16 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
         return Transfer()
     width, _ = element_bytes(config)
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    size = float(layout.micro_batch_size * config.train.seq_length // layout.cp * config.model.hidden_size * width)
+    size = float(_tokens(config, layout) * config.model.hidden_size * width)
     if layout.sequence_parallel:
         return links.all_gather(size, group)
     whole = links.all_reduce(size, group)
     return replace(whole, latency_s=whole.latency_s / 2, link_s=whole.link_s / 2)
 
 
-def _hop(config: RunConfig, layout: Layout, stream: int) -> Transfer:
+def _hop(config: RunConfig, layout: Layout) -> Transfer:
     if layout.pp == 1:
         return Transfer()
     width, _ = element_bytes(config)
     crosses = Groups.of(layout, config.cluster).stage_crosses
-    return Links(cluster=config.cluster).point_to_point(stream * width, crosses=crosses)
+    return Links(cluster=config.cluster).point_to_point(_stream(config, layout) * width, crosses=crosses)
