@@ -1,18 +1,21 @@
-"""Fit a model to a GPU count: every layout that is possible, what it needs, how fast it looks, and the best that fits.
+"""Fit a model to a number of GPUs: every possible layout, the memory it needs, and the fastest one that fits.
 
-What the user set is a hard constraint; everything null is searched. The search is exhaustive, deterministic and takes
-milliseconds, so a dry run can show the candidates it chose among (`explain`).
+What the user set is a hard constraint; everything null is searched, exhaustively and the same way on every machine.
+Arithmetic picks the few most promising layouts (`simulate.quick`), and where they are close the simulator decides.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from canzona_cli.cluster.step_time import StepTime, step_time
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.simulate.predict import simulate_run
+from canzona_cli.simulate.quick import quick_step_seconds
 
 BATCH_TOLERANCE = 0.125
 """How far a chosen batch may be from `train.batch_tokens`, so that no GPU count changes the job silently."""
@@ -21,21 +24,31 @@ H200_GIB = 140.4
 SHORTEST_SUGGESTED_SEQUENCE = 512
 HEADROOM = 0.95
 """Share of the usable memory to stay under where there is a choice: the estimate is good to a few per cent."""
+NEAR = 0.05
+"""How much slower than the best a layout may look and still be simulated: `quick_step_seconds` compares two layouts to
+within that."""
+MOST_SIMULATED = 3
+TIE = 0.005
+"""Share of a step below which the simulator does not overrule the arithmetic."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One possible layout with its price."""
+    """One possible layout and the memory of its fullest rank."""
 
     layout: Layout
     memory: MemoryEstimate
-    time: StepTime
 
     @property
     def fits(self) -> bool:
         return self.memory.fits
+
+    @property
+    def roomy(self) -> bool:
+        """Whether it fits with `HEADROOM`."""
+        return self.memory.total <= HEADROOM * self.memory.capacity
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
@@ -57,17 +70,17 @@ def choose(config: RunConfig) -> Candidate | None:
     Raises:
         ConfigError: what is set is impossible.
     """
-    best = min(candidates(config), key=lambda candidate: (_tightness(candidate), *_order(candidate)))
-    return best if best.fits else None
-
-
-def explain(config: RunConfig) -> list[Candidate]:
-    """All candidates in the order of preference: those that fit with headroom, those that fit, the rest; fastest first.
-
-    Raises:
-        ConfigError: what is set is impossible.
-    """
-    return sorted(candidates(config), key=lambda candidate: (_tightness(candidate), *_order(candidate)))
+    fitting = [candidate for candidate in candidates(config) if candidate.fits]
+    if not fitting:
+        return None
+    best, *rivals = shortlist(config, [candidate for candidate in fitting if candidate.roomy] or fitting)
+    if rivals:
+        least = _simulated(config, best.layout)
+        for rival in rivals:
+            seconds = _simulated(config, rival.layout)
+            if seconds < (1 - TIE) * least:
+                best, least = rival, seconds
+    return best
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
@@ -79,13 +92,37 @@ def candidates(config: RunConfig) -> list[Candidate]:
     problems = layout_problems(config)
     if problems:
         raise ConfigError(*problems)
-    found = [
-        Candidate(layout=layout, memory=estimate(config, layout), time=step_time(config, layout))
-        for layout in _layouts(config)
-    ]
+    found = [Candidate(layout=layout, memory=estimate(config, layout)) for layout in _layouts(config)]
     if not found:
         raise ConfigError(_no_batch(config))
     return found
+
+
+def shortlist(config: RunConfig, among: Iterable[Candidate]) -> list[Candidate]:
+    """The quickest of each (tp, pp), quickest first: those that look `NEAR` the best, at most `MOST_SIMULATED`."""
+    scored = sorted(
+        (
+            (quick_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size, candidate)
+            for candidate in among
+        ),
+        key=lambda found: (found[0], _plainness(found[1].layout)),
+    )
+    by_mesh: dict[tuple[int, int], tuple[float, Candidate]] = {}
+    for seconds, candidate in scored:
+        by_mesh.setdefault((candidate.layout.tp, candidate.layout.pp), (seconds, candidate))
+    limit = (1 + NEAR) * scored[0][0]
+    return [candidate for seconds, candidate in by_mesh.values() if seconds <= limit][:MOST_SIMULATED]
+
+
+def _simulated(config: RunConfig, layout: Layout) -> float:
+    """Seconds per sequence, on devices of their own: which cores this machine has must not decide. Infinite without a
+    plan that fits."""
+    run = fill(config, layout)
+    try:
+        plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
+    except (ConfigError, DoesNotFit):
+        return math.inf
+    return simulate_run(run, layout, plan).iteration_s / layout.global_batch_size
 
 
 def fill(config: RunConfig, layout: Layout) -> RunConfig:
@@ -106,17 +143,9 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
     )
 
 
-def _tightness(candidate: Candidate) -> int:
-    """0 with headroom, 1 without, 2 where it does not fit."""
-    memory = candidate.memory
-    return 2 if not memory.fits else int(memory.total > HEADROOM * memory.capacity)
-
-
-def _order(candidate: Candidate) -> tuple[float, int, int, int, int]:
-    """Fastest per token; among equals, the plainer layout."""
-    layout = candidate.layout
-    recompute = RECOMPUTE.index(layout.recompute)
-    return candidate.time.per_token, layout.pp, layout.tp, recompute, -layout.micro_batch_size
+def _plainness(layout: Layout) -> tuple[int, int, int, int]:
+    """Orders layouts that are equal otherwise."""
+    return layout.pp, layout.tp, RECOMPUTE.index(layout.recompute), -layout.micro_batch_size
 
 
 def _layouts(config: RunConfig) -> Iterator[Layout]:
@@ -208,7 +237,7 @@ def _no_batch(config: RunConfig) -> Problem:
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
-    least = min(candidates(config), key=lambda candidate: (candidate.memory.total, _order(candidate)))
+    least = min(candidates(config), key=lambda candidate: (candidate.memory.total, _plainness(candidate.layout)))
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
     ways = [way.override for way in suggestions(config)]
@@ -231,12 +260,11 @@ def _does_not_fit(config: RunConfig) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """One change that makes a run fit, and what it then looks like."""
+    """One change that makes a run fit."""
 
     override: str
     """What to add to the command line."""
     config: RunConfig
-    candidate: Candidate
 
 
 def suggestions(config: RunConfig) -> Iterator[Suggestion]:
@@ -247,11 +275,11 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
     for ladder in _changes(config):
         for override, changed in ladder:
             try:
-                best = choose(changed)
+                fits = any(candidate.fits for candidate in candidates(changed))
             except ConfigError:
                 continue
-            if best is not None:
-                yield Suggestion(override=override, config=changed, candidate=best)
+            if fits:
+                yield Suggestion(override=override, config=changed)
                 break
 
 

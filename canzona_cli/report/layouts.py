@@ -80,12 +80,12 @@ def render_layouts(configs: Iterable[RunConfig], gpu_counts: Sequence[int] = GPU
 
 def _row(config: RunConfig) -> Row:
     try:
-        preferred = fit.explain(config)
+        best = fit.choose(config)
     except ConfigError as error:
         return Row(gpus=config.gpus, candidate=None, note="; ".join(map(_why, error.problems)))
-    if preferred[0].fits:
-        return Row(gpus=config.gpus, candidate=preferred[0], note="")
-    least = min(preferred, key=lambda candidate: candidate.memory.total)
+    if best is not None:
+        return Row(gpus=config.gpus, candidate=best, note="")
+    least = min(fit.candidates(config), key=lambda candidate: candidate.memory.total)
     ways = [suggestion.override for suggestion in fit.suggestions(config)]
     return Row(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
 

@@ -20,14 +20,11 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     Args:
         plan: what canzona and asc execute; None for the others.
     """
-    strategy = strategy_of(config)
     config = with_cores(config)
-    if plan is not None:
-        result, memory = simulate_plan(config, layout, plan), plan_memory(config, layout, plan).total
-    else:
-        result, memory = _without_plan(config, layout, strategy), estimate(config, layout).total
+    result = simulate_run(config, layout, plan)
+    memory = (plan_memory(config, layout, plan) if plan is not None else estimate(config, layout)).total
     return Prediction(
-        strategy=strategy,
+        strategy=result.strategy,
         profile=config.cluster.name,
         calibrated=bool(config.cluster.measured_on),
         iteration_s=result.iteration_s,
@@ -38,6 +35,13 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
         memory_bytes=memory,
         events=result.events,
     )
+
+
+def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> StrategyResult:
+    """One iteration of a resolved run, on as many cores as its profile says."""
+    if plan is not None:
+        return simulate_plan(config, layout, plan)
+    return _without_plan(config, layout, strategy_of(config))
 
 
 def _without_plan(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> StrategyResult:

@@ -5,6 +5,7 @@ It adds up what the simulator lays on a timeline, from the same prices: one time
 
 from functools import lru_cache
 
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.cost import adamw_seconds, algorithm, seconds
 from canzona_cli.planner.links import Groups, Links
@@ -43,7 +44,7 @@ def _data_parallel(config: RunConfig, layout: Layout) -> tuple[float, float, int
     elements = weights.matrices + weights.others
     limit = bucket_elements(config, layout)
     buckets = 1 if limit is None else -(-elements // limit)
-    if config.optimizer.name != "adamw" and config.engine.strategy == "sc":
+    if execution_of(config).everywhere:
         return links.all_reduce(elements / buckets * grad, group).seconds * buckets, 0.0, buckets
     return (
         links.reduce_scatter(elements / buckets * grad, group).seconds * buckets,
@@ -54,13 +55,15 @@ def _data_parallel(config: RunConfig, layout: Layout) -> tuple[float, float, int
 
 def _update(config: RunConfig, layout: Layout) -> float:
     weights, owners = stage_weights(config, layout, 0), layout.dp * layout.cp
-    if config.optimizer.name == "adamw":
+    execution = execution_of(config)
+    if execution is Execution.ADAMW:
         return adamw_seconds((weights.matrices + weights.others) / owners, config.cluster)
-    strategy = config.engine.strategy
-    shares = {"sc": 1, "layerwise": owners}.get(strategy, owners * layout.tp)
     layer_s, largest_s = _layer_updates(config)
-    others = adamw_seconds(weights.others / (1 if strategy == "sc" else owners), config.cluster)
-    return max(config.model.num_layers // layout.pp * layer_s / shares, largest_s) + others
+    matrices_s = config.model.num_layers // layout.pp * layer_s
+    if execution.everywhere:
+        return matrices_s + adamw_seconds(weights.others, config.cluster)
+    hosts = layout.tp if execution is Execution.PLANNED else 1
+    return max(matrices_s / (owners * hosts), largest_s) + adamw_seconds(weights.others / owners, config.cluster)
 
 
 @lru_cache(maxsize=16)
