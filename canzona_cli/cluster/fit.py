@@ -7,6 +7,7 @@ Arithmetic picks the few most promising layouts (`simulate.quick`), and where th
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
@@ -100,18 +101,21 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 def shortlist(config: RunConfig, among: Iterable[Candidate]) -> list[Candidate]:
     """The quickest of each (tp, pp), quickest first: those that look `NEAR` the best, at most `MOST_SIMULATED`."""
-    scored = sorted(
-        (
-            (quick_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size, candidate)
-            for candidate in among
-        ),
-        key=lambda found: (found[0], _plainness(found[1].layout)),
-    )
-    by_mesh: dict[tuple[int, int], tuple[float, Candidate]] = {}
-    for seconds, candidate in scored:
-        by_mesh.setdefault((candidate.layout.tp, candidate.layout.pp), (seconds, candidate))
-    limit = (1 + NEAR) * scored[0][0]
-    return [candidate for seconds, candidate in by_mesh.values() if seconds <= limit][:MOST_SIMULATED]
+
+    def order(candidate: Candidate) -> tuple[float, int, int, int, int]:
+        layout = candidate.layout
+        per_sequence = quick_step_seconds(config, layout) / layout.global_batch_size
+        # Rounded, so that layouts that take the same time in another order of sums go by how plain they are.
+        recompute = RECOMPUTE.index(layout.recompute)
+        return float(f"{per_sequence:.5e}"), layout.pp, layout.tp, recompute, -layout.micro_batch_size
+
+    scored = sorted(((order(candidate), candidate) for candidate in among), key=itemgetter(0))
+    limit = (1 + NEAR) * scored[0][0][0]
+    meshes: dict[tuple[int, int], Candidate] = {}
+    for (per_sequence, *_), candidate in scored:
+        if per_sequence <= limit:
+            meshes.setdefault((candidate.layout.tp, candidate.layout.pp), candidate)
+    return list(meshes.values())[:MOST_SIMULATED]
 
 
 def _simulated(config: RunConfig, layout: Layout) -> float:
@@ -141,11 +145,6 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
         schedule=config.schedule.complete(config.train.steps),
         cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
     )
-
-
-def _plainness(layout: Layout) -> tuple[int, int, int, int]:
-    """Orders layouts that are equal otherwise."""
-    return layout.pp, layout.tp, RECOMPUTE.index(layout.recompute), -layout.micro_batch_size
 
 
 def _layouts(config: RunConfig) -> Iterator[Layout]:
@@ -237,7 +236,7 @@ def _no_batch(config: RunConfig) -> Problem:
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
-    least = min(candidates(config), key=lambda candidate: (candidate.memory.total, _plainness(candidate.layout)))
+    least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
     ways = [way.override for way in suggestions(config)]
