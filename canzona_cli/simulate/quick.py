@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.activations import element_bytes, matrix_shapes, stage_weights
-from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.activations import matrix_shapes, stage_weights
+from canzona_cli.planner.buckets import bucket_elements, element_bytes
 from canzona_cli.planner.cost import adamw_seconds, algorithm, seconds
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import placement
