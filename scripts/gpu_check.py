@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.cluster.detect import gpu_inventory
+from canzona_cli.cluster.machine import gpu_inventory
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.planner.cost import algorithm, flops, work

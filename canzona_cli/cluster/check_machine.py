@@ -1,7 +1,6 @@
 """Doctor's checks of memory, cores, disks, network, limits and environment variables."""
 
 import os
-import platform
 import shutil
 import socket
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from canzona_cli.cluster.findings import Finding, Status
+from canzona_cli.cluster.machine import processor_name
 from canzona_cli.run.machine import cores
 
 _GIB = 2**30
@@ -26,13 +26,13 @@ def machine() -> Iterator[Finding]:
     """Cores, instruction sets and memory this process may use; containers and Slurm may grant less than there is."""
     import psutil
 
-    usable, quota = cores(), _cgroup_cores()
-    allowed = f"{usable} of {os.cpu_count()}" + (f", quota {quota:g}" if quota is not None and quota < usable else "")
+    allowed, quota = cores(), _cgroup_cores()
+    value = f"{allowed} of {os.cpu_count()}" + (f", quota {quota:g}" if quota is not None and quota < allowed else "")
     yield Finding(
         group="machine",
         name="CPU cores",
         status="ok",
-        value=f"{allowed}, {_processor()}",
+        value=f"{value}, {processor_name()}",
         meaning="CPU ranks share them; more ranks than cores works, slowly",
     )
     flags = _cpu_flags()
@@ -61,24 +61,12 @@ def machine() -> Iterator[Finding]:
     )
 
 
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.machine()
-
-
 def _cpu_flags() -> set[str]:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.split(":", 1)[1].split())
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        pass
-    return set()
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def _cgroup_memory() -> int | None:
@@ -104,26 +92,27 @@ def limits(*, gpus: int) -> Iterator[Finding]:
         import resource
     except ImportError:  # not a Unix
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < 1024
-    yield Finding(
-        group="machine",
-        name="open files",
-        status="warn" if few else "ok",
-        value=_limit(soft),
-        meaning="every pair of ranks holds connections open",
-        fix=f"ulimit -n {_limit(hard) if hard != resource.RLIM_INFINITY else 65536}" if few else "",
-    )
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = soft != resource.RLIM_INFINITY and soft < 1024
-    yield Finding(
-        group="machine",
-        name="processes",
-        status="warn" if few else "ok",
-        value=_limit(soft),
-        meaning="threads count too: each rank starts tens of them",
-        fix="ulimit -u 4096, or ask the administrator for more" if few else "",
-    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most_files = _limit(hard) if hard != resource.RLIM_INFINITY else 65536
+    for name, limit, meaning, fix in (
+        ("open files", resource.RLIMIT_NOFILE, "every pair of ranks holds connections open", f"ulimit -n {most_files}"),
+        (
+            "processes",
+            resource.RLIMIT_NPROC,
+            "threads count too: each rank starts tens of them",
+            "ulimit -u 4096, or ask the administrator for more",
+        ),
+    ):
+        soft, _ = resource.getrlimit(limit)
+        few = soft != resource.RLIM_INFINITY and soft < 1024
+        yield Finding(
+            group="machine",
+            name=name,
+            status="warn" if few else "ok",
+            value=_limit(soft),
+            meaning=meaning,
+            fix=fix if few else "",
+        )
     if gpus:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         low = soft != resource.RLIM_INFINITY
@@ -139,18 +128,15 @@ def limits(*, gpus: int) -> Iterator[Finding]:
 def _limit(value: int) -> str:
     import resource
 
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}".replace(",", "")
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
 def storage(*, run_root: Path, cache: Path, gpus: int) -> Iterator[Finding]:
     """Room and permission where runs, prepared data and temporary files go; shared memory."""
-    places = (
-        ("runs", run_root, "run directories go here", "warn", "run.root=DIR with a directory you may write to"),
-        ("cache", cache, "prepared corpora go here", "warn", "CANZONA_CACHE=DIR with a directory you may write to"),
-        ("temporary", Path(tempfile.gettempdir()), "workers start from here", "fail", "TMPDIR=DIR with another one"),
-    )
-    for name, path, meaning, severity, fix in places:
-        yield _place(name, path, meaning, "fail" if severity == "fail" else "warn", fix)
+    writable = "with a directory you may write to"
+    yield _place("runs", run_root, "run directories go here", "warn", f"run.root=DIR {writable}")
+    yield _place("cache", cache, "prepared corpora go here", "warn", f"CANZONA_CACHE=DIR {writable}")
+    yield _place("temporary", Path(tempfile.gettempdir()), "workers start from here", "fail", f"TMPDIR=DIR {writable}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total
@@ -226,7 +212,7 @@ def _hostname() -> Finding:
         except OSError as error:
             answer.append(f"! {error.strerror or error}")
 
-    # In a thread, because a resolver without an answer blocks for many seconds and cannot be told otherwise.
+    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout of its own.
     started = time.monotonic()
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()

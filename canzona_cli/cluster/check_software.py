@@ -3,51 +3,41 @@
 import dataclasses
 import json
 import os
-import re
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from canzona_cli.cluster.detect import GpuInfo
-from canzona_cli.cluster.findings import Finding
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-MINIMUM_PYTHON = (3, 12)
+from canzona_cli.cluster.findings import Finding
+from canzona_cli.cluster.machine import GpuInfo
+
+_NAME = "canzona"
 PROBE_TIMEOUT_S = 60.0
 _COMMAND_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pin:
-    """A package we need: at least `minimum`, below `below` if given; the same as in pyproject.toml."""
-
-    minimum: str
-    below: str | None = None
-    purpose: str
-
-    @property
-    def specifier(self) -> str:
-        return f">={self.minimum}" + (f",<{self.below}" if self.below else "")
-
-    def admits(self, version: str) -> bool:
-        release = _release(version)
-        return release >= _release(self.minimum) and (self.below is None or release < _release(self.below))
-
-
-PINS: Mapping[str, Pin] = {
-    "torch": Pin(minimum="2.10", purpose="tensors, torchrun, collectives"),
-    "megatron-core": Pin(minimum="0.19.2", below="0.20", purpose="the model, parallelism, baseline optimizers"),
-    "emerging-optimizers": Pin(minimum="0.3", below="0.4", purpose="Megatron's Muon"),
-    "hydra-core": Pin(minimum="1.3.8", below="1.4", purpose="recipes and overrides"),
-    "omegaconf": Pin(minimum="2.3", below="2.4", purpose="recipes and overrides"),
-    "pydantic": Pin(minimum="2.11", below="3", purpose="checking a whole recipe at once"),
-    "numpy": Pin(minimum="2", purpose="prepared data"),
-    "tokenizers": Pin(minimum="0.22", purpose="byte-pair encodings"),
+_PURPOSES = {
+    "torch": "tensors, torchrun, collectives",
+    "megatron-core": "the model, parallelism, baseline optimizers",
+    "emerging-optimizers": "Megatron's Muon",
+    "hydra-core": "recipes and overrides",
+    "omegaconf": "recipes and overrides",
+    "pydantic": "checking a whole recipe at once",
+    "rich": "tables and the live view",
+    "typer": "the command line",
+    "numpy": "prepared data",
+    "blake3": "hashing checkpoints",
+    "safetensors": "reading checkpoints",
+    "tokenizers": "byte-pair encodings",
+    "psutil": "process trees, memory and ports",
+    "packaging": "comparing versions",
 }
 _OPTIONAL = {
     "transformer-engine": "fused layers and sequence parallelism on GPUs; without it the local layers train the same",
@@ -55,59 +45,66 @@ _OPTIONAL = {
 }
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without local part and pre-release: `2.10.0a0+cu130` is (2, 10)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in found[0].split(".")] if found else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
-
-
 def python() -> Iterator[Finding]:
-    """The interpreter and the packages it finds, without importing any of them."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    fine = sys.version_info[:2] >= MINIMUM_PYTHON
+    """The interpreter and the packages that canzona requires, without importing any of them."""
+    version = platform.python_version()
+    try:
+        about = metadata.metadata(_NAME)
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            group="python",
+            name=_NAME,
+            status="warn",
+            value="not installed as a package",
+            meaning="the versions it requires are not known here",
+            fix=f"{sys.executable} -m pip install --editable FOLDER, with the folder of its pyproject.toml",
+        )
+        return
+    wanted = SpecifierSet(about["Requires-Python"])
+    fine = version in wanted
     yield Finding(
         group="python",
         name="Python",
         status="ok" if fine else "fail",
         value=f"{version}, {sys.executable}",
-        meaning="megatron-core needs 3.12 or newer",
-        fix="" if fine else "install Python 3.12 or newer and set up a new virtual environment with it",
+        meaning=f"megatron-core needs {wanted}",
+        fix="" if fine else f"install Python {wanted} and set up a new virtual environment with it",
     )
-    for name, pin in PINS.items():
-        yield _package(name, pin)
+    requirements = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
+    order = [*_PURPOSES]
+    for requirement in sorted(requirements, key=lambda r: order.index(r.name) if r.name in order else len(order)):
+        if requirement.marker is None or requirement.marker.evaluate():
+            yield package(requirement)
     for name, purpose in _OPTIONAL.items():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = "not installed"
-        yield Finding(group="python", name=name, status="info", value=found, meaning=f"optional, for {purpose}")
+        value = _installed(name) or "not installed"
+        yield Finding(group="python", name=name, status="info", value=value, meaning=f"optional, for {purpose}")
 
 
-def _package(name: str, pin: Pin) -> Finding:
-    fix = f"{sys.executable} -m pip install '{name}{pin.specifier}'"
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return Finding(
-            group="python",
-            name=name,
-            status="fail",
-            value="not installed",
-            meaning=f"needed for {pin.purpose}",
-            fix=fix,
-        )
-    fine = pin.admits(version)
+def admits(requirement: Requirement, version: str) -> bool:
+    """Whether a version satisfies a requirement; a pre-release counts as its release: 2.10.0a0+cu130 is a 2.10."""
+    return requirement.specifier.contains(Version(version).base_version)
+
+
+def package(requirement: Requirement) -> Finding:
+    """Whether a required package is installed in a version that will do."""
+    version, purpose = _installed(requirement.name), _PURPOSES.get(requirement.name, "running canzona")
+    wanted = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the least version first
+    fine = version is not None and admits(requirement, version)
     return Finding(
         group="python",
-        name=name,
+        name=requirement.name,
         status="ok" if fine else "fail",
-        value=version,
-        meaning=f"{pin.purpose} ({pin.specifier})",
-        fix="" if fine else fix,
+        value=version or "not installed",
+        meaning=f"{purpose} ({wanted})",
+        fix="" if fine else f"{sys.executable} -m pip install '{requirement.name}{wanted}'",
     )
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 class TorchProbe:
@@ -147,8 +144,8 @@ class TorchProbe:
             found = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
             last = [line for line in err.splitlines() if line.strip()]
-            return last[-1].strip() if last else f"its process ended with code {code} and said nothing"
-        return found if isinstance(found, dict) else "it answered with something else than findings"
+            return last[-1].strip() if last else f"its process ended with code {code} and no message"
+        return found if isinstance(found, dict) else "its answer cannot be read"
 
     def close(self) -> None:
         """End both processes and remove their folder."""
@@ -175,7 +172,7 @@ def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
             status="fail",
             value=found,
             meaning="no worker can start",
-            fix=f"see the whole error: {sys.executable} -c 'import torch'; then install torch anew",
+            fix=f"see the whole error: {sys.executable} -c 'import torch'; then reinstall torch",
         )
         return
     build = f"CUDA {found['cuda_build']}" if found.get("cuda_build") else "CPU only"
@@ -184,7 +181,7 @@ def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
         name="build",
         status="ok",
         value=f"{found.get('torch')}, {build}",
-        meaning="runs on CPU too" if found.get("cuda_build") else "cannot use GPUs, should there be any",
+        meaning="runs on CPU too" if found.get("cuda_build") else "cannot use GPUs",
     )
     problem = found.get("gloo_error") if found.get("gloo_built") else "torch was built without it"
     yield Finding(

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from canzona_cli.cluster import check_machine, check_software
-from canzona_cli.cluster.detect import gpu_inventory, installed_gpus
 from canzona_cli.cluster.findings import Diagnosis, Finding
+from canzona_cli.cluster.machine import gpu_inventory, installed_gpus
 
 
 def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:

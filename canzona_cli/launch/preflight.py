@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from canzona_cli.cluster.detect import visible_gpus
+from canzona_cli.cluster.machine import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node

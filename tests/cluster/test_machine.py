@@ -1,8 +1,22 @@
-"""Whether a profile was measured on this machine."""
+"""What this machine is, which GPUs CUDA shows of it, and whether a profile was measured on it."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
-from canzona_cli.cluster.machine import fingerprint, machine_facts, profile_gaps, profile_mismatches
+import pytest
+
+from canzona_cli.cluster.machine import (
+    GpuInfo,
+    fingerprint,
+    installed_gpus,
+    machine_facts,
+    profile_gaps,
+    profile_mismatches,
+    read_proc,
+    select,
+)
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.run.machine import cores
 from tests.sizes import CPU, H100
@@ -43,3 +57,59 @@ def test_the_fingerprint_names_no_machine() -> None:
     assert len(fingerprint()) == 8
     assert int(fingerprint(), 16) >= 0
     assert fingerprint() == fingerprint()
+
+
+UUIDS = ("GPU-aaaa1111-0000", "GPU-aaaa2222-0000", "GPU-bbbb3333-0000", "GPU-cccc4444-0000")
+GPUS = tuple(GpuInfo(name="H100", memory_bytes=80 << 30, uuid=uuid) for uuid in UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, (0, 1, 2, 3)),
+        ("", ()),
+        ("-1", ()),
+        ("0", (0,)),
+        ("2,0", (2, 0)),
+        (" 1 , 3 ", (1, 3)),
+        ("0,9,1", (0,)),
+        ("0,-1,1", (0,)),
+        ("NoDevFiles", ()),
+        ("0,0", ()),
+        ("GPU-bbbb3333-0000,0", (2, 0)),
+        ("GPU-b", (2,)),
+        ("GPU-aaaa", ()),
+        ("GPU-dddd", ()),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, expected: tuple[int, ...]) -> None:
+    assert select(GPUS, visible) == tuple(GPUS[index] for index in expected)
+
+
+def test_mig_devices_count_one_each_and_belong_to_their_gpu() -> None:
+    named = select(GPUS, f"MIG-{UUIDS[1]}/1/0,MIG-{UUIDS[1]}/2/0")
+    assert named == (GPUS[1], GPUS[1])
+    assert len(select(GPUS, "MIG-1f2e3d4c,MIG-5b6a7988")) == 2
+    assert select((), "MIG-1f2e3d4c") == ()
+
+
+def test_proc_files(tmp_path: Path) -> None:
+    for address, uuid in (("0000:0f:00.0", "GPU-2"), ("0000:01:00.0", "GPU-1")):
+        folder = tmp_path / address
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t NVIDIA L4\nIRQ:   \t\t 31\nGPU UUID: \t {uuid}\n")
+    assert [gpu.uuid for gpu in read_proc(tmp_path)] == ["GPU-1", "GPU-2"]
+    assert read_proc(tmp_path)[0].name == "NVIDIA L4"
+
+
+def test_this_machine_agrees_with_its_driver() -> None:
+    """Where there is a driver the probes agree with it; where there is none nothing is found and nothing is raised."""
+    expected = len(list(Path("/proc/driver/nvidia/gpus").glob("*/information")))
+    assert len(installed_gpus()) == expected
+
+
+def test_counting_does_not_import_torch() -> None:
+    code = (
+        "import sys, canzona_cli.cluster.machine as machine; machine.visible_gpus(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
