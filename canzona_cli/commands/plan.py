@@ -1,6 +1,9 @@
 """`canzona plan`: who updates which matrix, and how long a step then takes, without torch or a GPU."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +11,7 @@ import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn, write_out
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 
 class Compare(StrEnum):
@@ -45,8 +49,15 @@ def plan(
 ) -> None:
     """Plan which rank updates which matrix: load balance, bound, traffic, memory, simulated step times.
 
-    Unless it is a dry run, the plan is written where `canzona train` finds it.
+    Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe shows every
+    built-in size.
     """
+    if dry_run and not {out, plot, compare, shapes} - {None} and not _names_recipe(overrides or ()):
+        from canzona_cli.report.plan_overview import overview
+
+        sizes = overview(overrides or (), recipes_dir or ())
+        show(sizes.as_json() if json else sizes)
+        return
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.cluster.machine import profile_warnings
@@ -56,7 +67,10 @@ def plan(
     from canzona_cli.planner.planner import plannable
     from canzona_cli.simulate.compare import study_run, with_shapes
 
-    composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
+    try:
+        composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
+    except ConfigError as error:
+        raise ConfigError(*map(_with_hint, error.problems)) from None
     config, notes = plannable(composed.config, composed.explicit)
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=False), *notes))
     _check_places(dry_run, out, plot)
@@ -82,12 +96,19 @@ def plan(
     show(view)
 
 
+def _with_hint(problem: Problem) -> Problem:
+    """Who names no recipe may want to see all sizes."""
+    if problem.key != "recipe" or problem.value is not None:
+        return problem
+    return replace(problem, fix=f"{problem.fix}; or see a plan of every size: canzona plan --dry-run")
+
+
+def _names_recipe(overrides: Sequence[str]) -> bool:
+    return any(override.partition("=")[0].strip() == "recipe" for override in overrides)
+
+
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
     """Check the files before any planning."""
-    from importlib.util import find_spec
-
-    from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-
     problems = []
     if dry_run and out is not None:
         problems.append(

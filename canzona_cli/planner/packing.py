@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 from canzona_cli.model.matrix import Matrix
@@ -273,6 +274,12 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
     T is bisected between the bound so far and twice that. Whatever the bisection
     meets, its lower end has been proven too low for any packing.
     """
+    return _packing_bound(tuple(sorted(costs)), bins)
+
+
+@lru_cache(maxsize=128)
+def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
+    """Cached, for all stages and strategies of a run have the same matrices."""
     bound = simple_bound(costs, bins)
     counts = _coarse(sorted(Counter(costs).items()))
     low, high = bound, 2 * bound

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
@@ -57,6 +58,8 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank, machine and Python process.
 
+    The last few are kept, for whoever chooses a layout has planned it already.
+
     Args:
         shapes: the user's own, planned instead of `config.model` (which is then their `stand_in`).
 
@@ -64,6 +67,11 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
         ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not cut evenly.
         DoesNotFit: no assignment keeps every rank within its memory.
     """
+    return _make_plan(config, layout, shapes)
+
+
+@lru_cache(maxsize=8)
+def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     members = _matrices(config, layout, shapes)
     for careful in (False, True):

@@ -102,6 +102,42 @@ def test_assumptions_are_counted_in_a_line_and_listed_on_request(large: dict[str
     assert all(line in " ".join(listed.stdout.split()) for line in assumptions)
 
 
+def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_path: Path) -> None:
+    result = canzona("plan", "--dry-run", environment={"COLUMNS": "80"}, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout
+    sizes = [line.split()[:2] for line in lines if line.startswith("qwen3-")]
+    assert [name for name, _ in sizes] == [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]
+    last = lines[-1].removeprefix("Look at one: canzona ").split()
+    assert canzona(*last, cwd=tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_without_a_recipe_are_those_of_every_size() -> None:
+    result = canzona("plan", "gpus=8", "optimizer=soap", "--dry-run", "--json")
+    assert result.returncode == 0, result.stderr
+    plans = json.loads(result.stdout)["plans"]
+    assert {(plan["gpus"], plan["optimizer"]) for plan in plans} == {(8, "soap")}
+    assert [plan["recipe"] for plan in plans if not plan["fits"]] == ["qwen3-32b"]
+    one = json.loads(canzona("plan", "recipe=8b", "gpus=8", "optimizer=soap", "--dry-run", "--json").stdout)
+    [same] = [plan for plan in plans if plan["recipe"] == "qwen3-8b"]
+    assert same["load_balance"] == one["load_balance"]["grid"] >= same["lower_bound"]
+    assert same["memory_bytes"] == one["memory"]["per_gpu_bytes"]["total"]
+    assert same["optimizer_s"] == one["strategies"]["canzona"]["optimizer_s"]
+    assert same["optimizer_vs_layerwise"] == one["speedup"]["optimizer_vs_layerwise"] > 1
+    assert same["overhead_over_adamw"] == one["speedup"]["overhead_over_adamw"]
+
+
+def test_without_a_recipe_only_a_dry_run_is_possible(tmp_path: Path) -> None:
+    for arguments in (("plan",), ("plan", "--dry-run", "--compare", "alpha")):
+        result = canzona(*arguments, cwd=tmp_path)
+        assert result.returncode == 2
+        assert "no recipe is given" in told(result)
+        assert "a plan of every size: canzona plan --dry-run" in told(result)
+
+
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     result = canzona_process(
         *SMALL, "--dry-run", environment={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
