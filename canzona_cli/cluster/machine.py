@@ -6,6 +6,7 @@ first entry that names no device hides all that follow it.
 
 import ctypes
 import hashlib
+import os
 import platform
 import re
 from collections.abc import Iterator
