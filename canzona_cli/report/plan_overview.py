@@ -75,8 +75,8 @@ class Overview(Page):
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
-            "GiB: of the fullest GPU; balance: updates of the slowest rank over the mean; bound: the least any plan can "
-            "reach; step: of the optimizer; / lw, / sc: how many times longer it is with layerwise and sc; AdamW: "
+            "GiB: of the fullest GPU; balance: updates of the slowest rank over the mean; bound: the least any plan "
+            "can reach; step: of the optimizer; / lw, / sc: how many times longer it is with layerwise and sc; AdamW: "
             "overhead over its iteration"
         )
         first = self.plans[0].config
