@@ -28,7 +28,7 @@ class Chosen:
     def required(self) -> "Chosen":
         """The same; raises ConfigError when there is none."""
         if not self.found:
-            raise ConfigError(Problem(key=_KEY, value=self.root, reason="there is no checkpoint yet", fix=_FIX))
+            raise ConfigError(Problem(key=_KEY, value=self.root, reason="the run has no checkpoint yet", fix=_FIX))
         return self
 
 
@@ -52,7 +52,9 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
         store = CheckpointStore(path)
         found = store.found()
         if not found and not files.config.exists():
-            raise ConfigError(Problem(key=_KEY, value=where, reason="there is no run and no checkpoint here", fix=_FIX))
+            raise ConfigError(
+                Problem(key=_KEY, value=where, reason="contains neither a run nor a checkpoint", fix=_FIX)
+            )
         return Chosen(root=path if found else files.checkpoints, found=found)
     return Chosen(root=files.checkpoints, found=CheckpointStore(files.checkpoints).found())
 

@@ -219,7 +219,7 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         for rank in range(world_size):
             path, wordless = part_path(partial, rank), _wordless_path(partial, rank)
             if wordless.name in there:
-                raise _rank_failed(partial, rank, "could not write its share, nor why", _FIXES[errno.ENOSPC])
+                raise _rank_failed(partial, rank, "could not write its part, nor the reason", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in there:
                 continue
             parts[rank] = json.loads(path.read_bytes())
@@ -248,8 +248,8 @@ def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
         Problem(
             key="checkpoint",
             value=partial,
-            reason=f"{who} did not write their share, and no file grew for {timeout_s:.0f} s",
-            fix="look into the logs of these ranks, and whether that folder is the same one on every machine",
+            reason=f"{who} did not write their parts, and no file grew for {timeout_s:.0f} s",
+            fix="read the logs of these ranks, and check that every machine sees the same folder",
         )
     )
 
@@ -313,5 +313,5 @@ def _reread(path: Path, stored: StoredFile) -> None:
         os.close(descriptor)
     problem = verify_file(path.parent, path.name, stored)
     if problem is not None:
-        reason = f"the disk gives back something else than was written: {problem.reason}"
+        reason = f"the disk returns other data than was written: {problem.reason}"
         raise SaveFailed(Problem(key="checkpoint", value=path, reason=reason))

@@ -58,10 +58,10 @@ def parse_manifest(text: bytes) -> Manifest:
     """
     first = _FIRST_LINE.match(text)
     if first is None:
-        raise ValueError("damaged: its first line is not that of a checkpoint's manifest")
+        raise ValueError("damaged: its first line does not begin a manifest")
     body = memoryview(text)[first.end() :]
     if hashlib.sha256(body).hexdigest() != first[1].decode():
-        raise ValueError("damaged: its content does not have the hash in its first line")
+        raise ValueError("damaged: its content does not match the hash in its first line")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -78,24 +78,24 @@ def parse_manifest(text: bytes) -> Manifest:
 def _check(manifest: Manifest) -> None:
     """What types do not tell: names stay inside the folder, sizes are sizes, tensors lie in files that are there."""
     if manifest.world_size < 1 or min(asdict(manifest.progress).values()) < 0:
-        raise ValueError("its ranks, steps or samples are negative")
+        raise ValueError("it has a negative number of ranks, steps or samples")
     for name, file in manifest.files.items():
         check_file_name(name)
         if file.bytes < 0 or not _HASH.fullmatch(file.blake3):
-            raise ValueError(f"files.{name}: no size and hash of a file")
+            raise ValueError(f"files.{name}: not a size and a hash")
     held = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         if tensor.file not in held:
-            raise ValueError(f"tensors.{name}: it lies in {tensor.file}, which is not among the files")
+            raise ValueError(f"tensors.{name}: it is in {tensor.file}, which is not among the files")
         if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
-            raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is no type and shape of a tensor")
+            raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a type and shape of a tensor")
         held[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
     for name, wanted in held.items():
         if wanted > manifest.files[name].bytes:
-            raise ValueError(f"files.{name}: smaller than the tensors that are said to lie in it")
+            raise ValueError(f"files.{name}: smaller than the tensors it should contain")
 
 
 def check_file_name(name: str) -> None:
     """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it, or be its manifest."""
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"files.{name!r}: not a name of a file in a checkpoint")
+        raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")

@@ -86,7 +86,7 @@ def route(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Routing:
     transfers: list[PieceTransfer] = []
     for unit, pieces in _holders(holdings).items():
         if sum(piece.elements for piece in pieces) != elements[unit]:
-            raise ValueError(f"{unit} has {elements[unit]} elements, and its pieces do not make them up")
+            raise ValueError(f"{unit} has {elements[unit]} elements, but its pieces do not add up to that")
         held: Counter[int] = Counter()
         for piece, ranks in pieces.items():
             for rank in ranks:

@@ -275,8 +275,8 @@ def _lacking(what: str) -> Problem:
     return Problem(
         key="checkpoint.resume",
         value=what,
-        reason="the checkpoint does not have it, so it is of another model or optimizer",
-        fix="resume with the recipe the run was started with, or start another run: run.dir=DIR",
+        reason="the checkpoint does not have it: it was written by another model or optimizer",
+        fix="resume with the recipe that the run was started with, or start a new run with run.dir=DIR",
     )
 
 

@@ -74,7 +74,7 @@ def write_shard(path: Path, tensors: Mapping[str, Buffer]) -> tuple[StoredFile, 
 
 def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
-        raise ValueError(f"{name}: safetensors knows no type {buffer.dtype}")
+        raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
     wanted = tensor_bytes(buffer.dtype, buffer.shape)
     if buffer.data.nbytes != wanted:
         raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {buffer.data.nbytes}")
@@ -134,7 +134,7 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 <= length <= min(LARGEST_HEADER, os.fstat(file.fileno()).st_size - 8):
-            raise ValueError("it is no safetensors file: its header has no possible length")
+            raise ValueError("not a safetensors file: the length of its header is impossible")
         text = file.read(length)
     try:
         entries = json.loads(text)
@@ -142,10 +142,10 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
         table = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         spans = sorted((*entry["data_offsets"], tensor_bytes(*table[name])) for name, entry in entries.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError("it is no safetensors file: its header cannot be read") from None
+        raise ValueError("not a safetensors file: its header cannot be read") from None
     end = 0
     for start, stop, wanted in spans:
         if start != end or stop - start != wanted:
-            raise ValueError("it is no safetensors file: its tensors overlap or leave gaps")
+            raise ValueError("not a safetensors file: its tensors overlap or leave gaps")
         end = stop
     return table, 8 + length + end

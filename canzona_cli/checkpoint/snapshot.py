@@ -181,8 +181,9 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
         Problem(
             key="optimizer.source",
             value=str(key),
-            reason=f"the optimizer keeps a {type(value).__name__} of {name} under it, and no checkpoint can hold that",
-            fix="keep dense tensors, numbers and text, under names of text other than `master` and without a slash",
+            reason=f"the optimizer keeps a {type(value).__name__} for {name} under this key, "
+            "which a checkpoint cannot store",
+            fix="keep dense tensors, numbers or text, under text keys without a slash and other than `master`",
         )
     )
 

@@ -159,7 +159,7 @@ def judge(name: str, path: Path) -> Found:
     """A checkpoint by its manifest and the sizes of its files."""
     step = step_of(name) or 0
     if path.is_symlink():
-        problem = Problem(key=name, reason="a link; give its target's path to use it")
+        problem = Problem(key=name, reason="is a symbolic link; give the path of its target to use it")
         return Found(name=name, step=step, path=path, manifest=None, problems=(problem,))
     try:
         return Found(name=name, step=step, path=path, manifest=read_manifest(path))
@@ -191,7 +191,7 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
         return _usable(named[resume])
     path = Path(resume).expanduser()
     if not path.is_dir():
-        reason = "there is no such folder, and it is no checkpoint's name"
+        reason = "is neither a folder nor the name of a checkpoint"
         raise ConfigError(_nothing(resume, reason, _there(store)))
     path = path.resolve()
     if (path / MANIFEST).exists() or step_of(path.name) is not None:

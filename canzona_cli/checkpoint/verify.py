@@ -103,7 +103,7 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
         differing = sorted(key for key in held.keys() | said.keys() if held.get(key) != said.get(key))
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            reason = f"its tensors are not those of the manifest: {differing[0]}{more}"
+            reason = f"its tensors differ from the manifest's: {differing[0]}{more}"
             problems.append(_problem(folder, name, reason))
         elif size != manifest.files[name].bytes:
             problems.append(_problem(folder, name, "there are bytes behind its tensors"))
@@ -119,7 +119,7 @@ def shortened(problems: Sequence[Problem]) -> list[Problem]:
     """The first few, and how many more there are."""
     kept = list(problems[:_MOST_PROBLEMS])
     if len(problems) > len(kept):
-        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} further files"))
+        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} more files"))
     return kept
 
 
@@ -154,7 +154,7 @@ def _parsed(folder: Path) -> Manifest:
         manifest = parse_manifest(_read_small(folder / MANIFEST))
         if step_of(folder.name) in (None, manifest.progress.step):
             return manifest
-        reason = f"it is of step {manifest.progress.step}: the folder has been renamed"
+        reason = f"it was saved at step {manifest.progress.step}: the folder has been renamed"
     except FileNotFoundError:
         reason = "missing" if folder.is_dir() else "there is no such checkpoint"
     except OSError as error:
@@ -167,7 +167,7 @@ def _parsed(folder: Path) -> Manifest:
 def _read_small(path: Path) -> bytes:
     with open(_open(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
-            raise ValueError(f"larger than the {LARGEST >> 20} MiB that are read of a manifest")
+            raise ValueError(f"larger than {LARGEST >> 20} MiB, the most a manifest may have")
         return file.read()
 
 

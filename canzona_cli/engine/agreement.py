@@ -62,7 +62,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             key="optimizer.source",
             value=source,
             reason=str(error),
-            fix="its class is called with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, and its "
+            fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
     everyone: list[Problem | None] = [None] * world.world_size
@@ -77,7 +77,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Problem | None:
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
-        return Problem(key="plan", reason="there is none, and strategies canzona and asc execute one", fix=fix)
+        return Problem(key="plan", reason="there is no plan, and strategies canzona and asc need one", fix=fix)
     planned, found = plan.subject.layout, Mesh.of(world.layout)
     for name in ("tp", "pp", "cp", "dp"):
         here, there = getattr(found, name), getattr(planned, name)
@@ -85,7 +85,7 @@ def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Pro
             return Problem(
                 key="plan",
                 value=plan.name,
-                reason=f"it is for {name} = {there}, these ranks have {name} = {here}",
+                reason=f"it was made for {name} = {there}, but these ranks have {name} = {here}",
                 fix=fix,
             )
     try:
@@ -103,12 +103,12 @@ def _disagreement(plan: Plan | None, everyone: list[tuple[str | None, Problem | 
     torch.distributed.all_gather_object(contents, plan.content())
     first, second = Plan.from_content(contents[0]), Plan.from_content(contents[other])
     difference = first_difference(first, second)
-    told = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    found = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [
         Problem(
             key="plan",
             value=f"{first.name} and {second.name}",
-            reason=f"ranks 0 and {other} have different plans; they differ first in {told}",
+            reason=f"ranks 0 and {other} have different plans; the first difference is {found}",
             fix="give every machine the same canzona version and the same run directory",
         )
     ]

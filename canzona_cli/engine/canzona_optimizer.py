@@ -134,6 +134,6 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
                 key="gradients",
                 value="not finite",
                 reason=f"{found}; no weight has changed",
-                fix="lower optimizer.lr or look at the data of this step; train.non_finite=skip leaves such steps out",
+                fix="lower optimizer.lr, or look at the data of this step; train.non_finite=skip skips such steps",
             )
         ]

@@ -109,7 +109,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
                 continue
             whole = weight_of(name, shape)
             if whole is None:
-                raise RuntimeError(f"no initialisation is known for parameter {name}")
+                raise RuntimeError(f"parameter {name} has no known initialisation")
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
             fragments = [
                 _draw(key, (rows, whole.cols), std, seed, param.device).chunk(tp, dim=whole.shard_dim)[rank]

@@ -138,9 +138,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             Problem(
                 key="gradients",
                 value="missing",
-                reason=f"backward made none for {names}, so the reduction of their bucket never started",
-                fix="every trainable parameter has to take part in every step; parallel.overlap_grad_reduce=false "
-                "counts missing gradients as zero",
+                reason=f"backward produced none for {names}, so the reduction of their bucket never started",
+                fix="make every trainable parameter take part in every step, or use "
+                "parallel.overlap_grad_reduce=false, which counts missing gradients as zero",
             )
         )
 

@@ -62,7 +62,7 @@ def initialize(layout: Layout, device: Device, *, seed: int, timeout_minutes: fl
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
-        raise RuntimeError(f"torchrun started {world_size} ranks, the layout is for {layout.world_size}")
+        raise RuntimeError(f"torchrun started {world_size} ranks, but the layout needs {layout.world_size}")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -120,7 +120,7 @@ def load_shapes(path: Path) -> ModelShapes:
                 key="--shapes",
                 value=str(path),
                 reason="is not a mapping of names to values",
-                fix="it begins like `name: my-model`, then hidden_size, embedding, output, layers and matrices",
+                fix="start it with `name: my-model`, then give hidden_size, embedding, output, layers and matrices",
             )
         )
     reader = _Reader(where=path.name)
@@ -187,11 +187,11 @@ class _Reader:
             self._known(entry, _MATRIX, at)
             name = self._text(entry, "name", at)
             if name in names:
-                self._wrong(f"{at}name", name, "is the name of two matrices of one layer")
+                self._wrong(f"{at}name", name, "is the name of two matrices in one layer")
             names.add(name)
             shard = self._text(entry, "shard", at)
             if shard and shard not in _SHARDS:
-                self._wrong(f"{at}shard", shard, "is none of rows, cols, none")
+                self._wrong(f"{at}shard", shard, "must be rows, cols or none")
             rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
             copies = self._number(entry, "count", at, least=1, default=1)
             for copy in range(copies):

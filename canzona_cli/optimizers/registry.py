@@ -52,7 +52,7 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
         classes = [key for key, value in vars(module).items() if _is_optimizer(value)]
         raise UnusableOptimizer(f"{place} has no {name}; {_nearest(name, classes, 'it has no optimizer class')}")
     if not _is_optimizer(found):
-        raise UnusableOptimizer(f"{source} is no subclass of torch.optim.Optimizer, but {_describe(found)}")
+        raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(found)}")
     kind: type[torch.optim.Optimizer] = found
     return kind
 
@@ -73,9 +73,9 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> 
     try:
         optimizer = make(params)
     except Exception as error:
-        raise UnusableOptimizer(f"it cannot be made of 2-D parameters: {_words(error)}") from error
+        raise UnusableOptimizer(f"it cannot be constructed with 2-D parameters: {_words(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnusableOptimizer(f"it is no torch optimizer, but {_describe(optimizer)}")
+        raise UnusableOptimizer(f"it is not a torch optimizer but {_describe(optimizer)}")
     needed = _required_arguments(optimizer)
     if needed:
         raise UnusableOptimizer(f"its step() needs {', '.join(needed)}; canzona calls step() without arguments")
@@ -131,8 +131,8 @@ def _from_file(path: Path) -> ModuleType:
 def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
     package = place.partition(".")[0]
     if package not in allow:
-        listed = f"allowed are {', '.join(allow)}" if allow else "none is"
-        raise UnusableOptimizer(f"{place} is of package {package}, which is not allowed to be loaded ({listed})")
+        listed = f"optimizer.allow lists {', '.join(allow)}" if allow else "optimizer.allow is empty"
+        raise UnusableOptimizer(f"{place} belongs to package {package}, which may not be loaded ({listed})")
     try:
         return importlib.import_module(place)
     except Exception as error:

@@ -99,7 +99,7 @@ def test_ranks_that_never_write_are_named_after_the_timeout(root: Path) -> None:
     partial = begin(root, 30)
     write_part(partial, 1, shard(1, 30))
     error = raised(lambda: finish(partial, RANKS, header(30), TEXTS, 0.1))
-    assert error.problems[0].reason == "ranks 0, 2 did not write their share, and no file grew for 0 s"
+    assert error.problems[0].reason == "ranks 0, 2 did not write their parts, and no file grew for 0 s"
     assert os.listdir(root) == []
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_lost_bytes_since_its_rank_wrote_it_is_noticed(root: Path) -
 def test_a_text_cannot_land_anywhere_else(root: Path, name: str) -> None:
     partial = begin(root, 30)
     write_part(partial, 0, shard(0, 30))
-    with pytest.raises(ValueError, match="not a name"):
+    with pytest.raises(ValueError, match="not a valid file name"):
         finish(partial, 1, header(30), {name: ""}, 5.0)
     assert os.listdir(root) == []
 

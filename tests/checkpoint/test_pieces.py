@@ -52,5 +52,5 @@ def test_a_unit_is_written_where_most_of_it_lies_and_everything_has_one_writer()
 
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
     fields = {"u": ("master",)}
-    with pytest.raises(ValueError, match="do not make them up"):
+    with pytest.raises(ValueError, match="do not add up to that"):
         route([Holding(wholes=(), pieces=(_piece(0, 90),), fields=fields)], {"u": 100})

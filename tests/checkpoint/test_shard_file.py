@@ -82,7 +82,7 @@ def test_data_longer_than_one_write_is_whole_and_the_order_of_tensors_does_not_m
     ("wrong", "said"),
     [
         (buffer("F32", (3,), bytes(11)), "has 12 bytes, not 11"),
-        (buffer("C64", (1,), bytes(8)), "knows no type C64"),
+        (buffer("C64", (1,), bytes(8)), "has no type C64"),
         (Buffer(dtype="F32", shape=(2,), data=memoryview(bytes(8)).cast("H")), "not a flat view of bytes"),
     ],
 )
@@ -125,5 +125,5 @@ def file_of(entries: object, data: bytes = b"") -> bytes:
 )
 def test_what_is_no_such_file_is_an_error_in_words(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         read_table(tmp_path / "x")

@@ -60,8 +60,8 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -
     assert [found.sound for found in store.found()] == [True, False, False, False]
     assert [found.problems[0].reason for found in store.found()[1:]] == [
         "cannot be read: Not a directory",
-        "a link; give its target's path to use it",
-        "it is of step 20: the folder has been renamed",
+        "is a symbolic link; give the path of its target to use it",
+        "it was saved at step 20: the folder has been renamed",
     ]
 
 

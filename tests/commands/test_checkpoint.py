@@ -150,9 +150,9 @@ def test_settings_that_are_not_those_of_the_manifest_are_not_read(run: Path) -> 
     ("arguments", "said"),
     [
         (["list", "nosuch"], "there is no such directory"),
-        (["list", "empty"], "there is no run and no checkpoint here"),
-        (["verify", "new"], "there is no checkpoint yet"),
-        (["show", "new"], "there is no checkpoint yet"),
+        (["list", "empty"], "contains neither a run nor a checkpoint"),
+        (["verify", "new"], "the run has no checkpoint yet"),
+        (["show", "new"], "the run has no checkpoint yet"),
         (["show", "new/checkpoints/step-00000010"], "there is no such checkpoint"),
         (["list"], "no run has been saved under runs"),
     ],

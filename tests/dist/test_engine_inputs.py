@@ -48,9 +48,9 @@ def _refusals(config: RunConfig, layout: Layout, plan_of: Callable[[int], Plan |
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (TP1_DP4, "it is for tp = 1, these ranks have tp = 2"),
-        (TP2_PP2, "it is for pp = 2, these ranks have pp = 1"),
-        (("gpus=2", "parallel.tp=2", "parallel.pp=1"), "it is for dp = 1, these ranks have dp = 2"),
+        (TP1_DP4, "it was made for tp = 1, but these ranks have tp = 2"),
+        (TP2_PP2, "it was made for pp = 2, but these ranks have pp = 1"),
+        (("gpus=2", "parallel.tp=2", "parallel.pp=1"), "it was made for dp = 1, but these ranks have dp = 2"),
         (
             (*TP2_DP2, "model.num_layers=1"),
             "decoder.layers.1.self_attention.linear_proj.weight: planned nothing, found a matrix of shape (64, 64)",

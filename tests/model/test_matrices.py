@@ -205,7 +205,7 @@ blocks:
         (("embedding: 98304", "embedings: 98304"), "embedding: has no value"),
         (("embedding: 98304", "embedings: 98304"), "embedings: is not one of"),
         (("layers: 4", "layers: 0"), "layers: must be at least 1"),
-        (("shard: cols", "shard: columns"), "matrices.0.shard: is none of rows, cols, none"),
+        (("shard: cols", "shard: columns"), "matrices.0.shard: must be rows, cols or none"),
         (("rows: 128", "rows: -1"), "matrices.2.rows: must be at least 1"),
         (("name: up", "name: gate"), "matrices.5.name: is the name of two matrices"),
         (("matrices:", "matrices: []\nunused:"), "matrices: is not a list of matrices"),
