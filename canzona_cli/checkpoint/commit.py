@@ -1,8 +1,9 @@
 """A checkpoint becomes visible whole or not at all.
 
-Every rank writes into a hidden folder beside the checkpoints, and says so in a part file there; rank 0 waits for all
-parts, adds the manifest, and renames the folder. Ranks meet through these files alone: no collective runs beside the
-training's own. At every moment, killed or not, the store holds the old checkpoints, or them and the new one, whole.
+Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done. Rank 0
+waits for all parts, adds the manifest, and renames the folder. Ranks meet through these files alone: no collective runs
+alongside the training's own. At every moment, killed or not, the store holds the old checkpoints, or them and the new
+one, whole.
 """
 
 import errno
@@ -124,7 +125,7 @@ def finish(
     Args:
         partial: what `begin` made.
         world_size: ranks that call `write_part`.
-        header: what the manifest says beside its tables.
+        header: what the manifest contains besides its tables.
         texts: further files, by name: `config.yaml`, `layout.json`, `plan.json`.
         timeout_s: seconds to wait while no file of any rank grows.
         reread: also read the small files back; the ranks read back their own.

@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a manifest says beside its tables."""
+    """What a manifest contains besides its tables."""
 
     progress: Progress
     optimizer: str
@@ -78,11 +78,11 @@ class Manifest(Header):
     """All files but the manifest itself."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    """State that is no tensor, by name as tensors are: `layers.3.q/step`."""
+    """State other than tensors, by name as tensors are: `layers.3.q/step`."""
 
     @property
     def bytes(self) -> int:
-        """Of all files but the manifest itself."""
+        """Size of all files but the manifest itself."""
         return sum(file.bytes for file in self.files.values())
 
 
@@ -93,7 +93,7 @@ class Buffer:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    """Of unsigned bytes."""
+    """Unsigned bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ _MEGATRON = "megatron."
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Of torch on host and device, Megatron's tracker, Python and numpy. On the host."""
+    """States of torch on host and device, Megatron's tracker, Python and numpy, as host tensors."""
     version, words, gauss = random.getstate()
     assert version == _PYTHON_VERSION
     found = {

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a run of any layout, strategy or plan: everybody reads what it updates, and nothing else.
+"""Loads a checkpoint into a run of any layout, strategy or plan: each rank reads what it updates, and nothing else.
 
 Weights are made from masters by the very path an update takes: rounded, sent to the tensor-parallel ranks, gathered
 over the data-parallel ones.
@@ -28,7 +28,7 @@ from canzona_cli.model.geometry import Block, stored_blocks
 from canzona_cli.model.matrix import Matrix
 
 ELEMENTWISE = ("adamw", "muon")
-"""Optimizers all of whose state is about single elements, so that it can be cut and put together differently."""
+"""Optimizers whose state is elementwise, so that it can be cut and put together differently."""
 
 
 def verify_together(world: World, folder: Path) -> Manifest:
@@ -86,7 +86,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
 
 
 def _refuse_together(world: World, problems: list[Problem]) -> None:
-    """Raise CheckpointInvalid on all ranks if any of them has problems, each told once. Collective."""
+    """Raise CheckpointInvalid on all ranks if any of them has problems, each problem once. Collective."""
     everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
     torch.distributed.all_gather_object(everyone, problems)
     if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}:
@@ -127,7 +127,7 @@ class Reader:
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
-        """Of what is stored under a name; nothing where there is no such name."""
+        """Scalars stored under a name; none if there is no such name."""
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
@@ -169,7 +169,7 @@ class Reader:
         return float(found) if isinstance(found, int | float) else None
 
     def scalars(self, name: str) -> dict[str, Scalar]:
-        """State that is no tensor, by key."""
+        """State other than tensors, by key."""
         return self._scalars.get(name, {})
 
     def random_states(self, world: World) -> dict[str, torch.Tensor]:
@@ -257,7 +257,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
 
 
 def _from_units(matrix: Matrix, reader: Reader) -> dict[str, torch.Tensor]:
-    """Of a matrix that was cut otherwise when it was saved."""
+    """State of a matrix that was split differently when it was saved."""
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}

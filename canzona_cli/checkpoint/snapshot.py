@@ -191,7 +191,7 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
 def _describe(
     wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]
 ) -> tuple[Holding, dict[tuple[Piece, str], torch.Tensor], dict[str, float]]:
-    """What the other ranks are told, this rank's data by piece and field, and the steps its units have made."""
+    """What the other ranks learn, this rank's data by piece and field, and the steps its units have made."""
     local: dict[tuple[Piece, str], torch.Tensor] = {}
     fields: dict[str, tuple[str, ...]] = {}
     steps: dict[str, float] = {}

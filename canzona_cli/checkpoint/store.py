@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which is the newest, which go, and which one a run goes on from."""
+"""The checkpoints of a run: which exist, which is the newest, which are removed, and which one a run resumes from."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ class CheckpointStore:
         for name, path in reversed(self._paths().items()):
             step = step_of(name)
             if usable < keep:
-                # Only those that count are read; a damaged one is no reason to remove an older one that is whole.
+                # Only those that count are read; a damaged one must not cause the removal of an older, sound one.
                 usable += judge(name, path).sound
             elif keep_every is None or step is None or step % keep_every:
                 _remove(path, removed_path(self.root / name))

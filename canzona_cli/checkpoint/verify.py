@@ -47,7 +47,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         The manifest, and a problem for every file that is not as the manifest says.
 
     Raises:
-        CheckpointInvalid: there is no sound manifest, so that nothing is known of the files.
+        CheckpointInvalid: there is no sound manifest, so nothing is known about the files.
     """
     manifest = _parsed(folder)
     given_up = Event()
@@ -85,7 +85,7 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
 
 
 def size_problems(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Files that are missing, are no plain files, or have another size than the manifest says."""
+    """Files that are missing, are not plain files, or differ in size from the manifest."""
     wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
     return [_problem(folder, name, reason) for name, reason in wrong.items() if reason is not None]
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: Megatron's AdamW for what is no matrix, a `MasterOptimizer` for the matrices."""
+"""The optimizer of a run: a `MasterOptimizer` for the matrices, Megatron's AdamW for everything else."""
 
 import math
 
@@ -114,7 +114,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """The parameters with non-finite gradients on all ranks, told on every rank. Collective."""
+        """The parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._model)
         )

@@ -19,7 +19,7 @@ from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, flops
 
 _OURS = __name__.partition(".")[0]
-"""This package, whose optimizers need nobody's consent."""
+"""This package: its optimizers need no consent."""
 
 _log = logging.getLogger(__name__)
 

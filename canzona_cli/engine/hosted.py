@@ -70,7 +70,7 @@ class HostedGroup:
         self._grad_pack = _packed(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
         # Gradients in: message and own parameter to the whole.
         self._grads: list[torch.Tensor] = []
-        """Of the hosted matrices, fp32 (rows, columns)."""
+        """Gradients of the hosted matrices, fp32 (rows, columns)."""
         self._grad_unpack: list[_Copy] = []
         self._in_place: list[torch.Tensor] = []
         self._bind_gradients(scratch)
@@ -115,10 +115,12 @@ class HostedGroup:
         """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
-        # Flags are asked for after the step, when another group's message may lie where they came in.
-        self._told = torch.ones(len(arriving), dtype=weights.receive.dtype, device=self._wiring.device)
-        self._told_at = torch.tensor([place for _, place in arriving], dtype=torch.int64, device=self._wiring.device)
-        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._told.unbind(), strict=True)]
+        # Copied: flags are read after the step, when another group's message may have overwritten the buffer.
+        self._flags = torch.ones(len(arriving), dtype=weights.receive.dtype, device=self._wiring.device)
+        self._flag_places = torch.tensor(
+            [place for _, place in arriving], dtype=torch.int64, device=self._wiring.device
+        )
+        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._flags.unbind(), strict=True)]
         flags = {m.index: flag for m, flag in self._flag_receives}
         self._weight_unpack = [
             (flags[parcel.matrix.index], _Copy(weight, _at(weights.receive, parcel.offset, weight)))
@@ -172,7 +174,7 @@ class HostedGroup:
         with self._wiring.timer.phase(self._moving):
             self._finish(self._weights)
             if self._weights.route.travels and self._flag_receives:
-                torch.index_select(self._weights.receive, 0, self._told_at, out=self._told)
+                torch.index_select(self._weights.receive, 0, self._flag_places, out=self._flags)
             for flag, copy in self._weight_unpack:
                 self._write(copy, flag)
 

@@ -55,7 +55,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
-        """Of the last step: updates that something had to be done about, each counted on one rank. On the device."""
+        """Updates of the last step that needed a fallback, each counted on one rank; a scalar on the device."""
 
     @abstractmethod
     def repair(self) -> None:
@@ -68,7 +68,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @property
     @abstractmethod
     def exchange_bytes(self) -> int:
-        """Of message buffers and gradient scratch."""
+        """Bytes of message buffers and gradient scratch."""
 
     def set_gradient_scale(self, scale: float) -> None:
         """What the next step multiplies gradients by: the clipping coefficient."""
@@ -81,7 +81,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
-        """Of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        """Those of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
         return [
             params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups
         ]
@@ -99,7 +99,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """Of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own, "group": what it
+        """State of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own, "group": what it
         counts for all matrices together}."""
         self.repair()
         found: dict[str, object] = {}

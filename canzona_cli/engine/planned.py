@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class PlannedOptimizer(MasterOptimizer):
     """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
 
-    A host keeps the fp32 master and all optimizer state of the matrices it hosts; nobody else has any.
+    A host keeps the fp32 master and all optimizer state of the matrices it hosts; no other rank has any.
 
     Args:
         plan: whose groups of this rank's stage and owner are executed, in their order.
@@ -111,11 +111,11 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Of the last step and the matrices hosted here: updates that were not finite, and what their optimizers had to
-        do otherwise. A count on the device."""
-        told = torch.tensor(float(self._fallbacks.take()), device=self._wiring.device)
+        """How many updates of matrices hosted here were not finite in the last step, or needed their optimizer's
+        fallback; a scalar on the device."""
+        count = torch.tensor(float(self._fallbacks.take()), device=self._wiring.device)
         counts = [torch.isfinite(group.finite).logical_not().sum() for group in self.groups if group.hosted]
-        return told + torch.stack(counts).sum() if counts else told
+        return count + torch.stack(counts).sum() if counts else count
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -160,7 +160,7 @@ class PlannedOptimizer(MasterOptimizer):
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
         """Masters of `matrices` from the model's weights; every TP rank calls it with the same ones that travel."""
         fragments, masters, rank = self._wiring.fragments, self._wiring.masters, self._wiring.rank
-        # A few at a time: this needs memory beside the pipeline's own.
+        # A few at a time: this needs memory on top of the pipeline's own.
         for batch in _runs(matrices, BATCH_BYTES // 4):
             route = self._to_hosts(batch)
             exchange = AllToAll(
@@ -216,7 +216,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     @property
     def exchange_bytes(self) -> int:
-        """Of message buffers and gradient scratch."""
+        """Bytes of message buffers and gradient scratch."""
         return self._gradients.bytes + self._weights.bytes + self._scratch.nbytes
 
     @torch.no_grad()

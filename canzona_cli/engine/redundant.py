@@ -35,7 +35,7 @@ class FragmentGather:
 
     @property
     def bytes(self) -> int:
-        """Of the messages."""
+        """Size of the messages."""
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
@@ -130,7 +130,7 @@ class RedundantOptimizer(MasterOptimizer):
         super().__init__(adamw_settings(config), model, wiring.masters, wiring.device)
         self._matrices, self._wiring, self._fallbacks = matrices, wiring, fallbacks
         self._gathering = FragmentGather(wiring, matrices)
-        # Every rank falls back alike; one of them counts.
+        # Every rank does the same fallbacks; one of them counts.
         self._counts = world.tp_rank == 0 and world.owner == 0
         copied = [matrix.elements for matrix in matrices if not self._gathering.spared(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
@@ -157,8 +157,8 @@ class RedundantOptimizer(MasterOptimizer):
             group.publish()
 
     def fallbacks(self) -> torch.Tensor:
-        told = self._fallbacks.take()
-        return torch.tensor(float(told if self._counts else 0), device=self._device)
+        count = self._fallbacks.take()
+        return torch.tensor(float(count if self._counts else 0), device=self._device)
 
     def repair(self) -> None:
         """Nothing is put back."""

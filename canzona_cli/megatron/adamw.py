@@ -1,4 +1,4 @@
-"""AdamW for what is no matrix: Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its plain
+"""AdamW for everything that is not a matrix: Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its plain
 mixed-precision (or fp32) optimizer where every rank updates everything."""
 
 from megatron.core.distributed import DistributedDataParallel

@@ -68,7 +68,7 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
     """`Tensor.type()` as Megatron expects it.
 
     Its optimizers sort parameters by type *name* (`'torch.cuda.FloatTensor'`). Only callers inside Megatron are
-    told so; everybody else hears the truth.
+    told so; all other callers get the truth.
     """
 
     @functools.wraps(original)

@@ -57,7 +57,7 @@ class Held:
 
     @property
     def step(self) -> float | None:
-        """Steps it has made; None where nobody counts."""
+        """Steps it has made; None if no optimizer counts them."""
         found = self.state.get("step", self.group.get("step"))
         if isinstance(found, torch.Tensor):
             return float(found.item())

@@ -29,7 +29,7 @@ def watcher_for(device: torch.device) -> Watcher:
 
 
 class HostWatcher:
-    """For gloo, whose threads say when a collective is done; nobody has to look.
+    """For gloo, whose threads say when a collective is done; no polling is needed.
 
     A reduce-scatter says nothing before it is waited for. Its span ends with that wait, an upper bound.
     """

@@ -39,7 +39,7 @@ class Band:
     """Rows of a parameter that belong to one unit."""
 
     kind: Kind
-    """Of the unit; other for a vocabulary, whose unit has the parameter's name."""
+    """Kind of that unit; other for a vocabulary, whose unit has the parameter's name."""
     rows: int
     """In one repeat, over all TP ranks."""
 
@@ -51,7 +51,7 @@ class Weight:
     name: str
     """In the whole model; below its layer in what `layer_weights` returns."""
     kind: Kind
-    """Of the matrix it is as a whole."""
+    """Kind of the matrix that all parts are together."""
     parts: tuple[Band, ...]
     cols: int
     repeats: int = 1
@@ -168,7 +168,7 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
 
 
 def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
-    """Of a whole unit."""
+    """Shape of a whole unit."""
     if unit in (EMBEDDING, OUTPUT):
         return model.vocab_size, model.hidden_size
     name = _layer_of(unit)[1]

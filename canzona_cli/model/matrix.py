@@ -1,4 +1,4 @@
-"""A matrix: what a matrix-based optimizer updates as one, and where in the model it stands."""
+"""A matrix: what a matrix-based optimizer updates as one, and its place in the model."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -5,7 +5,7 @@
     embedding: 524288000       # elements
     output: 524288000          # elements of the output layer; 0 where it shares the embedding
     layers: 32
-    other: 8192                # elements of a layer that are no matrix: norms, biases, routers
+    other: 8192                # elements of a layer outside of its matrices: norms, biases, routers
     matrices:                  # of one layer, in the order the model registers them
       - {name: proj, rows: 4096, cols: 4096, shard: cols}
       - {name: q, rows: 4096, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
@@ -14,7 +14,7 @@
 
 `shard` is what tensor parallelism cuts: rows, cols or none. Matrices of one `unit` keep one owner (by default each has
 its own); `count: 8` stands for eight matrices of one shape. Where layers differ, `blocks:` is a list of consecutive
-ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may tell how attention looks.
+ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may describe its attention.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": Non
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
 _MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
 _HEAD_DIM = 128
-"""Of a model that does not say."""
+"""For a model that does not give one."""
 
 
 @dataclass(frozen=True, kw_only=True)

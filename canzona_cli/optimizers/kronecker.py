@@ -14,7 +14,7 @@ Side = Literal["L", "R"]
 """L: rows, from G G^T. R: columns, from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
 OnFallback = Callable[[torch.Tensor, str], None]
-"""Told the matrix, and in words what failed and what was used instead."""
+"""Called with the matrix, and a text on what failed and what was used instead."""
 
 
 class KroneckerOptimizer(MatrixOptimizer):
@@ -53,7 +53,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a period of
                 them, when (steps it has made + offset) is a multiple of the period. No sooner: after one step SOAP's
                 second moment is rounding off the diagonal, and a new basis would turn the first moment onto that.
-            on_fallback: Told when a decomposition failed.
+            on_fallback: Called when a decomposition failed.
             precision: Of products; decompositions are fp32 always.
             workspace: Scratch to share with other optimizers.
 

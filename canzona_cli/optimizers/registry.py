@@ -41,7 +41,7 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
 
     Raises:
         UnusableOptimizer: No such file, module or class; a package that `allow` does not name; code that fails when it
-            is loaded; or something that is no torch optimizer class.
+            is loaded; or something that is not a torch optimizer class.
     """
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -119,7 +119,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # what the file imports may lie beside it; last, so that it hides nothing else
+        sys.path.append(folder)  # what the file imports may be next to it; last, so that it hides nothing else
     try:
         spec.loader.exec_module(module)
     except Exception as error:
