@@ -99,8 +99,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """State of the matrices updated here, whole, by name: {"master": fp32, "state": the optimizer's own, "group": what it
-        counts for all matrices together}."""
+        """State of the matrices updated here, whole, by name.
+
+        Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices together.
+        """
         self.repair()
         found: dict[str, object] = {}
         for group in self.groups:

@@ -1,5 +1,8 @@
-"""AdamW for everything that is not a matrix: Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its plain
-mixed-precision (or fp32) optimizer where every rank updates everything."""
+"""AdamW for everything that is not a matrix.
+
+Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its plain mixed-precision (or fp32) optimizer
+where every rank updates everything.
+"""
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
