@@ -83,7 +83,7 @@ class BreakdownView(Page):
         if width >= 110 and self.breakdown.ranks:
             found.append("slowest")
         found.append("share")
-        return [*found, "bar"] if self._bar_width(width, found) >= 8 else found
+        return [*found, "bar"] if self._bar_width(width, found) >= 10 else found
 
     def _bar_width(self, width: int, columns: list[str]) -> int:
         """What the other columns leave: at most this much each with the gap, enough for times of six digits."""
