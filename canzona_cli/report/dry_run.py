@@ -22,7 +22,7 @@ from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
-"""Stands for the start time in the name of a run directory that does not exist yet."""
+"""In place of the start time, in the name of a run directory that does not exist yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class DryRun(Page):
     def _memory(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
-        # What a person sees in `top` is the whole process; on a GPU the reserve is just room left free.
+        # `top` shows the whole process; on a GPU the reserve is just room left free.
         beside = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
@@ -81,12 +81,12 @@ class DryRun(Page):
     def _notes(self) -> Iterator[str]:
         if node_count(self.config) > 1:
             if "OMP_NUM_THREADS" in self.command.environment:
-                yield "The numbers of threads are for this machine's cores; `canzona train` there counts its own."
+                yield "The numbers of threads fit this machine's cores; `canzona train` on the others counts theirs."
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
-                yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, one number per machine: cluster.node_rank."
+                yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, a different number on each machine: cluster.node_rank."
             if not self.command.environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
-                yield "GLOO_SOCKET_IFNAME is this machine's way to machine 0; `canzona train` elsewhere finds its own."
+                yield "GLOO_SOCKET_IFNAME is this machine's interface to machine 0; elsewhere `canzona train` finds its own."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
                 yield "GLOO_SOCKET_IFNAME, the interface that leads to machine 0, is found on each machine."
                 yield (
@@ -94,7 +94,7 @@ class DryRun(Page):
                     "cluster.rdzv_endpoint."
                 )
         if self.config.run.dir is None:
-            yield f"{RUN_DIR_TIME} is the time of the start; run.dir sets the whole name."
+            yield f"{RUN_DIR_TIME} is the start time; run.dir sets the whole name."
         yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
 
 

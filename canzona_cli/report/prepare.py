@@ -1,4 +1,4 @@
-"""What `canzona data prepare` shows: a progress bar on a terminal, lines when piped, and what was made at the end."""
+"""What `canzona data prepare` shows: a progress bar on a terminal, lines when piped, and the result at the end."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _KEPT_NAMES = 3
 
 @contextmanager
 def preparation_progress() -> Iterator[OnProgress]:
-    """Shows how far a build is, on standard error, so that standard output holds the result alone."""
+    """Shows how far a build is, on standard error: standard output has only the result."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield _lines(console)
@@ -38,7 +38,7 @@ def preparation_progress() -> Iterator[OnProgress]:
         def show(progress: BuildProgress) -> None:
             if clock.is_new(progress):
                 bar.reset(task, description=progress.stage)
-            # Set directly: `update` takes a total of None for "as before", not for "unknown".
+            # Set directly: to `update`, a total of None means "as before", not "unknown".
             bar.tasks[task].total = None if _is_learning(progress) else progress.total
             bar.update(task, completed=progress.done, facts=_facts(progress, clock.bytes_per_s(progress)))
 
@@ -46,7 +46,7 @@ def preparation_progress() -> Iterator[OnProgress]:
 
 
 class _Clock:
-    """When the present stage began, and from where."""
+    """When the current stage began, and at which byte."""
 
     def __init__(self) -> None:
         self.stage = ""
@@ -60,7 +60,7 @@ class _Clock:
         return True
 
     def bytes_per_s(self, progress: BuildProgress) -> float:
-        """Since the stage's first sign of life; 0 at that very moment."""
+        """Since the stage began; 0 at that moment."""
         return (progress.done - self.done) / max(time.monotonic() - self.began, 1e-3)
 
 
@@ -96,12 +96,12 @@ def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
 
 
 def _is_learning(progress: BuildProgress) -> bool:
-    """Whether the sample is read, and what follows shows no progress of its own."""
+    """Whether the sample has been read; what follows reports no progress."""
     return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 
 def print_prepared(built: Built) -> None:
-    """Print what a build made, what it left out, and how to train on it."""
+    """Print what a build made, what it skipped, and how to train on it."""
     console = Console(highlight=False)
     made = built.sidecar
     per_token = made.text_bytes / made.tokens
@@ -122,9 +122,9 @@ def print_prepared(built: Built) -> None:
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     command = train_command(built)
     if "train.eval_interval=0" in command:
-        note = "too little text to hold some out for validation; --document line makes more and shorter documents"
+        note = "too little text to hold any out for validation; --document line makes more, shorter documents"
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
-    console.print(Text("\nTrain on it (any recipe whose vocabulary holds the ids):"))
+    console.print(Text("\nTrain on it (any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
@@ -133,12 +133,12 @@ def _notes(built: Built) -> Iterator[str]:
     if made.replaced:
         yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
     if built.empty:
-        yield f"{plural(built.empty, 'document')} without text left out"
+        yield f"{plural(built.empty, 'document')} without text skipped"
     if built.skipped:
         names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
         more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""
-        yield f"{plural(len(built.skipped), 'file')} left out because not text: {names}{more}"
+        yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
     if built.vocabulary_sampled:
-        yield "the vocabulary was learnt from a sample of 64 MiB, the same every time"
+        yield "the vocabulary was learnt from a 64 MiB sample, the same one every time"
     if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
         yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
