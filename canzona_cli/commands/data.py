@@ -64,7 +64,7 @@ def prepare(
 
     from canzona_cli.data.prepare import PrepareRequest
     from canzona_cli.data.prepare import prepare as run
-    from canzona_cli.report.prepare import preparation_progress, print_prepared
+    from canzona_cli.report.data import preparation_progress, print_prepared
 
     # After a closed terminal or a scheduler's kill, clean up as after Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -123,7 +123,7 @@ def layouts(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.qwen3 import parameter_count
-    from canzona_cli.report.layouts import render_layouts
+    from canzona_cli.report.recipes import render_layouts
 
     dirs = recipes_dir or ()
     wanted = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]

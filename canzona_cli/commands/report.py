@@ -25,7 +25,7 @@ def report(
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
     _check_usage(run_dirs, compare=compare, trace=trace, as_json=as_json)
     if trace is not None:
-        from canzona_cli.report.chrome_trace import write_trace
+        from canzona_cli.report.run_trace import write_trace
         from canzona_cli.run.words import plural
 
         ranks = write_trace(run_dirs[0], trace)

@@ -123,7 +123,7 @@ def _show(
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.resume import resumption
     from canzona_cli.planner.memory import estimate
-    from canzona_cli.report.dry_run import RUN_DIR_TIME, DryRun
+    from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     shown = DryRun(
@@ -269,7 +269,7 @@ def _conclude(
     outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
 ) -> None:
     from canzona_cli.launch import torchrun
-    from canzona_cli.report.breakdown import BreakdownView
+    from canzona_cli.report.run_breakdown import BreakdownView
     from canzona_cli.run.breakdown import load_breakdown
 
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
@@ -292,7 +292,7 @@ def _conclude(
 def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
     """Where the requested traces are, or why there are none."""
     from canzona_cli.errors import CanzonaError
-    from canzona_cli.report.chrome_trace import write_trace
+    from canzona_cli.report.run_trace import write_trace
     from canzona_cli.run.words import plural
 
     if config.run.trace_steps is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from canzona_cli.report.breakdown import BreakdownView
+from canzona_cli.report.run_breakdown import BreakdownView
 from canzona_cli.report.charts import line_chart
 from canzona_cli.report.state import relative_change
 from canzona_cli.report.text import wrapped

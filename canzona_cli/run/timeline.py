@@ -1,4 +1,4 @@
-"""timeline/rank-NNNNN.json: a few steps of one rank, moment by moment. `canzona_cli.report.chrome_trace` draws them."""
+"""timeline/rank-NNNNN.json: a few steps of one rank, moment by moment. `canzona_cli.report.run_trace` draws them."""
 
 import logging
 import socket

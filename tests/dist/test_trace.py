@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.report.chrome_trace import write_trace
+from canzona_cli.report.run_trace import write_trace
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.run.timeline import write_timeline
 from canzona_cli.training.data import Datasets

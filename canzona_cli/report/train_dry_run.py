@@ -86,7 +86,7 @@ class DryRun(Page):
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, a different number on each machine: cluster.node_rank."
             if not self.command.environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
-                yield "GLOO_SOCKET_IFNAME is this machine's interface to machine 0; elsewhere `canzona train` finds its own."
+                yield "GLOO_SOCKET_IFNAME is this machine's interface to machine 0; the others find their own."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
                 yield "GLOO_SOCKET_IFNAME, the interface that leads to machine 0, is found on each machine."
                 yield (

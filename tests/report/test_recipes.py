@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.layouts import GPU_COUNTS, layouts, render_layouts
+from canzona_cli.report.recipes import GPU_COUNTS, layouts, render_layouts
 from tests.sizes import Size, run
 
 
