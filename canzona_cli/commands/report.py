@@ -32,17 +32,17 @@ def report(
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
-        from canzona_cli.report.compare_runs import render_compared
+        from canzona_cli.report.run_compare import ComparedView
         from canzona_cli.run.compare import compare_runs
 
         compared = compare_runs(run_dirs[0], run_dirs[1])
-        show(compared.as_json() if as_json else render_compared(compared))
+        show(compared.as_json() if as_json else ComparedView(compared=compared))
         return
-    from canzona_cli.report.summary import render_summary
+    from canzona_cli.report.run import RunView
     from canzona_cli.run.summary import load_summary
 
     summary = load_summary(run_dirs[0])
-    show(summary.as_json() if as_json else render_summary(summary))
+    show(summary.as_json() if as_json else RunView(summary=summary))
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, as_json: bool) -> None:

@@ -163,7 +163,7 @@ def _launch(
     from canzona_cli.launch.resume import resumption
     from canzona_cli.launch.run_dir import check_free, prediction_here
     from canzona_cli.launch.supervisor import supervise
-    from canzona_cli.report.live import make_view
+    from canzona_cli.report.train_live import make_view
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)

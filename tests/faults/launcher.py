@@ -9,7 +9,7 @@ from rich.console import Console
 
 from canzona_cli.launch import supervisor, torchrun
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.report.plain import PlainView
+from canzona_cli.report.train_plain import PlainView
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 

@@ -11,7 +11,7 @@ from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import header_rows
-from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState, relative_change
+from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change
 from canzona_cli.run.events import Note
 from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time

@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canzona_cli.report.charts import line_chart, sparkline
-from canzona_cli.report.state import TrainState
+from canzona_cli.report.train_state import TrainState
 from canzona_cli.run.words import MISSING, clean, count, duration, number, step_time
 
 _WIDE = 110

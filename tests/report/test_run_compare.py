@@ -12,7 +12,7 @@ from rich.console import Console
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.compare_runs import render_compared
+from canzona_cli.report.run_compare import ComparedView
 from canzona_cli.run.codec import save
 from canzona_cli.run.compare import compare_runs
 from canzona_cli.run.files import RunFiles, append_json_line
@@ -58,7 +58,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 def shown(paths: tuple[Path, Path], width: int = 100) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render_compared(compare_runs(*paths)))
+    console.print(ComparedView(compared=compare_runs(*paths)))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

@@ -14,11 +14,11 @@ from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.charts import bar
-from canzona_cli.report.frame import Frame
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled, wrapped
-from canzona_cli.report.plain import PlainView, closing
-from canzona_cli.report.state import REPEATED_STAGES, Clock, TrainState
+from canzona_cli.report.train_frame import Frame
+from canzona_cli.report.train_plain import PlainView, closing
+from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState
 from canzona_cli.run.events import Note
 from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, duration, real

@@ -1,61 +1,57 @@
-"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went."""
+"""`canzona report RUN --compare OTHER`: which settings differ, the loss at the same steps, where a step's time went."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.text import wrapped
+from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.tables import Table
 from canzona_cli.run.compare import Compared, ratio
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, size
 
 _LONGEST_VALUE = 36
 
-
-def render_compared(compared: Compared) -> RenderableType:
-    """For a person: settings, losses, phases, figures; B / A is above 1 where run B takes more."""
-    return _ComparedView(compared=compared)
+_Row = tuple[str, str, str, str]
+"""What, of run A, of run B, how they compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ComparedView:
+class ComparedView(Page):
+    """Settings, losses, phases, figures of two runs; B / A is above 1 where run B takes more."""
+
     compared: Compared
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         compared = self.compared
         for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
             planned = "" if plan is None else f", plan {plan[:8]}"
-            said = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
-            yield from wrapped(Text(said), console, options, first=f"  {letter}  ", rest="     ")
+            text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
+            yield wrapped(text, first=f"  {letter}  ")
         yield Text()
         if compared.a.config is None or compared.b.config is None:
-            yield Text("  settings: not compared, one of the runs has no readable config.yaml", style="yellow")
+            yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
         elif compared.settings:
-            rows = [(clean(key), *map(_value, values), "") for key, values in compared.settings.items()]
-            yield _table("setting", rows, options)
+            settings = ((clean(key), *map(_value, values)) for key, values in compared.settings.items())
+            yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
         else:
             yield Text("  all settings are equal")
         yield Text()
-        yield _table("loss", list(self._losses()), options)
-        yield Text()
+        yield _table("loss", self._losses(), last="B to A")
         if compared.phases:
-            rows = [
-                (_label(name), *map(milliseconds, pair), number(ratio(pair), ".2f"))
-                for name, pair in compared.phases.items()
-            ]
-            yield _table("phase, ms (mean)", rows, options)
             yield Text()
-            yield _table("", list(self._figures()), options)
-        notes = [(letter, note) for letter, run in (("A", compared.a), ("B", compared.b)) for note in run.notes]
-        for letter, note in notes:
-            text = Text(clean(f"{letter}: {note}"), style="yellow")
-            yield from wrapped(text, console, options, first="  ! ", rest="    ")
+            yield _table("phase, ms (mean)", self._phases())
+            yield Text()
+            yield _table("", self._figures())
+        notes = [f"{letter}: {note}" for letter, run in (("A", compared.a), ("B", compared.b)) for note in run.notes]
+        if notes:
+            yield Text()
+        for note in notes:
+            yield wrapped(clean(note), "yellow", first="  ! ")
 
-    def _losses(self) -> Iterator[tuple[str, str, str, str]]:
+    def _losses(self) -> Iterator[_Row]:
         compared = self.compared
         for what, loss in (("first", compared.first), ("last", compared.last)):
             if loss is None:
@@ -67,7 +63,12 @@ class _ComparedView:
         change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
         yield "best validation", number(a, ".4f"), number(b, ".4f"), change
 
-    def _figures(self) -> Iterator[tuple[str, str, str, str]]:
+    def _phases(self) -> Iterator[_Row]:
+        for name, (a, b) in self.compared.phases.items():
+            label = name if name == "step" else LABELS.get(name, clean(name))
+            yield label, milliseconds(a), milliseconds(b), number(ratio((a, b)), ".2f")
+
+    def _figures(self) -> Iterator[_Row]:
         figures = self.compared.figures
         for name, label, spec in (
             ("tokens_per_s", "tokens/s", ",.0f"),
@@ -81,21 +82,15 @@ class _ComparedView:
         yield "peak memory", size(a), size(b), number(ratio((a, b)), ".2f")
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], options: ConsoleOptions) -> Table:
-    table = Table(box=box.ASCII if options.ascii_only else box.SIMPLE_HEAD, show_edge=False)
-    table.add_column(title, overflow="fold")
+def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
+    table = Table(title)
     for name in ("A", "B"):
         table.add_column(name, justify="right", overflow="fold")
-    last = {"setting": "", "loss": "B to A"}.get(title, "B / A")
     if last:
-        table.add_column(last, justify="right", no_wrap=True)
+        table.add_numbers(last)
     for row in rows:
-        table.add_row(*map(Text, row[: len(table.columns)]), style="dim" if row[0].startswith(" ") else "")
+        table.add_row(*row[: len(table.columns)], style="dim" if row[0].startswith(" ") else "")
     return table
-
-
-def _label(name: str) -> str:
-    return name if name == "step" else LABELS.get(name, clean(name))
 
 
 def _value(value: object) -> str:
