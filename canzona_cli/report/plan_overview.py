@@ -12,6 +12,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.memory import GIB
 from canzona_cli.planner.planner import plannable
 from canzona_cli.report.page import Page, Screen, note, wrapped
@@ -98,7 +99,8 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
     """
     dirs = tuple(recipes_dirs)
     names = [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
-    return Overview(plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in names))
+    plans = [_planned([f"recipe={name}", *overrides], dirs) for name in names]
+    return Overview(plans=tuple(sorted(plans, key=lambda plan: parameter_count(plan.config.model).total)))
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
