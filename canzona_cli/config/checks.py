@@ -1,4 +1,4 @@
-"""Whether the values of a run make sense by themselves and together. Layout arithmetic is `cluster.layout_rules`."""
+"""Whether the values of a run make sense together. The arithmetic of layouts is in `config.layout_rules`."""
 
 import math
 import re
@@ -53,10 +53,10 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         why = "optimizer is adamw" if execution is Execution.ADAMW else f"engine.strategy is {strategy}"
         for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
-                yield f"engine.{key} is ignored: {why}, which executes no plan"
+                yield f"engine.{key} is ignored: {why}, which does not use a plan"
     if unplanned and not execution.ours:
         if "train.non_finite" in explicit:
-            yield f"train.non_finite is ignored: {why}, and Megatron's own ways have no such guard"
+            yield f"train.non_finite is ignored: {why}, which runs Megatron's own optimizer, and that has no such guard"
         if execution is Execution.ADAMW and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
         elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):
@@ -69,7 +69,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
-        yield "engine.exchange_dtype is ignored: with parallel.tp=1 nothing travels between TP ranks"
+        yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
     if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
@@ -98,7 +98,7 @@ def _values(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="name",
             value=config.name,
-            reason="names the run directory: up to 100 letters, digits, dots, dashes and underscores",
+            reason="must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores",
             fix="for example name=my-run",
         )
 
@@ -112,7 +112,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="schedule.decay_steps",
             value=schedule.decay_steps,
-            reason=f"the decay would end before the warm-up of {schedule.warmup_steps} steps does",
+            reason=f"would end the decay before the warm-up of {schedule.warmup_steps} steps",
             fix=f"use schedule.decay_steps={steps} or leave it null",
         )
     elif schedule.warmup_steps >= steps:
@@ -150,9 +150,9 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
         return
     if optimizer != "muon":
         why = {
-            "soap": "drops optimizer.precondition_frequency",
-            "shampoo": "has no Shampoo",
-        }.get(optimizer, "takes no class of yours")
+            "soap": "ignores optimizer.precondition_frequency",
+            "shampoo": "does not support Shampoo",
+        }.get(optimizer, "does not accept custom classes")
         yield Problem(
             key="engine.strategy",
             value=strategy,
@@ -176,11 +176,14 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
     place, colon, name = custom.source.rpartition(":")
     form = "optimizer.source=FILE.py:Class, or module:Class of an installed package"
     if not custom.source:
-        yield Problem(key="optimizer.source", reason="a custom optimizer has no class", fix=f"write {form}")
+        yield Problem(key="optimizer.source", reason="a custom optimizer needs a class", fix=f"write {form}")
         return
     if not colon or not place or not name.isidentifier():
         yield Problem(
-            key="optimizer.source", value=custom.source, reason="is not a place and a class", fix=f"write {form}"
+            key="optimizer.source",
+            value=custom.source,
+            reason="does not name a file or module and a class in it",
+            fix=f"write {form}",
         )
     elif place.endswith(".py"):
         if not Path(place).is_file():
@@ -195,14 +198,14 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="optimizer.source",
             value=custom.source,
-            reason=f"runs code of {package}, which optimizer.allow does not name",
+            reason=f"would run code from {package}, which optimizer.allow does not list",
             fix=f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]",
         )
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         yield Problem(
             key=f"optimizer.options.{key}",
             value=custom.options[key],
-            reason=f"{key} is given by canzona itself",
+            reason=f"{key} is set by canzona itself",
             fix=f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices",
         )
 
@@ -212,7 +215,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="model.head_dim",
             value=config.model.head_dim,
-            reason="rotary embedding turns pairs of dimensions, so it must be even",
+            reason="must be even: rotary embedding rotates pairs of dimensions",
             fix=f"use model.head_dim={config.model.head_dim + 1}",
         )
 
@@ -223,7 +226,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         if not data.path:
             yield Problem(
                 key="data.path",
-                reason="prepared data has no path",
+                reason="prepared data needs a path",
                 fix="make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)",
             )
         return
@@ -231,21 +234,21 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="data.tokenizer_vocab_size",
             value=data.tokenizer_vocab_size,
-            reason=f"makes token ids that the model's vocabulary of {vocabulary} does not have",
+            reason=f"produces token ids beyond the model's vocabulary of {vocabulary}",
             fix=f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}",
         )
     elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
         yield Problem(
             key="data.tokenizer_vocab_size",
             value=data.tokenizer_vocab_size,
-            reason=f"a byte-pair encoding starts from 256 bytes and an end-of-document token: {BYTE_TOKENIZER_IDS}",
+            reason=f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end-of-document token",
             fix="use data.tokenizer_vocab_size=16384",
         )
     elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
         yield Problem(
             key="model.vocab_size",
             value=vocabulary,
-            reason=f"the byte tokenizer has {BYTE_TOKENIZER_IDS} ids",
+            reason=f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids",
             fix="use model.vocab_size=384",
         )
 
@@ -256,8 +259,8 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="cluster.reserved_gib",
             value=cluster.reserved_gib,
-            reason=f"takes all of cluster.memory_gib={cluster.memory_gib}",
-            fix="give less, or give a GPU more memory",
+            reason=f"leaves nothing of cluster.memory_gib={cluster.memory_gib}",
+            fix="lower it, or raise cluster.memory_gib",
         )
     if cluster.device == "cpu" and cluster.transformer_engine:
         yield Problem(
@@ -277,7 +280,7 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="cluster.rdzv_id",
             value=cluster.rdzv_id,
-            reason="names a folder of torchrun's logs: letters, digits, dots, dashes and underscores only",
+            reason="must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores",
             fix="for example cluster.rdzv_id=my-run",
         )
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
@@ -298,7 +301,7 @@ def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key=f"run.{key}",
                 value=f"[{asked[0]},{asked[1]}]",
-                reason=f"is the first and the last step to record, and this run has steps 1 to {last}",
+                reason=f"must be the first and last step to record, in this order, within steps 1 to {last}",
                 fix=f"for example run.{key}=[{min(3, last)},{min(5, last)}]",
             )
 
@@ -311,7 +314,7 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="cluster.matmul_tflops",
             value=[list(entry) for entry in table],
-            reason="is pairs of a matrix size, each above the one before, and a rate above 0 in TFLOP/s",
+            reason="must be pairs of a matrix size, in ascending order, and a rate above 0 in TFLOP/s",
             fix="for example cluster.matmul_tflops=[[2048,540],[8192,800]]",
         )
     for name, rows, cols, seconds in config.cluster.measured_updates:
@@ -319,7 +322,7 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key="cluster.measured_updates",
                 value=[name, rows, cols, seconds],
-                reason="is an algorithm, rows and columns of at least 1, and the seconds above 0 that an update took",
+                reason="must be an algorithm, rows and columns of at least 1, and seconds above 0",
                 fix="for example cluster.measured_updates=[[muon/standard/5,4096,4096,0.004]]",
             )
     for kind, ranks, size, seconds, busy in config.cluster.collectives:
@@ -328,8 +331,8 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
                 key="cluster.collectives",
                 value=[kind, ranks, size, seconds, busy],
                 reason=(
-                    f"is one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds above 0, and the "
-                    "processor cores it keeps busy"
+                    f"must be one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds above 0, and "
+                    "the number of processor cores it keeps busy"
                 ),
                 fix="for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]",
             )

@@ -23,8 +23,8 @@ def recipe_text(config: RunConfig, *, origin: str) -> str:
 
     lines = [
         "# @package _global_",
-        f"# Copied from the recipe {origin}. It stands alone: nothing else has to be there for it to run.",
-        "# What is null is chosen when a run starts.",
+        f"# Copied from the recipe {origin}. It is complete: it depends on no other file.",
+        "# Settings that are null are chosen when a run starts.",
     ]
     explained = {key: setting.meaning for key, setting in settings().items()}
     for name, value in asdict(config).items():
@@ -52,7 +52,7 @@ def write_recipe(destination: Path, text: str, *, force: bool) -> None:
             file.write(text)
     except FileExistsError:
         fix = "choose another name, or replace it with --force"
-        raise ConfigError(Problem(key="DEST", value=shown(destination), reason="exists already", fix=fix)) from None
+        raise ConfigError(Problem(key="DEST", value=shown(destination), reason="already exists", fix=fix)) from None
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         fix = "choose a folder you may write to"

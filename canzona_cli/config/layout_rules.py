@@ -50,14 +50,14 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="parallel.tp",
             value=tp,
-            reason=f"cannot cut {uneven} into {tp} equal parts",
+            reason=f"cannot split {uneven} into {tp} equal parts",
             fix=f"use one of {_listed(possible_tp(model))}",
         )
     if pp is not None and model.num_layers % pp:
         yield Problem(
             key="parallel.pp",
             value=pp,
-            reason=f"cannot cut {model.num_layers} layers into {pp} equal stages",
+            reason=f"cannot split {model.num_layers} layers into {pp} equal stages",
             fix=f"use one of {_listed(divisors(model.num_layers))}",
         )
     spread = (tp or 1) * (pp or 1) * cp
@@ -127,7 +127,7 @@ def _machines(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="cluster.nodes",
             value=nodes,
-            reason=f"does not share out {gpus} {ranks} evenly",
+            reason=f"does not divide {gpus} {ranks} evenly",
             fix="torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null",
         )
     elif gpus // nodes > per_node:

@@ -52,7 +52,9 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
         elif key == "optimizer.name":
             fix = f"write optimizer={text}"
             problems.append(
-                Problem(key=key, value=text, reason="an optimizer is chosen with all of its settings", fix=fix)
+                Problem(
+                    key=key, value=text, reason="is set by choosing an optimizer, with all of its settings", fix=fix
+                )
             )
         else:
             parsed = _parse_value(key, text)
@@ -74,8 +76,8 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
         return Problem(
             key=key,
             value=text,
-            reason=f"is a section{where}; one of its settings is changed at a time",
-            fix=f"write for example {some}=VALUE",
+            reason=f"is a section{where}, not a setting",
+            fix=f"for example {some}=VALUE",
         )
     group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
     meant = group or closest_key(key) or closest(key, GROUPS)
@@ -129,7 +131,7 @@ def _sweep(key: str, text: str) -> Problem:
     return Problem(
         key=key,
         value=text,
-        reason="asks for several runs at once; one command is one run",
+        reason="asks for several runs; one command starts one run",
         fix="start one run for each value"
         + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""),
     )
@@ -139,13 +141,13 @@ def _not_an_entry(key: str, text: str, mapping: str) -> Problem:
     return Problem(
         key=key,
         value=text,
-        reason="is no name of a Python argument, which is what the entries are",
+        reason="is not a valid Python argument name",
         fix=f"write {mapping}.NAME=VALUE",
     )
 
 
 def _empty_group(group: str, text: str) -> Problem:
-    return Problem(key=group, value=text, reason="names no option", fix=f"write {group}=NAME")
+    return Problem(key=group, value=text, reason="does not name an option", fix=f"write {group}=NAME")
 
 
 def _not_an_override(argument: str) -> Problem:
@@ -162,6 +164,6 @@ def _not_a_change(key: str, text: str) -> Problem:
     return Problem(
         key=key,
         value=text,
-        reason=f"{key[: len(key) - len(bare)]} adds or removes settings, and canzona's are fixed",
+        reason=f"{key[: len(key) - len(bare)]} would add or remove a setting, and canzona's settings are fixed",
         fix=f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists",
     )

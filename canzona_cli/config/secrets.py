@@ -100,7 +100,7 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(
             key=key,
             value=HIDDEN,
-            reason=f"{what}, and the run directory's config.yaml would keep it for all to read",
+            reason=f"{what}, and config.yaml in the run directory would show it to whoever can read that",
             fix="leave it out; let the code that needs it read it from an environment variable",
         )
 
@@ -124,7 +124,10 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
             )
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
             yield Problem(
-                key=key, value=text, reason="begins with a dash, as options of a command do", fix="begin with a letter"
+                key=key,
+                value=text,
+                reason="begins with a dash, so a command would take it for an option",
+                fix="begin with a letter",
             )
 
 
@@ -177,7 +180,7 @@ def target_problem(key: str, where: str) -> Problem:
     """`_target_` would let a recipe name code to run."""
     return Problem(
         key=key,
-        reason=f"_target_ {where} asks for code to be run; a recipe only holds values",
+        reason=f"_target_ {where} would run code; a recipe only holds values",
         fix="remove it",
     )
 

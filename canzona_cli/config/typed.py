@@ -139,21 +139,25 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     if value is None:
         return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
     if setting.kind == "integer":
-        reason = f"is {_sort(value)}, not a whole number{place}"
+        reason = f"is {_type_words(value)}, not a whole number{place}"
         if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
             return Problem(key=key, value=shown, reason=reason, fix=f"write {key}={int(value)}")
         return Problem(key=key, value=shown, reason=reason, fix=f"give a whole number{null}")
     if setting.kind == "number":
-        return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not a number{place}", fix=_example(setting))
+        return Problem(
+            key=key, value=shown, reason=f"is {_type_words(value)}, not a number{place}", fix=_example(setting)
+        )
     if setting.kind == "boolean":
         fix = f"write {key}=true or {key}=false{null}"
-        return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not true or false{place}", fix=fix)
+        return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not true or false{place}", fix=fix)
     if setting.kind == "list":
         return _bad_inside(key, value, texts, where)
     if setting.kind == "mapping":
-        reason = f"is {_sort(value)}, not settings and their values{place}"
+        reason = f"is {_type_words(value)}, not a mapping of names to values{place}"
         return Problem(key=key, value=shown, reason=reason, fix=_example(setting))
-    return Problem(key=key, value=shown, reason=f"is {_sort(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\"")
+    return Problem(
+        key=key, value=shown, reason=f"is {_type_words(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\""
+    )
 
 
 def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
@@ -161,7 +165,7 @@ def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -
     setting = setting_of(key)
     assert setting is not None
     typed = any(text == key or key.startswith(f"{text}.") for text in texts)
-    wanted = "a list of the entries it takes"
+    wanted = "a list of valid entries"
     if setting.kind == "mapping":
         wanted = "a number, text, true, false, or a list of them"
     return Problem(
@@ -179,7 +183,7 @@ def _not_a_choice(setting: Setting, value: object) -> Problem:
     return Problem(
         key=setting.key,
         value=value,
-        reason="is none of its choices",
+        reason="is not one of its choices",
         fix=f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}",
     )
 
@@ -191,25 +195,25 @@ def _missing(key: str, where: str) -> Problem:
 def _missing_section(name: str) -> Problem:
     option = _EXAMPLE_OPTIONS.get(name)
     if option is None:
-        return Problem(key=name, reason="the recipe does not say", fix=f"set its values: {name}.KEY=VALUE")
+        return Problem(key=name, reason="is not set by the recipe", fix=f"set its values: {name}.KEY=VALUE")
     fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
-    return Problem(key=name, reason=f"the recipe chooses no {name}", fix=fix)
+    return Problem(key=name, reason="is not chosen by the recipe", fix=fix)
 
 
 def _example(setting: Setting) -> str:
     default = "" if setting.default in (None, (), {}) else str(setting.default)
     usual = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "list": "[]"}
     value = setting.example or default or (setting.choices[0] if setting.choices else usual.get(setting.kind, "VALUE"))
-    return f"write for example {setting.key}={value}"
+    return f"for example {setting.key}={value}"
 
 
-def _sort(value: object) -> str:
+def _type_words(value: object) -> str:
     if isinstance(value, bool):
-        return "a yes or no"
+        return "a boolean"
     if isinstance(value, int):
         return "a whole number"
     if isinstance(value, float):
         return "a floating-point number"
     if isinstance(value, str):
         return "text"
-    return "a list" if isinstance(value, list) else "a group of settings"
+    return "a list" if isinstance(value, list) else "a mapping"

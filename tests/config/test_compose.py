@@ -198,13 +198,13 @@ class TestOptionsOfAnOwnOptimizer:
     @pytest.mark.parametrize(
         ("override", "key", "reason"),
         [
-            ("optimizer.options=3", "optimizer.options", "is a whole number, not settings and their values"),
-            ("optimizer.options=[momentum]", "optimizer.options", "is a list, not settings and their values"),
+            ("optimizer.options=3", "optimizer.options", "is a whole number, not a mapping of names to values"),
+            ("optimizer.options=[momentum]", "optimizer.options", "is a list, not a mapping of names to values"),
             ("optimizer.options={momentum:{a:1}}", "optimizer.options.momentum", "is not a number, text, true"),
             ("optimizer.options={betas:[[1]]}", "optimizer.options.betas", "is not a number, text, true"),
             ("optimizer.options.momentum=null", "optimizer.options.momentum", "is not a number, text, true"),
-            ("optimizer.options.a.b=1", "optimizer.options.a.b", "is no name of a Python argument"),
-            ("optimizer.options.0=1", "optimizer.options.0", "is no name of a Python argument"),
+            ("optimizer.options.a.b=1", "optimizer.options.a.b", "is not a valid Python argument name"),
+            ("optimizer.options.0=1", "optimizer.options.0", "is not a valid Python argument name"),
             ("optimizer.optoins.momentum=1", "optimizer.optoins.momentum", "no such setting"),
         ],
     )

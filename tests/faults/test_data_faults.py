@@ -190,7 +190,7 @@ def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("fault", "limit_kib", "place", "told"),
     [
-        ("full disk", 0, "run.dir={}/run", "TMPDIR"),  # not even for temporary files
+        ("full disk", 0, "run.dir={}/run", "run.dir"),
         ("disk full after a kilobyte", 1, "run.dir={}/run", "run.dir"),
         ("read-only place", None, "run.root=/proc/canzona", "run.root"),  # where root makes no folders either
     ],
