@@ -241,7 +241,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="data.tokenizer_vocab_size",
             value=data.tokenizer_vocab_size,
-            reason=f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end-of-document token",
+            reason=f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document",
             fix="use data.tokenizer_vocab_size=16384",
         )
     elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
