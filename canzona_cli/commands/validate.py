@@ -32,6 +32,7 @@ def validate(
         describe_layout,
         describe_optimizer,
         describe_plan,
+        rank_word,
     )
     from canzona_cli.report.page import labelled
     from canzona_cli.run.words import count
@@ -55,7 +56,7 @@ def validate(
     tokens = layout.global_batch_size * config.train.seq_length
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))
-    unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"
+    unit = rank_word(config.cluster.device)
     rows = [
         ("recipe", f"{config.name} ({shown(composed.recipe_file)})"),
         ("model", f"{config.model.name}, {count(parameter_count(config.model).total)} parameters"),

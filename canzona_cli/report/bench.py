@@ -10,7 +10,6 @@ from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
-    beside,
     exposed,
     measured_phase,
     median,
@@ -21,9 +20,10 @@ from canzona_cli.report.bench_words import (
     quartiles,
     ratio,
     times,
+    with_error,
 )
 from canzona_cli.report.charts import legend, stacked
-from canzona_cli.report.header import describe_layout
+from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
@@ -67,10 +67,10 @@ class BenchView(Page):
             yield from self._comparison()
         yield Text()
         yield Text("Why measured and predicted differ", style="bold")
-        said: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for name in order(result):
-            said.setdefault(_why(result, name), []).append(clean(name))
-        for text, alike in said.items():
+            reasons.setdefault(_why(result, name), []).append(clean(name))
+        for text, alike in reasons.items():
             yield wrapped(f"{', '.join(alike)}: {text}", first="  ", rest="    ")
         yield Text()
         yield Text("Losses", style="bold")
@@ -160,10 +160,9 @@ def heading(result: BenchResult, what: str, screen: Screen, *, without: str = ""
     """What was run, on what, how often.
 
     Args:
-        without: what varies, `optimizer` or `gpus`, and so cannot be said once for all.
+        without: `optimizer` or `gpus`: what the sweep varies is not part of the heading.
     """
-    unit = "GPU" if result.device == "cuda" else "CPU rank"
-    layout = describe_layout(result.layout, unit, times=screen.times)
+    layout = describe_layout(result.layout, rank_word(result.device), times=screen.times)
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield wrapped(
         Text.assemble((what, "bold"), f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
@@ -195,7 +194,7 @@ def _phase_cells(found: StrategyBench, phase: str) -> tuple[Cell, ...]:
     if measured is None and not predicted:
         return (MISSING, MISSING, "")
     least = 0.01 * min(median(found.measured.iteration_s), found.predicted.iteration_s)
-    cells = beside(measured, predicted)
+    cells = with_error(measured, predicted)
     # Relative errors of what takes no time are noise that looks like news.
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
@@ -207,12 +206,14 @@ def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
         (measured.iteration_s, predicted.iteration_s),
         (measured.optimizer_s, predicted.optimizer_s),
     ):
-        yield beside(median(values), planned)
+        yield with_error(median(values), planned)
         yield () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
-    yield beside(exposed({name: phase.mean_s for name, phase in measured.phases.items()}), exposed(predicted.phases))
-    yield beside(measured.load_balance, predicted.load_balance, ratio)
+    yield with_error(
+        exposed({name: phase.mean_s for name, phase in measured.phases.items()}), exposed(predicted.phases)
+    )
+    yield with_error(measured.load_balance, predicted.load_balance, ratio)
     yield (milliseconds(median(measured.processor_s)) if measured.processor_s else MISSING, "", "")
-    yield beside(max(measured.tensor_bytes, default=None), predicted.tensor_bytes, mib)
+    yield with_error(max(measured.tensor_bytes, default=None), predicted.tensor_bytes, mib)
     yield ("", mib(predicted.memory_bytes), "")
 
 
@@ -242,15 +243,15 @@ def _losses(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     if not losses:
         return Text("not recorded")
-    said = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
+    text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
     kin = _kin(result, name)
     if kin is not None:
         theirs = result.strategies[kin].measured.losses
         apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
-        said.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
+        text.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
     elif name != result.reference:
-        said.append(", not compared: it computes different updates", style="dim")
-    return said
+        text.append(", not compared: it computes different updates", style="dim")
+    return text
 
 
 def _why(result: BenchResult, name: str) -> str:

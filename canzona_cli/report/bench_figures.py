@@ -11,7 +11,6 @@ from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, Sweep, SweepRow
 from canzona_cli.report.bench_words import MIB, measured_phase, order, times
 from canzona_cli.report.figures import (
     OTHER_COLOUR,
-    beside_each_other,
     describe,
     new_figure,
     phase_bar,
@@ -20,6 +19,7 @@ from canzona_cli.report.figures import (
     room_above,
     rows,
     save,
+    side_by_side,
     small_legend,
     whiskers,
 )
@@ -94,7 +94,7 @@ def _updates(axes: "Axes", result: BenchResult) -> None:
     """Update time by rank; where ranks were not recorded, least to most."""
     names = [name for name in order(result) if "matrix_update" in result.strategies[name].measured.phases]
     by_rank = all(result.strategies[name].measured.update_s for name in names)
-    width, shifts = beside_each_other(len(names))
+    width, shifts = side_by_side(len(names))
     for number, (name, shift) in enumerate(zip(names, shifts, strict=True)):
         measured, predicted = result.strategies[name].measured, result.strategies[name].predicted
         colour = STRATEGY_COLOURS.get(name, OTHER_COLOUR)
@@ -124,7 +124,7 @@ def _updates(axes: "Axes", result: BenchResult) -> None:
 def _memory(axes: "Axes", result: BenchResult) -> None:
     """Tensors held by each rank, and what is predicted of the fullest."""
     names = order(result)
-    width, shifts = beside_each_other(len(names))
+    width, shifts = side_by_side(len(names))
     for name, shift in zip(names, shifts, strict=True):
         colour = STRATEGY_COLOURS.get(name, OTHER_COLOUR)
         held = [amount / MIB for amount in result.strategies[name].measured.tensor_bytes]
@@ -171,7 +171,7 @@ def _sweep_curves(
         if point is not None:
             found.setdefault(row.strategy, []).append((values.index(row.value), point))
     bars = kind == "optimizer"  # its values are not numbers: a line between them would say nothing
-    width, shifts = beside_each_other(len(found))
+    width, shifts = side_by_side(len(found))
     for (strategy, curve), shift in zip(found.items(), shifts, strict=True):
         colour, label = STRATEGY_COLOURS.get(strategy, OTHER_COLOUR), clean(strategy)
         x = [place + shift * bars for place, _ in curve]

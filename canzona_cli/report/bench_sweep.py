@@ -12,7 +12,6 @@ from canzona_cli.report.bench import heading
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
-    beside,
     error_text,
     measured_phase,
     median,
@@ -21,6 +20,7 @@ from canzona_cli.report.bench_words import (
     quartiles,
     ratio,
     times,
+    with_error,
 )
 from canzona_cli.report.page import Page, Screen, items, note, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
@@ -124,12 +124,12 @@ class SweepView(Page):
         )
         yield from map(note, self._remarks(groups))
         shared = set.intersection(*(set(result.notes) for result in self.results.values()))
-        said = dict.fromkeys(
+        notes = dict.fromkeys(
             text if text in shared else f"{value}: {text}"
             for value, result in self.results.items()
             for text in result.notes
         )
-        yield from items("Notes", map(clean, said))
+        yield from items("Notes", map(clean, notes))
 
     @property
     def _common(self) -> BenchResult:
@@ -158,7 +158,7 @@ class SweepView(Page):
         return f"{value:<{width}} {clean(row.strategy)}"
 
     def _extra(self, rows: list[SweepRow], *, first: bool) -> Iterator[Columns]:
-        """What this setting is about, before and behind the step's times."""
+        """The columns this setting is about, before and after the step's times."""
         if self.kind == "alpha" and first:
             yield _balance(rows)
         elif self.kind == "alpha":
@@ -219,7 +219,7 @@ def _balance(rows: Sequence[SweepRow]) -> Columns:
 
 def _memory(rows: Sequence[SweepRow]) -> Columns:
     held = [(max(row.measured.tensor_bytes, default=None), row.predicted.tensor_bytes) for row in rows]
-    cells = [beside(measured, plan, mib) for measured, plan in held]
+    cells = [with_error(measured, plan, mib) for measured, plan in held]
     return Columns(title="fullest rank, MiB", heads=("measured", "plan", "error"), rows=tuple(cells))
 
 
@@ -253,7 +253,7 @@ def _ms(values: Sequence[float]) -> Quartiles:
 
 
 def subject(kind: Sweep, rows: Sequence[SweepRow]) -> tuple[str, Callable[[SweepRow], Point | None]]:
-    """What the setting is about: the third panel's title and values."""
+    """The quantity the setting is about, for the third panel: title and values."""
 
     def balance(row: SweepRow) -> Point:
         return Point(measured=Quartiles.of([row.measured.load_balance]), predicted=row.predicted.load_balance)

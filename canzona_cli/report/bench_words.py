@@ -11,7 +11,7 @@ from canzona_cli.run.words import MISSING, milliseconds, number, real
 
 MIB = 1 << 20
 TOLERANCE = 0.20
-"""A prediction further off than this stands out."""
+"""A prediction further off than this is highlighted."""
 NOT_DISTINCT = "not significant"
 """Instead of a speed-up; `OVERLAP` below the table says why."""
 OVERLAP = "not significant: the intervals overlap"
@@ -29,7 +29,7 @@ def order(result: BenchResult) -> tuple[str, ...]:
 
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
-    """`+12%`: how much longer the prediction is; one that is far off stands out."""
+    """`+12%`: how much longer the prediction is; one that is far off is highlighted."""
     found, planned = real(measured), real(predicted)
     if not found or not planned:  # the two numbers say all there is to say
         return Text("")
@@ -43,7 +43,7 @@ def ms(seconds: float | None) -> str:
     return "0" if seconds == 0 else milliseconds(seconds)
 
 
-def beside(
+def with_error(
     measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
 ) -> tuple[Text, Text, Text]:
     """Measured, predicted, error."""

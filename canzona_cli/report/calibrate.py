@@ -22,7 +22,7 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, size
 
 _NAME, _BEFORE = 31, 9
-"""Characters of the first column, so that all tables have the same, and of the last column's head."""
+"""Characters of the first column, which is as wide in all tables, and of the last column's head."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),
@@ -48,11 +48,11 @@ class Progress(TrainView):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """Tables of what was measured next to what the base profile says, and what to beware of."""
+    """Tables of what was measured next to what the base profile says, and warnings."""
 
     found: Calibration
     config: RunConfig
-    """That was measured for, its cluster the base profile."""
+    """The run it was measured for; its cluster is the base profile."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         found = self.found
@@ -94,7 +94,7 @@ class CalibrationView(Page):
         for m in rows:
             kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
             if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
-                continue  # the file has them all
+                continue  # the profile file has them all
             before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
             _add(table, f"{kind} among {ranks}, {size(bytes_)}", milliseconds(m.spread.median), m, before)
         return table
@@ -139,7 +139,7 @@ def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iter
 
 
 class _Assumed:
-    """What the base profile would have said of an update."""
+    """What an update would take by the base profile."""
 
     def __init__(self, config: RunConfig) -> None:
         self._cluster = config.cluster

@@ -128,7 +128,7 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """Of parts other than phases, which have theirs in `run.phases`."""
+    """For parts other than phases; those have their looks in `run.phases`."""
 
     letter: str
     style: str

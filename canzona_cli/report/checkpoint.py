@@ -140,8 +140,8 @@ class Content(Page):
         yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
         planned = "" if config is None else f" of {config.train.steps:,}"
         yield "progress", f"step {progress.step:,}{planned}, {progress.samples:,} sequences, {progress.tokens:,} tokens"
-        for said in guarded(progress.skipped, progress.fallbacks):
-            yield "guards", said
+        for text in guarded(progress.skipped, progress.fallbacks):
+            yield "guards", text
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
         layout = _saved_layout(self.found)
         if config is not None and layout is not None:

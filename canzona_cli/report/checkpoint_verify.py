@@ -79,10 +79,10 @@ class AllVerified(Page):
         for verified in self.each:
             mark = (bad, "bold red") if verified.problems else (good, "green")
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
-            said = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
+            text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             if verified.problems:
-                said = f"{plural(len(verified.problems), 'bad file')}; {said}"
-            yield wrapped(Text.assemble(mark, f" {verified.found.name}  {said}"), rest="      ")
+                text = f"{plural(len(verified.problems), 'bad file')}; {text}"
+            yield wrapped(Text.assemble(mark, f" {verified.found.name}  {text}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
                 yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")

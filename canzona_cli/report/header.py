@@ -1,13 +1,18 @@
-"""The lines that open a run: what is trained, on what, how it is spread, where it goes."""
+"""How a run is described: what is trained, on what, in which layout, where it goes."""
 
 from pathlib import Path
 
-from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
+from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
 from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.words import clean, count, layout_words, plural, step_time
+
+
+def rank_word(device: Device | None) -> str:
+    """What a rank is called on this hardware."""
+    return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
@@ -24,14 +29,14 @@ def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str
 
 
 def batch_factors(layout: Layout, *, times: str = "×") -> str:
-    """What multiplies to the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
+    """The factors of the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
     return (
         f"micro-batch {layout.micro_batch_size} {times} accumulation {layout.num_microbatches} {times} DP {layout.dp}"
     )
 
 
 def describe_optimizer(config: RunConfig) -> str:
-    """`muon (canzona), lr 0.003 cosine, bf16`; AdamW alone needs no strategy, a user's own has a source."""
+    """`muon (canzona), lr 0.003 cosine, bf16`; AdamW needs no strategy, a user's own optimizer has a source."""
     name: str = config.optimizer.name
     if isinstance(config.optimizer, CustomConfig):
         name += f" {clean(config.optimizer.source)}"
@@ -55,11 +60,11 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
 
 
 def describe_plan(obtained: Obtained) -> str:
-    """`1a2b3c4d: load balance 1.02 (no plan below 1.01), 12 ms of updates; from plans/...json`."""
+    """`1a2b3c4d: load balance 1.02 (lower bound 1.01), 12 ms of updates; from plans/...json`."""
     reached = balance(obtained.plan)
     origin = "" if obtained.path is None else f"; from {clean(obtained.path)}"
     return (
-        f"{obtained.plan.name}: load balance {reached.grid:.2f} (no plan below {reached.lower_bound:.2f}), "
+        f"{obtained.plan.name}: load balance {reached.grid:.2f} (lower bound {reached.lower_bound:.2f}), "
         f"{step_time(reached.slowest_s)} of updates on the busiest rank predicted{origin}"
     )
 
@@ -78,13 +83,16 @@ def header_rows(
     from canzona_cli.model.qwen3 import parameter_count
 
     times = "x" if ascii_only else "×"
-    unit = "GPU" if config.cluster.device == "cuda" else "CPU rank"
+    unit = rank_word(config.cluster.device)
     parameters = parameter_count(config.model).total
     model = "" if config.model.name == config.name else f"{clean(config.model.name)}, "
     return [
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
-        ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
+        (
+            "layout",
+            f"{describe_layout(layout, rank_word(config.cluster.device), times=times)} on {clean(config.cluster.name)}",
+        ),
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.header import describe_batch, describe_layout
+from canzona_cli.report.header import describe_batch, describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled, wrapped
 from canzona_cli.report.plan_charts import iterations, load_map, memory, streams
 from canzona_cli.report.plan_tables import phases, strategies, variants
@@ -50,13 +50,14 @@ class PlanView(Page):
             yield from items("Assumptions", study.assumptions, "dim")
         yield Text()
         if not self.assumptions:
-            told = f"The times are simulated, under {len(study.assumptions)} assumptions: add --assumptions."
-            yield wrapped(told, "dim")
+            number = len(study.assumptions)
+            hint = f"The times are simulated, under {number} assumptions: add --assumptions to list them."
+            yield wrapped(hint, "dim")
         yield wrapped(self._where())
 
     @property
     def _unit(self) -> str:
-        return "GPU" if self.study.config.cluster.device == "cuda" else "CPU rank"
+        return rank_word(self.study.config.cluster.device)
 
     def _title(self, screen: Screen) -> Text:
         study, config = self.study, self.study.config
@@ -122,13 +123,13 @@ class PlanView(Page):
         plan = self.study.plan
         mesh, matrices = plan.subject.layout, plan.matrices
         elements = count(sum(matrix.elements for matrix in matrices))
-        said = f"{len(matrices):,} ({plan.subject.settings.splitting}) with {elements} elements"
+        text = f"{len(matrices):,} ({plan.subject.settings.splitting}) with {elements} elements"
         ranks = mesh.pp * mesh.cells
         if len(matrices) >= ranks:
-            return said
+            return text
         busy = len({(m.stage, cell) for m, cell in zip(matrices, plan.assignment.cells, strict=True)})
         return (
-            f"{said}; there are more ranks than matrices: {ranks - busy:,} of {ranks:,} ranks update none, and the "
+            f"{text}; there are more ranks than matrices: {ranks - busy:,} of {ranks:,} ranks update none, and the "
             f"busiest has {self.study.balance.grid:.1f} times an even share"
         )
 

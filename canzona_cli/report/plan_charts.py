@@ -6,6 +6,7 @@ from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.header import rank_word
 from canzona_cli.report.page import Screen, Wrapped, wrapped
 from canzona_cli.run.phases import PHASES, STREAMS
 from canzona_cli.run.prediction import SimulatedEvent
@@ -40,7 +41,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     title = Text.assemble(
         ("Update time of every rank", "bold"),
         f": columns are owners (DP 0 to {mesh.owners - 1}), rows hosts (TP 0 to {mesh.tp - 1}), "
-        "a full block the slowest",
+        "a full block is the slowest",
     )
     together = owners_a_column(mesh.owners, width)
     if together > 1:
@@ -68,7 +69,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
 def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     """One bar: what fills the memory of the rank that needs most, and what stays free."""
     found, mesh = study.memory, study.plan.subject.layout
-    unit = "GPU" if study.config.cluster.device == "cuda" else "CPU rank"
+    unit = rank_word(study.config.cluster.device)
     free = max(found.capacity - found.total, 0)
     yield wrapped(
         Text.assemble(

@@ -1,4 +1,4 @@
-"""The table of layouts: what each size becomes on each number of GPUs, and whether it fits."""
+"""`canzona recipes layouts`: the layout of each size on each number of GPUs, and whether it fits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ class Row:
 
     gpus: int
     candidate: fit.Candidate | None
-    """The layout chosen, or the one that needs least where none fits; None where none is possible."""
+    """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
     note: str
-    """What would make it fit, or why it is not possible."""
+    """What would make it fit, or why there is no layout."""
 
     @property
     def fits(self) -> bool:
@@ -68,7 +68,7 @@ class Layouts(Page):
 
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
-    """Fits `config` to each number of GPUs, whatever number it names itself."""
+    """Fit `config` to each number of GPUs, whatever its own."""
     free = replace(config, cluster=replace(config.cluster, nodes=None))
     return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Device
 from canzona_cli.report.charts import bar
-from canzona_cli.report.header import batch_factors, describe_layout
+from canzona_cli.report.header import batch_factors, describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, labelled, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
@@ -42,7 +42,7 @@ class BreakdownView(Page):
 
     @property
     def _unit(self) -> str:
-        return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[self._device]
+        return rank_word(self._device)
 
     @property
     def _strategy(self) -> str:

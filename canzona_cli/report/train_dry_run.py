@@ -17,7 +17,7 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.report.header import describe_batch, describe_layout, describe_plan
+from canzona_cli.report.header import describe_batch, describe_layout, describe_plan, rank_word
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
@@ -56,16 +56,16 @@ class DryRun(Page):
 
     @property
     def _unit(self) -> str:
-        return "GPU" if self.config.cluster.device == "cuda" else "CPU rank"
+        return rank_word(self.config.cluster.device)
 
     def _memory(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
         # `top` shows the whole process; on a GPU the reserve is just room left free.
-        beside = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
+        more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
-            f"({self.memory.worst_rank}): {parts}{beside}"
+            f"({self.memory.worst_rank}): {parts}{more}"
         )
 
     def _where(self) -> str:

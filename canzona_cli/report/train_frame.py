@@ -36,7 +36,7 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width, ascii_only = self.state, options.max_width, options.ascii_only
-        guarded = [Text(f"  {said}", style="yellow") for said in state.guarded]
+        guarded = [Text(f"  {text}", style="yellow") for text in state.guarded]
         if state.updated is None and not state.validations:
             lines = [] if self.closed else [self._waiting(ascii_only)]
         elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
@@ -50,7 +50,7 @@ class Frame:
             yield line
 
     def _waiting(self, ascii_only: bool) -> Text:
-        """The stage under way before the first step: `⠹ build model 3 s`."""
+        """The current stage before the first step: `⠹ build model 3 s`."""
         spinner = _ASCII_SPINNER if ascii_only else _SPINNER
         now = self.state.clock()
         line = Text(f"  {spinner[int(now * 4) % len(spinner)]} ", style="cyan")
@@ -92,7 +92,7 @@ class Frame:
         }
 
     def _notes(self) -> list[tuple[str, str]]:
-        """What deserves a look, with its style."""
+        """Warnings, with their styles."""
         notes = []
         if self.state.non_finite:
             notes.append((f"{self.state.non_finite:,} x loss not finite", "bold red"))

@@ -134,7 +134,7 @@ class LiveView(TrainView):
                 yield from Frame(state=self.state, closed=self._closed).__rich_console__(console, options)
 
     def _begin(self) -> None:
-        # Started late, so that whatever is said before the first record scrolls by undisturbed.
+        # Started late: what is printed before the first record scrolls by undisturbed.
         if not self._closed and not self._live.is_started:
             self._live.start(refresh=True)
 

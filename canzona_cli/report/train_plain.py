@@ -108,9 +108,9 @@ class PlainView(TrainView):
             f"{number(last and last.lr, '.2e'):>9} {number(last and last.grad_norm, '.3f'):>9} "
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
-        for said in state.guarded:
-            if said not in self._guarded:
-                self._print(f"{self._time()} {said}")
+        for text in state.guarded:
+            if text not in self._guarded:
+                self._print(f"{self._time()} {text}")
         self._guarded = state.guarded
 
     def _time(self) -> str:
@@ -124,10 +124,10 @@ class PlainView(TrainView):
 def closing(state: TrainState, status: RunStatus, message: str) -> str:
     """How the run ended, in one line."""
     elapsed = duration(state.elapsed)
-    said = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
+    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
     if status == "done":
-        return f"done, {state.step:,} steps in {elapsed}{said}"
-    return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{said}"
+        return f"done, {state.step:,} steps in {elapsed}{remarks}"
+    return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"
 
 
 def _clock(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What a view knows of a run so far: stages, the loss history, smoothed rates, validations, time left."""
+"""What a view of a run shows: stages, the loss so far, smoothed rates, validations, time left."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def _mean_point(points: list[tuple[float, float]] | tuple[tuple[float, float], .
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One part of the run's start-up or of the run itself."""
+    """One stage of the run or of its start."""
 
     name: str
     detail: str
