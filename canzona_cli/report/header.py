@@ -89,10 +89,7 @@ def header_rows(
     return [
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
-        (
-            "layout",
-            f"{describe_layout(layout, rank_word(config.cluster.device), times=times)} on {clean(config.cluster.name)}",
-        ),
+        ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),

@@ -203,7 +203,7 @@ def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
     assert done.returncode == 2
     text = " ".join(done.stderr.split())
     assert "2 problems" in text
-    assert "a trace is of one run" in text
+    assert "a trace shows one run" in text
     assert "writing a trace prints nothing" in text
 
 
