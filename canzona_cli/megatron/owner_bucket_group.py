@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.in_flight import Waitable
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
-from canzona_cli.planner.buckets import ALIGNMENT
 from canzona_cli.planner.plan import Bucket, Plan, Range
+from canzona_cli.planner.reduction import in_order
 
 
 class InFlight:
@@ -68,7 +68,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.owned: tuple[Range, ...] = tuple(part for part in planned.ranges if part.owner == group.rank())
         """This rank's ranges of the bucket."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
-        self._pieces, self._in_order = _pieces(planned.ranges, group.size())
+        self._in_order = in_order(planned)
+        self._pieces = _pieces(planned, group.size(), adjoining=self._in_order)
         self._received: list[torch.Tensor] = []
         self._check_plan()
 
@@ -284,15 +285,14 @@ def _broadcast(data: torch.Tensor, owner: int, group: ProcessGroup) -> Work:
     return work
 
 
-def _pieces(ranges: Sequence[Range], owners: int) -> tuple[list[list[slice]], bool]:
-    """Each owner's slices of the bucket, and whether they follow each other in the owners' order, nothing between."""
-    in_order = all(a.owner < b.owner and b.start - a.end < ALIGNMENT for a, b in pairwise(ranges))
-    # Then what alignment skipped travels along, and nothing has to be packed.
-    ends = [b.start for b in ranges[1:]] + [ranges[-1].end] if in_order else [part.end for part in ranges]
+def _pieces(bucket: Bucket, owners: int, *, adjoining: bool) -> list[list[slice]]:
+    """Each owner's slices of the bucket; `adjoining`, what alignment skips between them travels along."""
+    ranges = bucket.ranges
+    ends = [b.start for b in ranges[1:]] + [ranges[-1].end] if adjoining else [part.end for part in ranges]
     pieces: list[list[slice]] = [[] for _ in range(owners)]
     for part, end in zip(ranges, ends, strict=True):
         pieces[part.owner].append(slice(part.start, end))
-    return pieces, in_order
+    return pieces
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
