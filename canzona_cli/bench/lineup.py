@@ -13,7 +13,7 @@ import psutil
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
-from canzona_cli.config.execution import AnyStrategy, with_strategy
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.activations import matrix_shapes
@@ -90,7 +90,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
         DoesNotFit: the reference, or a strategy the user named, does not fit into memory.
     """
     base = composed.config
-    if base.optimizer.name == "adamw":
+    if execution_of(base) is Execution.ADAMW:
         raise ConfigError(
             Problem(
                 key="optimizer",

@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, RunConfig, Strategy
+from canzona_cli.config.schema import AdamWConfig, BufferLayout, RunConfig, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
@@ -58,10 +58,15 @@ def strategy_of(config: RunConfig) -> AnyStrategy:
     return "adamw" if execution_of(config) is Execution.ADAMW else config.engine.strategy
 
 
+def even_shards(layout: BufferLayout, strategy: Strategy) -> bool:
+    """Whether gradient buckets are laid out in equal shards; asc keeps the natural order, whatever the layout."""
+    return layout == "aligned" and strategy != "asc"
+
+
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """The same run under another strategy; AdamW takes the rates of the run's own optimizer.
 
-    Settings of the engine that only another strategy can have go: a plan file, and equal shards.
+    Settings of the engine that only another strategy can have are dropped: a plan file, and reducing equal shards.
     """
     if strategy == "adamw":
         own = config.optimizer

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
@@ -98,7 +99,7 @@ class _Stage:
     ) -> "_Stage":
         parameters = stage_parameters(matrices, stage, layout.tp)
         ranks = owners(layout)
-        padded = settings.layout == "aligned" and settings.strategy != "asc"
+        padded = even_shards(settings.layout, settings.strategy)
         if padded:
             # Padding lies at the border of two shards, so a parameter cannot lie across one.
             parameters = [parameter.undivided() for parameter in parameters]

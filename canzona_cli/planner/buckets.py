@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
@@ -176,7 +177,7 @@ def buckets(
     """
     found: list[Bucket] = []
     shards = owners(layout)
-    padded = settings.layout == "aligned" and settings.strategy != "asc"
+    padded = even_shards(settings.layout, settings.strategy)
     for stage in stages(matrices):
         parameters = stage_parameters(matrices, stage, layout.tp)
         contents = cut(parameters, bucket_elements, stage=stage, shards=shards if padded else None)

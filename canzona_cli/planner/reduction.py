@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
+from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
@@ -16,11 +17,6 @@ SIMILAR = 1.25
 """All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
 WORTH = 0.95
 """And chosen where it takes no more than this part of the per-owner reductions: it needs memory that they do not."""
-
-
-def even_shards(settings: PlanSettings) -> bool:
-    """Whether a bucket is laid out in equal shards; asc keeps the natural order, whatever the layout."""
-    return settings.layout == "aligned" and settings.strategy != "asc"
 
 
 def shares(bucket: Bucket) -> dict[int, int]:
@@ -85,7 +81,7 @@ class ReductionModel:
         Raises:
             ConfigError: even collectives were asked for, and shards are not equal.
         """
-        if settings.reduction == "even" and not even_shards(settings):
+        if settings.reduction == "even" and not even_shards(settings.layout, settings.strategy):
             natural = settings.strategy == "asc"
             raise ConfigError(
                 Problem(
@@ -101,7 +97,7 @@ class ReductionModel:
     def _choice(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Reduction:
         if settings.reduction is not None:
             return settings.reduction
-        if even_shards(settings):
+        if even_shards(settings.layout, settings.strategy):
             return "even"
         if settings.strategy == "asc" or not scratch or not self._alike(bucket):
             return "reduce"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.execution import AnyStrategy, with_strategy
+from canzona_cli.config.execution import AnyStrategy, even_shards, with_strategy
 from canzona_cli.config.schema import BufferLayout, EngineConfig, Layout, RunConfig, Strategy
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.buckets import bucket_elements
@@ -72,7 +72,7 @@ def study_run(
 
 def _possible(engine: EngineConfig) -> EngineConfig:
     """Without the even collectives that were asked for where shards are not equal."""
-    equal = engine.layout == "aligned" and engine.strategy != "asc"
+    equal = even_shards(engine.layout, engine.strategy)
     return engine if equal or engine.reduction != "even" else replace(engine, reduction=None)
 
 

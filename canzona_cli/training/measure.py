@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
@@ -57,7 +58,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
     memory = [rank.peak_memory for rank in everyone]
     return MeasuredBreakdown(
-        strategy=config.engine.strategy if config.optimizer.name != "adamw" else "adamw",
+        strategy=strategy_of(config),
         optimizer=config.optimizer.name,
         device=config.cluster.device,
         layout=world.layout,
