@@ -7,13 +7,12 @@ the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.plan import Algorithm
 from canzona_cli.run.phases import Phase
 
@@ -107,12 +106,6 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     return step.flops + refresh.flops / a.refresh_period
 
 
-def peak_flops(a: Algorithm, rows: int, cols: int) -> float:
-    """FLOPs of an update in the step that refreshes."""
-    step, refresh = work(a, rows, cols)
-    return step.flops + refresh.flops
-
-
 def seconds(
     a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> float:
@@ -133,13 +126,6 @@ def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> 
     mean, peak = _modelled(a, rows, cols, cluster)
     measured = _measured(a, rows, cols, cluster)
     return peak if measured is None else measured * peak / mean
-
-
-def costs(a: Algorithm, matrices: Sequence[Matrix], cluster: ClusterConfig) -> tuple[float, ...]:
-    """`seconds` of every matrix, in order."""
-    shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
-    cost = {(rows, cols): seconds(a, rows, cols, cluster) for rows, cols in shapes}
-    return tuple(cost[matrix.rows, matrix.cols] for matrix in matrices)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:

@@ -11,8 +11,8 @@ With the weights goes a flag for every matrix to every other rank: one element, 
 A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place, flags or not.
 
 The engine asks for a `Route`: where each fragment lies in one rank's messages. Planning, memory and simulation ask
-for `exchange`: how large the messages of all ranks are, which is the size of their routes. Everything is counted in
-elements. No torch.
+for `group_traffic`: how large the messages of all ranks are, which is the size of their routes. Everything is counted
+in elements. No torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class GroupTraffic:
     """Both all-to-alls of a micro-group."""
 
     gradients: Traffic
@@ -52,7 +52,7 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
     return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
-def exchange(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int, *, flags: bool = True) -> Exchange:
+def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int, *, flags: bool = True) -> GroupTraffic:
     """What a micro-group of `matrices` moves; `hosts` are theirs, TP ranks."""
     cut, whole = [0] * tp, [0] * tp
     homes: list[tuple[int, int, int]] = []
@@ -68,7 +68,7 @@ def exchange(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int, *, flags
     if flags and (homes or any(back)):
         for host in hosts:
             back[host] += 1
-    return Exchange(gradients=_from_hosts(cut, homes).reversed(), weights=_from_hosts(back, homes))
+    return GroupTraffic(gradients=_from_hosts(cut, homes).reversed(), weights=_from_hosts(back, homes))
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.exchange import exchange, exchange_bytes
+from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Bucket, Mesh, Place, Plan
 from canzona_cli.planner.reduction import shares
 
@@ -109,7 +109,7 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
     for group in plan.groups:
-        moved = exchange(
+        moved = group_traffic(
             [plan.matrices[index] for index in group.matrices], [cells[index].host for index in group.matrices], mesh.tp
         )
         first = mesh.rank(group.stage, group.owner * mesh.tp)

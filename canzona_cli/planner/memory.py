@@ -31,7 +31,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out, owners
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.exchange import exchange, exchange_bytes
+from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Algorithm, Place, Plan
 from canzona_cli.planner.reduction import scratch_bytes
 
@@ -339,7 +339,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             continue
         hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
         moved = [
-            exchange([plan.matrices[index] for index in group], at, mesh.tp)
+            group_traffic([plan.matrices[index] for index in group], at, mesh.tp)
             for group, at in zip(groups, hosts, strict=True)
         ]
         sets = min(2, len(groups))

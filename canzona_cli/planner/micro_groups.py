@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import exchange
+from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
@@ -23,7 +23,7 @@ Group = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ExchangeCost:
     """What a fused all-to-all inside a TP group costs."""
 
     bytes_per_s: float = 450e9
@@ -59,7 +59,7 @@ def micro_groups(
     layout: Layout,
     settings: PlanSettings,
     bytes_per_element: int,
-    link: Link | None = None,
+    link: ExchangeCost | None = None,
 ) -> tuple[MicroGroup, ...]:
     """Micro-groups of every owner in order of execution.
 
@@ -74,7 +74,7 @@ def micro_groups(
         ConfigError: C_max is smaller than the largest matrix.
     """
     check_capacity(matrices, layout, settings, bytes_per_element)
-    link = link or Link()
+    link = link or ExchangeCost()
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         job = Job(matrix=matrix, host=cell.host, seconds=cost, width=bytes_per_element)
@@ -129,7 +129,7 @@ def greedy_hosts(
     return [placed[index] for index in indices]
 
 
-def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: Link) -> float:
+def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: ExchangeCost) -> float:
     """Seconds from the first exchange to the last, for an owner's groups in this order.
 
     One communication stream carries in(1), in(2), out(1), in(3), out(2), ...; every host computes its groups in order.
@@ -151,14 +151,14 @@ def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: Link) -> fl
     return max(stream, leaving[0]) + leaving[1] if leaving is not None else 0.0
 
 
-def _exchange_seconds(group: Sequence[Job], tp: int, link: Link) -> tuple[float, float]:
+def _exchange_seconds(group: Sequence[Job], tp: int, link: ExchangeCost) -> tuple[float, float]:
     """Seconds of the gradients' exchange and of the weights', both at the wider element of the two.
 
     Without the weights' flags: a few bytes should not decide between groupings that take equally long.
     """
     if tp == 1:
         return 0.0, 0.0
-    moved = exchange([job.matrix for job in group], [job.host for job in group], tp, flags=False)
+    moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp, flags=False)
     width = group[0].width
     return (
         link.latency_s + moved.gradients.busiest * width / link.bytes_per_s,
@@ -166,7 +166,7 @@ def _exchange_seconds(group: Sequence[Job], tp: int, link: Link) -> tuple[float,
     )
 
 
-def _groups(jobs: Sequence[Job], tp: int, settings: PlanSettings, link: Link) -> list[Group]:
+def _groups(jobs: Sequence[Job], tp: int, settings: PlanSettings, link: ExchangeCost) -> list[Group]:
     capacity = settings.c_max_bytes
     if tp == 1:
         return [tuple(job.index for job in jobs)]

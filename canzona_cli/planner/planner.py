@@ -17,7 +17,7 @@ from canzona_cli.planner.cost import Implementation, algorithm, seconds
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
-from canzona_cli.planner.micro_groups import Link, micro_groups
+from canzona_cli.planner.micro_groups import ExchangeCost, micro_groups
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
@@ -156,15 +156,15 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
             yield times * largest
 
 
-def _exchange_link(config: RunConfig, layout: Layout) -> Link:
+def _exchange_link(config: RunConfig, layout: Layout) -> ExchangeCost:
     """What micro-groups travel over: the TP group's link of the profile."""
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
     if group.size == 1:
-        return Link()
+        return ExchangeCost()
     # What two sizes take gives latency and bandwidth, whether from the profile's figures or its measurements.
     small, large = (links.all_to_all([size] * group.size, [size] * group.size, group).seconds for size in _PROBES)
     bytes_per_s = (_PROBES[1] - _PROBES[0]) / (large - small)
-    return Link(bytes_per_s=bytes_per_s, latency_s=max(0.0, small - _PROBES[0] / bytes_per_s))
+    return ExchangeCost(bytes_per_s=bytes_per_s, latency_s=max(0.0, small - _PROBES[0] / bytes_per_s))
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:

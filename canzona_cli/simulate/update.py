@@ -20,14 +20,13 @@ from typing import Literal, Protocol
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import element_bytes
+from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
-from canzona_cli.planner.exchange import Exchange, Traffic, exchange, exchange_bytes
+from canzona_cli.planner.exchange import GroupTraffic, Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.plan import Assignment, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
-_FP32 = 4
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
 """Stream, phase, start, end; seconds from the beginning of the update."""
 
@@ -119,7 +118,7 @@ class UpdateModel:
         for number, load in enumerate(loads):
             for host in range(self._tp):
                 ranks.wait(host, gradients[number])
-                ranks.work(host, "exchange", load.hosted[host] * (self._grad + _FP32) * self._packing)
+                ranks.work(host, "exchange", load.hosted[host] * (self._grad + FP32) * self._packing)
                 ranks.work(host, "matrix_update", self._updating * load.seconds[host])
                 ranks.work(host, "exchange", load.hosted[host] * 2 * self._width * self._packing)
             weights.append(ranks.exchange(self._travel(load.moved.weights, self._width)))
@@ -139,8 +138,8 @@ class UpdateModel:
                 gather = self._links.all_gather(4.0 * matrix.elements, self._group)
                 rank.wait(0, rank.exchange(gather.times(self._exchanging)))
                 if self._whole:
-                    packed = matrix.fragment_elements(self._tp) * (self._buffer + _FP32)
-                    rank.work(0, "exchange", (packed + 2 * _FP32 * matrix.elements) * self._packing)
+                    packed = matrix.fragment_elements(self._tp) * (self._buffer + FP32)
+                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * self._packing)
             on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
             alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
             rank.work(0, "matrix_update", self._updating * alone)
@@ -148,7 +147,7 @@ class UpdateModel:
     def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
         members = [self._matrices[index] for index in group.matrices]
         hosts = [assignment.cells[index].host for index in group.matrices]
-        load = _Load(self._tp, exchange(members, hosts, self._tp))
+        load = _Load(self._tp, group_traffic(members, hosts, self._tp))
         for matrix, host in zip(members, hosts, strict=True):
             load.hosted[host] += matrix.elements
             load.seconds[host] += self._costs[matrix.index]
@@ -175,7 +174,7 @@ class UpdateModel:
 class _Load:
     """What one micro-group asks of each TP rank: elements, and seconds of update."""
 
-    def __init__(self, tp: int, moved: Exchange) -> None:
+    def __init__(self, tp: int, moved: GroupTraffic) -> None:
         self.stored, self.hosted = [0] * tp, [0] * tp
         self.moved = moved
         self.seconds = [0.0] * tp

@@ -13,7 +13,7 @@ from canzona_cli.engine.hosted import HostedGroup, Wiring
 from canzona_cli.megatron.in_flight import watcher_for
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import exchange, from_hosts, to_hosts
+from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
 from canzona_cli.planner.measures import exchange_sent
 from canzona_cli.planner.planner import make_plan
 from tests import sizes
@@ -123,7 +123,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
         wanted = {m.parameter: empty.in_whole(m, -whole(m), own) for m in members if m.parameter in parameters}
         return sent, [torch.equal(parameters[name].float(), part) for name, part in wanted.items()]
 
-    moved = exchange(members, hosts, tp)
+    moved = group_traffic(members, hosts, tp)
     found = run_ranks(tp, rank)
     gradient, weight = widths[torch.float32], widths[torch.bfloat16]
     assert [sent for sent, _ in found] == [

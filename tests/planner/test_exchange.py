@@ -14,11 +14,11 @@ from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.engine.buffers import Messages
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Route, exchange, exchange_bytes, from_hosts, senders, to_hosts
+from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, group_traffic, senders, to_hosts
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.measures import communication, exchange_sent
 from canzona_cli.planner.memory import step_buffers
-from canzona_cli.planner.micro_groups import Job, Link, pipeline_seconds
+from canzona_cli.planner.micro_groups import ExchangeCost, Job, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
 from canzona_cli.planner.subject import subject
 from canzona_cli.simulate.update import UpdateModel
@@ -87,11 +87,11 @@ def test_by_hand() -> None:
         replace(_matrix(1, 3, 2), shard_dim=None),
         replace(_matrix(2, 5, 1), shard_dim=None, home=0),
     ]
-    moved = exchange(members, [0, 1, 1], 2)
+    moved = group_traffic(members, [0, 1, 1], 2)
     assert (moved.gradients.sent, moved.gradients.received) == ((5, 4), (4, 5))
     # One flag from rank 0, two from rank 1.
     assert (moved.weights.sent, moved.weights.received) == ((4 + 1, 6 + 5 + 2), (6 + 5 + 2, 4 + 1))
-    assert exchange(members[2:], [0], 2).weights.busiest == 0, "a matrix updated at home needs nobody"
+    assert group_traffic(members[2:], [0], 2).weights.busiest == 0, "a matrix updated at home needs nobody"
 
 
 # --- everybody's account of any plan ---
@@ -161,7 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=150, deadline=None)
 def test_sizes_of_all_messages_are_those_of_the_engines_routes(case: Case) -> None:
     for group in case.plan.groups:
-        moved = exchange(case.members(group), case.hosts(group), case.layout.tp)
+        moved = group_traffic(case.members(group), case.hosts(group), case.layout.tp)
         for traffic, back in ((moved.gradients, False), (moved.weights, True)):
             routes = case.routes(group, back=back)
             assert traffic.sent == tuple(route.sent for route in routes)
@@ -246,4 +246,4 @@ def test_grouping_prices_the_fragments_that_travel(case: Case, width: int) -> No
             routes = case.routes(group, back=back)
             sides = [parcels for route in routes for parcels in (route.sends, route.receives)]
             wanted += width * max(sum(parcel.elements for parcel in side) for side in sides)
-        assert pipeline_seconds([jobs], case.layout.tp, Link(bytes_per_s=1.0, latency_s=0.0)) == wanted
+        assert pipeline_seconds([jobs], case.layout.tp, ExchangeCost(bytes_per_s=1.0, latency_s=0.0)) == wanted

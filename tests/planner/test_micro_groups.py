@@ -12,7 +12,7 @@ from canzona_cli.config.schema import Grouping, Layout
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.micro_groups import Job, Link, micro_groups, pipeline_seconds
+from canzona_cli.planner.micro_groups import ExchangeCost, Job, micro_groups, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 
@@ -25,7 +25,7 @@ MODELS = st.builds(
     fused_fc1=st.booleans(),
 )
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4))
-LINK = Link(bytes_per_s=1e9, latency_s=1e-6)
+LINK = ExchangeCost(bytes_per_s=1e9, latency_s=1e-6)
 
 
 def _plan(
@@ -88,7 +88,7 @@ def test_pipeline_of_two_groups_by_hand() -> None:
     of_1000_bytes = replace(transformer(1, 64, 64, 64)[0], rows=50, cols=10)
     first = [Job(matrix=of_1000_bytes, host=0, seconds=10.0, width=2)]
     second = [Job(matrix=replace(of_1000_bytes, index=1), host=1, seconds=4.0, width=2)]
-    link = Link(bytes_per_s=1000.0, latency_s=1.0)
+    link = ExchangeCost(bytes_per_s=1000.0, latency_s=1.0)
     assert pipeline_seconds([first, second], 2, link) == pytest.approx(14.5)
     # Together: one exchange each way, each host in and out 500 bytes at once.
     assert pipeline_seconds([[*first, *second]], 2, link) == pytest.approx(1.5 + 10 + 1.5)
@@ -98,7 +98,7 @@ def test_without_links_to_wait_for_the_pipeline_is_the_busiest_host() -> None:
     matrices = transformer(1, 64, 64, 64)
     jobs = [Job(matrix=matrices[i], host=i % 2, seconds=float(i), width=2) for i in range(6)]
     groups = [jobs[:2], jobs[2:4], jobs[4:]]
-    assert pipeline_seconds(groups, 2, Link(bytes_per_s=1e30, latency_s=0.0)) == pytest.approx(1 + 3 + 5)
+    assert pipeline_seconds(groups, 2, ExchangeCost(bytes_per_s=1e30, latency_s=0.0)) == pytest.approx(1 + 3 + 5)
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:
