@@ -38,7 +38,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
                 key="RUN_DIR",
                 value=run_dir,
                 reason="there are no timelines in it",
-                fix="a run writes them when training ends, for the steps of run.trace_steps; give such a run",
+                fix="a run writes them when training ends; give the directory of one that got there",
             )
         )
     try:

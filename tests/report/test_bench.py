@@ -11,7 +11,6 @@ from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.report.bench import BenchView
 from canzona_cli.report.bench_figures import draw
 from canzona_cli.report.bench_words import error_text, quartiles, times
-from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
 
@@ -196,24 +195,6 @@ def test_words_for_numbers() -> None:
     assert str(error_text(1.0, 0.9999)) == "0%"
     assert str(error_text(0.001, 1.0)) == ">+999%"
     assert times(bench().optimizer_speedup("asc")) == "not significant"
-
-
-def test_groups_that_do_not_fit_go_below_with_the_same_labels() -> None:
-    def group(title: str) -> Columns:
-        return Columns(title=title, heads=("one", "two"), rows=(("1", "22"), (), ("a long cell",)))
-
-    table = GroupedTable(head="name", labels=["x", "y", "z"], groups=[group("A"), group("B"), group("C")])
-    lines = shown(table, 30).splitlines()
-    assert lines[:6] == [
-        "           A            B",
-        "name      one two      one two",
-        "───── ──────────── ───────────",
-        "x           1  22        1  22",
-        "y",
-        "z     a long cell  a long cell",
-    ]
-    assert lines[6] == ""
-    assert [line.strip() for line in lines if line.strip().startswith("C")] == ["C"]
 
 
 @pytest.mark.parametrize("loads", [True, False])
