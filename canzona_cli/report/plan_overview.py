@@ -7,12 +7,11 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.bench.simulated import SIZES
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.memory import GIB
 from canzona_cli.planner.planner import plannable
 from canzona_cli.report.page import Page, Screen, note, wrapped
@@ -98,9 +97,7 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
         ConfigError: an override is impossible.
     """
     dirs = tuple(recipes_dirs)
-    names = [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
-    plans = [_planned([f"recipe={name}", *overrides], dirs) for name in names]
-    return Overview(plans=tuple(sorted(plans, key=lambda plan: parameter_count(plan.config.model).total)))
+    return Overview(plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in SIZES))
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
