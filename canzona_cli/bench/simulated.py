@@ -15,10 +15,9 @@ from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.planner import plannable
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.simulate.compare import study_run
-from canzona_cli.simulate.cores import with_cores
+from canzona_cli.simulate.predict import with_cores
 from canzona_cli.simulate.simulate import assumptions
-from canzona_cli.simulate.study import Study
+from canzona_cli.simulate.study import Study, study_run
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 MOST_GPUS = 65_536

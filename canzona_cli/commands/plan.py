@@ -65,7 +65,7 @@ def plan(
     from canzona_cli.model.shapes import load_shapes
     from canzona_cli.planner.plan_file import default_path
     from canzona_cli.planner.planner import plannable
-    from canzona_cli.simulate.compare import study_run, with_shapes
+    from canzona_cli.simulate.study import study_run, with_shapes
 
     try:
         composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)

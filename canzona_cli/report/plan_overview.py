@@ -17,8 +17,7 @@ from canzona_cli.planner.planner import plannable
 from canzona_cli.report.page import Page, Screen, note, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.words import layout_code, step_time
-from canzona_cli.simulate.compare import study_run
-from canzona_cli.simulate.study import Study
+from canzona_cli.simulate.study import Study, study_run
 
 
 @dataclass(frozen=True, kw_only=True)

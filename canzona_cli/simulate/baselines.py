@@ -1,13 +1,11 @@
-"""What canzona is compared with: Megatron's layer-wise optimizer, and the paper's own partition."""
+"""What canzona is compared with: the owners and buckets of Megatron's layer-wise optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.assign import balanced_cuts, by_owner
-from canzona_cli.planner.buckets import align, cut, lay_out, owners, stage_parameters, stages
-from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.buckets import align, lay_out, owners, stage_parameters, stages
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Range
 
 
@@ -69,39 +67,3 @@ def layerwise(matrices: Sequence[Matrix], layout: Layout, bucket_elements: int |
                 )
             )
     return Layerwise(owners=tuple(owner_of), buckets=tuple(found))
-
-
-def paper_contiguous(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    layout: Layout,
-    alpha: float = 1.0,
-    bucket_elements: int | None = None,
-) -> Assignment:
-    """The paper's partition: whole parameters in natural order, weighed by elements (`balanced_cuts`).
-
-    Hosts are packed by cost, which flatters it: its own pipeline balances within each micro-group only.
-    """
-    ranks = owners(layout)
-    packer = HostPacker(costs, layout.tp)
-    cells = [Cell(owner=0, host=0)] * len(matrices)
-    for stage in stages(matrices):
-        pieces = cut(stage_parameters(matrices, stage, layout.tp), bucket_elements, stage=stage)
-        weights = [[float(parameter.elements) for parameter in bucket] for bucket in pieces]
-        owner_of = {
-            parameter.matrices: owner
-            for bucket, owned in zip(pieces, balanced_cuts(weights, ranks, alpha), strict=True)
-            for parameter, owner in zip(bucket, owned, strict=True)
-        }
-        units = {members[0]: members for members in owner_of}
-        held = by_owner(units, {members[0]: owner for members, owner in owner_of.items()}, ranks)
-        for owner, indices in enumerate(held):
-            for index, host in zip(indices, packer.hosts(indices), strict=True):
-                cells[index] = Cell(owner=owner, host=host)
-    return Assignment(cells=tuple(cells))
-
-
-def imbalance(loads: Sequence[float]) -> float:
-    """Load balance: max over mean; 1.0 is perfect."""
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total > 0 else 1.0

@@ -5,6 +5,7 @@ last backward pass hands gradients over module by module; micro-batches in betwe
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Layout
@@ -18,40 +19,45 @@ Pass = Literal["forward", "backward"]
 _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """What the rank of one pipeline stage does up to reduced gradients."""
+
+    time: StageTime
+    chunks: Sequence[Chunk]
+    """In the order of the gradient buffers: last registered parameters first."""
+    begin_s: float
+    """Before the first forward."""
+    tail_s: float
+    """What follows the gradient reduction before its result is complete."""
+
+
 class IterationTimeline:
     """Simulates on construction.
 
     Args:
-        chunks: by stage, in the order of the gradient buffers (last registered parameters first).
-        cores, crowding: that all ranks share, see `Timeline`; None where each has a device of its own.
-        begin_s: by stage, what is done before the first forward.
-        tail_s: by stage, what follows the gradient reduction before its result is complete.
+        timeline: empty; its cores, if it has any, are shared by all ranks.
         first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
     """
 
     def __init__(
         self,
         layout: Layout,
-        stages: Sequence[StageTime],
-        chunks: Sequence[Sequence[Chunk]],
+        stages: Sequence[StageWork],
+        timeline: Timeline,
         *,
         overlap_reduce: bool,
         overlap_gather: bool,
-        begin_s: Sequence[float],
-        tail_s: Sequence[float],
-        cores: float | None = None,
-        crowding: float = 1.0,
         first_matrices_early: bool = False,
     ) -> None:
-        self._layout, self._stages, self._chunks, self._tail = layout, stages, chunks, tail_s
+        self._layout, self._stages = layout, stages
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._first_early = first_matrices_early and overlap_gather
-        self._timeline, self._shares_cores = Timeline(cores, crowding), cores is not None
-        self._owners = layout.dp * layout.cp
+        self._timeline, self._owners = timeline, layout.dp * layout.cp
         self._last: list[int] = []
-        for stage, seconds in enumerate(begin_s):
+        for stage, work in enumerate(stages):
             # Before any rank waits for another, all are as busy; `begin_s` has that in it.
-            self._last.append(self._timeline.add("other", ("compute", stage), seconds=seconds))
+            self._last.append(self._timeline.add("other", ("compute", stage), seconds=work.begin_s))
         self._sent: dict[tuple[Pass, int, int], int] = {}
         self._build()
         ran = self._timeline.run()
@@ -60,7 +66,7 @@ class IterationTimeline:
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
-        self.reduced_s = [self._reduced(stage) + tail_s[stage] for stage in range(layout.pp)]
+        self.reduced_s = [self._reduced(stage) + stages[stage].tail_s for stage in range(layout.pp)]
         """By stage: when its gradients are reduced."""
 
     def phases(self, stage: int) -> dict[str, float]:
@@ -72,7 +78,7 @@ class IterationTimeline:
         for phase, ran in self._on(("data", stage)):
             moved[phase] += ran.end - ran.start
         found["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
-        found["grad_reduce_total"] = moved["grad_reduce"] + self._tail[stage]
+        found["grad_reduce_total"] = moved["grad_reduce"] + self._stages[stage].tail_s
         found["param_gather_total"] = moved["param_gather"]
         return found
 
@@ -97,7 +103,7 @@ class IterationTimeline:
         return source is None or (direction, source, micro) in self._sent
 
     def _pass(self, stage: int, direction: Pass, micro: int) -> None:
-        time, layout = self._stages[stage], self._layout
+        time, layout = self._stages[stage].time, self._layout
         source = _source(stage, direction, layout.pp)
         if source is not None:
             self._compute_task(stage, "pipeline", after=[self._sent[direction, source, micro]])
@@ -126,7 +132,7 @@ class IterationTimeline:
         A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, the
         bucket before it in the buffers.
         """
-        time, chunks = self._stages[stage], self._chunks[stage]
+        time, chunks = self._stages[stage].time, self._stages[stage].chunks
         gathered: dict[int, int] = {}
 
         def gather(number: int, after: Sequence[int]) -> None:
@@ -147,9 +153,9 @@ class IterationTimeline:
             self._module(stage, "forward", module, awaited[1:])
 
     def _last_backward(self, stage: int) -> None:
-        time = self._stages[stage]
+        time = self._stages[stage].time
         ready: dict[int, list[Transfer]] = {}
-        for chunk in self._chunks[stage]:
+        for chunk in self._stages[stage].chunks:
             ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk.reduce)
         for place in reversed(range(len(time.modules))):
             self._module(stage, "backward", time.modules[place], ())
@@ -157,13 +163,13 @@ class IterationTimeline:
                 self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
 
     def _module(self, stage: int, direction: Pass, module: Module, after: Sequence[int]) -> None:
-        exchange = self._stages[stage].exchange
+        exchange = self._stages[stage].time.exchange
         if direction == "forward":
             seconds, exchanges = module.forward_s, module.exchanges
         else:
             seconds = module.backward_s + module.again_s
             exchanges = module.exchanges + module.exchanges_again
-        if self._shares_cores:
+        if self._timeline.shares_cores:
             # Apart, for computing keeps other cores busy than communicating does.
             self._compute_task(stage, direction, seconds, after)
             seconds = 0.0
@@ -174,7 +180,7 @@ class IterationTimeline:
             link=(stage, exchange.link),
             link_s=exchanges * exchange.link_s,
             cores=exchange.cores * self._owners,
-            after=() if self._shares_cores else after,
+            after=() if self._timeline.shares_cores else after,
         )
 
     def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:

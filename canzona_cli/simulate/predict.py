@@ -1,17 +1,21 @@
 """What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
 
-from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of
-from canzona_cli.config.schema import Layout, RunConfig, Splitting
+from collections.abc import Sequence
+from dataclasses import replace
+
+from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of, with_strategy
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.memory import estimate, plan_memory
-from canzona_cli.planner.plan import Assignment, Plan
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
+from canzona_cli.run.machine import cores
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.simulate.baselines import layerwise
-from canzona_cli.simulate.compare import simulate_plan
-from canzona_cli.simulate.cores import with_cores
 from canzona_cli.simulate.simulate import StrategyResult, simulate
+from canzona_cli.simulate.update import Workload
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -41,19 +45,51 @@ def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> Strate
     """One iteration of a resolved run, on as many cores as its profile says."""
     if plan is not None:
         return simulate_plan(config, layout, plan)
-    return _without_plan(config, layout, strategy_of(config))
-
-
-def _without_plan(config: RunConfig, layout: Layout, strategy: AnyStrategy) -> StrategyResult:
+    strategy, splitting = strategy_of(config), config.engine.splitting
     if strategy == "adamw":
-        return simulate(config, layout, (), (), None, (), (), strategy)
-    splitting: Splitting = config.engine.splitting
+        return simulate_strategy(config, layout, strategy, ())
     if splitting != "fused" and not execution_of(config).ours:
         splitting = "qkv"  # as far as Megatron's own go
-    matrices = matrices_of(config.model, layout, splitting)
-    costs = update_costs(config, matrices, "megatron")
-    if strategy == "sc":
-        return simulate(config, layout, matrices, costs, None, (), (), strategy)
-    placed = layerwise(matrices, layout, bucket_elements(config, layout))
-    assignment: Assignment = placed.assignment
-    return simulate(config, layout, matrices, costs, assignment, placed.buckets, (), strategy)
+    return simulate_strategy(config, layout, strategy, matrices_of(config.model, layout, splitting))
+
+
+def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
+    """One iteration under a plan."""
+    workload = Workload(
+        strategy=plan.subject.settings.strategy,
+        matrices=plan.matrices,
+        costs=plan.costs,
+        assignment=plan.assignment,
+        buckets=plan.buckets,
+        groups=plan.groups,
+    )
+    return simulate(config, layout, workload)
+
+
+def simulate_strategy(
+    config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
+) -> StrategyResult:
+    """One iteration of a strategy that needs no plan.
+
+    Args:
+        matrices: what it updates; adamw, which has none, leaves them alone.
+    """
+    if strategy == "adamw":
+        return simulate(config, layout, Workload(strategy=strategy))
+    costs = update_costs(with_strategy(config, strategy), matrices, "megatron")
+    workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
+    if strategy == "layerwise":
+        placed = layerwise(matrices, layout, bucket_elements(config, layout))
+        workload = replace(workload, assignment=placed.assignment, buckets=placed.buckets)
+    return simulate(config, layout, workload)
+
+
+def with_cores(config: RunConfig) -> RunConfig:
+    """CPU ranks of a profile that does not say how many cores they share have those of this machine.
+
+    For predictions; no plan and no layout depends on it.
+    """
+    cluster = config.cluster
+    if cluster.device != "cpu" or cluster.cores is not None:
+        return config
+    return replace(config, cluster=replace(cluster, cores=cores()))

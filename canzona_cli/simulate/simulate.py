@@ -10,24 +10,23 @@ runs at the same time shares them. See `assumptions` for what is left out.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk
-from canzona_cli.simulate.iteration import IterationTimeline
+from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import stage_time
-from canzona_cli.simulate.timeline import crowded
-from canzona_cli.simulate.update import UpdateModel
-from canzona_cli.simulate.update_phase import Cell, UpdatePhase
+from canzona_cli.simulate.timeline import Timeline, crowded
+from canzona_cli.simulate.update import UpdateModel, Workload
+from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
@@ -57,43 +56,92 @@ class StrategyResult:
     """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
 
 
-def simulate(
-    config: RunConfig,
-    layout: Layout,
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    assignment: Assignment | None,
-    buckets: Sequence[Bucket],
-    groups: Sequence[MicroGroup],
-    strategy: AnyStrategy,
-) -> StrategyResult:
-    """One iteration of `strategy`.
+def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
+    """One iteration of the workload's strategy, on as many cores as the profile says."""
+    return _Simulation(with_strategy(config, workload.strategy), layout, workload).result()
 
-    Args:
-        costs: seconds to update each whole matrix on one rank.
-        assignment: owners and hosts; layerwise uses owners alone; None for sc and adamw, which have neither.
-        buckets: of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw.
-        groups: micro-groups, for canzona and asc.
-    """
-    config = with_strategy(config, strategy)
-    return _Simulation(config, layout, matrices, costs, assignment, buckets, groups, strategy).result()
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """When every cell's ranks are done with what. Seconds from the first forward."""
+
+    iteration: IterationTimeline
+    cells: Sequence[CellUpdate]
+    clipped: Sequence[float]
+    """By cell: when its gradients are clipped."""
+    gather_s: Sequence[float]
+    """By stage: gathering that starts once its slowest rank is done."""
+    early_s: Sequence[float]
+    """By stage: gathering that ran under the updates."""
+    agree_s: float
+    """The synchronisation of all ranks at the end."""
+
+    @cached_property
+    def updated(self) -> list[float]:
+        """By cell: when its last matrix is updated."""
+        return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
+
+    @cached_property
+    def done(self) -> list[float]:
+        """By stage: when its last rank has finished its updates and what it gathers behind them."""
+        last = [0.0] * len(self.gather_s)
+        for cell, end in zip(self.cells, self.updated, strict=True):
+            last[cell.stage] = max(last[cell.stage], end)
+        return [end + gather_s for end, gather_s in zip(last, self.gather_s, strict=True)]
+
+    @property
+    def end(self) -> float:
+        return max(self.done) + self.agree_s
+
+    @cached_property
+    def phases(self) -> list[dict[str, float]]:
+        """By cell: seconds of each phase."""
+        before = [self.iteration.phases(stage) for stage in range(len(self.gather_s))]
+        return [self._phases(number, before[cell.stage]) for number, cell in enumerate(self.cells)]
+
+    def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
+        cell, found = self.cells[number], dict(before)
+        # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
+        gathered = self.done[cell.stage] - self.updated[number] if self.gather_s[cell.stage] else 0.0
+        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.stage]
+        found["exchange"] = cell.update.exchange_s
+        found["exchange_total"] = cell.update.exchange_total_s
+        found["matrix_update"] = cell.update.matrix_update_s
+        found["adamw_update"] = cell.adamw_s
+        found["param_gather"] += gathered
+        found["param_gather_total"] += gathered + self.early_s[cell.stage]
+        found["other"] += self.end - self.updated[number] - gathered
+        return found
+
+    @property
+    def slowest(self) -> int:
+        """The cell that is done last."""
+        return self._last([end + self.gather_s[c.stage] for end, c in zip(self.updated, self.cells, strict=True)])
+
+    @property
+    def first(self) -> int:
+        """The cell whose updates are done first."""
+        return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
+
+    def optimizer(self) -> tuple[float, float]:
+        """The optimizer step without and with the exchange that hides under updates.
+
+        Waiting for another stage's backward is measured under norm_clip, but no part of it. The rank that waits longest
+        in all decides: another stage may gather longer than the one that updates last.
+        """
+        waited = [end + found["param_gather"] for end, found in zip(self.updated, self.phases, strict=True)]
+        longest = self._last(waited)
+        exposed = self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
+        return exposed, exposed + self.cells[longest].update.exchange_hidden_s
+
+    @staticmethod
+    def _last(ends: Sequence[float]) -> int:
+        return max(range(len(ends)), key=lambda number: (ends[number], -number))
 
 
 class _Simulation:
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        matrices: Sequence[Matrix],
-        costs: Sequence[float],
-        assignment: Assignment | None,
-        buckets: Sequence[Bucket],
-        groups: Sequence[MicroGroup],
-        strategy: AnyStrategy,
-    ) -> None:
-        self._config, self._layout, self._strategy = config, layout, strategy
-        self._matrices = matrices
-        self._buckets = buckets
+    def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
+        self._config, self._layout, self._workload = config, layout, workload
         self._execution = execution_of(config)
         self._implementation: Implementation = "canzona" if self._execution.ours else "megatron"
         self._owners = layout.dp * layout.cp
@@ -107,89 +155,74 @@ class _Simulation:
         self._updates = UpdatePhase(
             config,
             layout,
-            matrices,
-            UpdateModel(config, layout, matrices, costs, self._implementation),
-            assignment,
-            groups,
+            workload,
+            UpdateModel(config, layout, workload.matrices, workload.costs, self._implementation),
             cores=self._cores,
             adamw_factor=self._factor("adamw_update"),
         )
 
     def result(self) -> StrategyResult:
-        config, layout = self._config, self._layout
-        stages = [stage_time(config, layout, stage) for stage in range(layout.pp)]
+        step = self._step()
+        cells, slowest, first = step.cells, step.slowest, step.first
+        exposed_s, optimizer_s = step.optimizer()
+        shown = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
+        mean = self._mean([(cell.ranks, found) for cell, found in zip(cells, step.phases, strict=True)])
+        return StrategyResult(
+            strategy=self._workload.strategy,
+            iteration_s=step.end,
+            optimizer_s=optimizer_s,
+            optimizer_exposed_s=exposed_s,
+            phases=MappingProxyType(_ordered(step.phases[slowest])),
+            mean_phases=MappingProxyType(mean),
+            slowest_rank=self._rank(cells[slowest]),
+            update_balance=_balance(cells),
+            updates_end_s=tuple(step.done),
+            events=tuple(event for number in shown for event in self._events(step, number)),
+        )
+
+    def _step(self) -> _Step:
+        """Everything up to reduced gradients on one timeline, then norm and clip, then the updates."""
+        config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
         overlap = config.parallel.overlap_grad_reduce
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
-        early = [0.0] * layout.pp
-        gathers_early = overlap_gather and self._execution is Execution.PLANNED
-        under = [[chunk.gather for chunk in own[: self._others(stage)]] for stage, own in enumerate(chunks)]
-        cells, windows = self._updates.run(under if gathers_early else None)
-        if gathers_early:
-            for stage in range(layout.pp):
-                chunks[stage], early[stage] = _gathered_early(chunks[stage], self._others(stage), windows[stage])
+        early_s = [0.0] * layout.pp
+        if planned and overlap_gather:
+            others = [len(own) - self._buckets(stage) for stage, own in enumerate(chunks)]
+            under = [[chunk.gather for chunk in own[:count]] for own, count in zip(chunks, others, strict=True)]
+            cells, windows = self._updates.run(under)
+            for stage, (own, count, window) in enumerate(zip(chunks, others, windows, strict=True)):
+                chunks[stage], early_s[stage] = _gathered_early(own, count, window)
+        else:
+            cells, _ = self._updates.run(None)
         iteration = IterationTimeline(
             layout,
-            stages,
-            chunks,
-            first_matrices_early=self._execution is Execution.PLANNED,
+            [
+                StageWork(
+                    time=stage_time(config, layout, stage),
+                    chunks=own,
+                    begin_s=self._zero_s(stage),
+                    tail_s=self._after_reduction(stage),
+                )
+                for stage, own in enumerate(chunks)
+            ],
+            Timeline(self._cores, config.cluster.crowding),
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
-            cores=self._cores,
-            crowding=config.cluster.crowding,
-            begin_s=[self._zero_s(stage) for stage in range(layout.pp)],
-            tail_s=[self._after_reduction(stage) for stage in range(layout.pp)],
+            first_matrices_early=planned,
         )
-        gather_s = [0.0 if overlap_gather or not gathers else _gathered(found) for found in chunks]
-
-        by_stage = [[n for n, cell in enumerate(cells) if cell.stage == stage] for stage in range(layout.pp)]
-        before = [iteration.phases(stage) for stage in range(layout.pp)]
-        agree = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
+        agree_s = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
         norm = self._factor("norm_clip")
         read_s, scaled_s = norm * NORM_BYTES / self._rate, norm * CLIP_BYTES / self._rate
-        normed = max(iteration.reduced_s[c.stage] + c.elements * read_s for c in cells) + agree
-        clipped = [normed + c.elements * scaled_s for c in cells]
-        updated = [end + c.seconds for end, c in zip(clipped, cells, strict=True)]
-        done = [max(updated[number] for number in by_stage[stage]) + gather_s[stage] for stage in range(layout.pp)]
-        end = max(done) + agree
-
-        def phases(number: int) -> dict[str, float]:
-            cell = cells[number]
-            found = dict(before[cell.stage])
-            own_end = updated[number]
-            # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
-            gathered = done[cell.stage] - own_end if gather_s[cell.stage] else 0.0
-            found["norm_clip"] = clipped[number] - iteration.reduced_s[cell.stage]
-            found["exchange"] = cell.update.exchange_s
-            found["exchange_total"] = cell.update.exchange_total_s
-            found["matrix_update"] = cell.update.matrix_update_s
-            found["adamw_update"] = cell.adamw_s
-            found["param_gather"] += gathered
-            found["param_gather_total"] += gathered + early[cell.stage]
-            found["other"] += end - own_end - gathered
-            return found
-
-        slowest = max(range(len(cells)), key=lambda n: (updated[n] + gather_s[cells[n].stage], -n))
-        least = min(range(len(cells)), key=lambda n: (updated[n], n))
-        mine = phases(slowest)
-        # Waiting for another stage's backward is measured under norm_clip, but no part of the optimizer step. The rank
-        # that waits longest in all decides: another stage may gather longer than the one that updates last.
-        longest = max(range(len(cells)), key=lambda n: (updated[n] + phases(n)["param_gather"], -n))
-        exposed = updated[longest] - max(iteration.reduced_s) + phases(longest)["param_gather"]
-        shown = [slowest, least] if updated[least] < updated[slowest] else [slowest]
-        events = [self._events(iteration, cells[n], clipped[n], gather_s, early) for n in shown]
-        return StrategyResult(
-            strategy=self._strategy,
-            iteration_s=end,
-            optimizer_s=exposed + cells[longest].update.exchange_hidden_s,
-            optimizer_exposed_s=exposed,
-            phases=MappingProxyType(_ordered(mine)),
-            mean_phases=MappingProxyType(self._mean([(cell.ranks, phases(n)) for n, cell in enumerate(cells)])),
-            slowest_rank=self._rank(cells[slowest]),
-            update_balance=_balance(cells),
-            updates_end_s=tuple(done),
-            events=tuple(event for found in events for event in found),
+        normed = max(iteration.reduced_s[cell.stage] + cell.elements * read_s for cell in cells) + agree_s
+        return _Step(
+            iteration=iteration,
+            cells=cells,
+            clipped=[normed + cell.elements * scaled_s for cell in cells],
+            gather_s=[0.0 if overlap_gather or not gathers else _gathered(own) for own in chunks],
+            early_s=early_s,
+            agree_s=agree_s,
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
@@ -198,15 +231,15 @@ class _Simulation:
         if not self._execution.has_owners:
             found = buffers.everything(sharded=not self._execution.everywhere)
         else:
-            found = [*buffers.others(), *buffers.matrices(self._buckets, self._matrices)]
+            found = [*buffers.others(), *buffers.matrices(self._workload.buckets, self._workload.matrices)]
         reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
         return [
             replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering)) for chunk in found
         ]
 
-    def _others(self, stage: int) -> int:
-        """How many of the stage's chunks are AdamW's own; they come first."""
-        return len(self._chunks(stage)) - sum(bucket.stage == stage for bucket in self._buckets)
+    def _buckets(self, stage: int) -> int:
+        """How many of the stage's chunks are of matrices; they come last."""
+        return sum(bucket.stage == stage for bucket in self._workload.buckets)
 
     def _factor(self, phase: Phase) -> float:
         return step_factor(self._config.cluster, phase, self._implementation)
@@ -215,7 +248,7 @@ class _Simulation:
         """Gradient buffers are set to zero before the first forward."""
         weights = stage_weights(self._config, self._layout, stage)
         _, grad = element_bytes(self._config)
-        padding = sum(bucket.padding for bucket in self._buckets if bucket.stage == stage)
+        padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
         return (weights.matrices + weights.others + padding) * grad / self._rate
 
     def _after_reduction(self, stage: int) -> float:
@@ -232,7 +265,7 @@ class _Simulation:
             total += self._links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
         return total
 
-    def _rank(self, cell: Cell) -> int:
+    def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""
         return cell.host + self._layout.tp * (cell.owner + self._owners * cell.stage)
 
@@ -241,14 +274,8 @@ class _Simulation:
         names = _ordered(phases[0][1])
         return {name: math.fsum(ranks * found[name] for ranks, found in phases) / total for name in names}
 
-    def _events(
-        self,
-        iteration: IterationTimeline,
-        cell: Cell,
-        clipped: float,
-        gather_s: Sequence[float],
-        early: Sequence[float],
-    ) -> list[SimulatedEvent]:
+    def _events(self, step: _Step, number: int) -> list[SimulatedEvent]:
+        cell, iteration, clipped = step.cells[number], step.iteration, step.clipped[number]
         rank, stage = self._rank(cell), cell.stage
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
@@ -258,10 +285,10 @@ class _Simulation:
         found += [(stream, phase, begin + a, begin + b) for stream, phase, a, b in cell.update.segments]
         updated = clipped + cell.seconds
         found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated))))
-        if early[stage]:
-            found.append(("data", "param_gather", begin, begin + early[stage]))
-        if gather_s[stage]:
-            found.append(("data", "param_gather", updated, updated + gather_s[stage]))
+        if step.early_s[stage]:
+            found.append(("data", "param_gather", begin, begin + step.early_s[stage]))
+        if step.gather_s[stage]:
+            found.append(("data", "param_gather", updated, updated + step.gather_s[stage]))
         return [
             SimulatedEvent(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
             for stream, phase, start, end in _merged(found)
@@ -310,7 +337,7 @@ def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tupl
     return left, spent
 
 
-def _balance(cells: Sequence[Cell]) -> float:
+def _balance(cells: Sequence[CellUpdate]) -> float:
     total = math.fsum(cell.ranks * cell.update.matrix_update_s for cell in cells)
     if total == 0:
         return 1.0

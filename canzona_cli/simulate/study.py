@@ -1,17 +1,33 @@
-"""Everything `canzona plan` tells about a plan, as one value: the reports only lay it out."""
+"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other settings.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+A `Study` is everything `canzona plan` says about a plan, as one value: the reports only lay it out.
+"""
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.measures import Balance, Communication
-from canzona_cli.planner.memory import PlanMemory
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from canzona_cli.config.execution import AnyStrategy, even_shards, with_strategy
+from canzona_cli.config.schema import BufferLayout, EngineConfig, Layout, RunConfig, Strategy
+from canzona_cli.model.shapes import ModelShapes
+from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.measures import Balance, Communication, balance, communication
+from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.planner import make_plan, plan_unbounded
 from canzona_cli.run import phases
-from canzona_cli.simulate.simulate import StrategyResult
+from canzona_cli.simulate.baselines import layerwise
+from canzona_cli.simulate.predict import simulate_plan, simulate_strategy, with_cores
+from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
+Comparison = Literal["strategies", "layouts", "alpha"]
+LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +92,7 @@ class Study:
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
-        mesh, balance = self.plan.subject.layout, self.balance
+        mesh, balanced = self.plan.subject.layout, self.balance
         speedups = {
             f"{what}_vs_{over}": measure(over)
             for what, measure in (("optimizer", self.optimizer_speedup), ("iteration", self.iteration_speedup))
@@ -95,14 +111,14 @@ class Study:
             "buckets": len(self.plan.buckets),
             "micro_groups": len(self.plan.groups),
             "load_balance": {
-                "dp": balance.dp,
-                "tp": balance.tp,
-                "grid": balance.grid,
-                "lower_bound": balance.lower_bound,
-                "gap": balance.gap,
-                "slowest_s": balance.slowest_s,
-                "mean_s": balance.mean_s,
-                "slowest_rank": balance.slowest.rank,
+                "dp": balanced.dp,
+                "tp": balanced.tp,
+                "grid": balanced.grid,
+                "lower_bound": balanced.lower_bound,
+                "gap": balanced.gap,
+                "slowest_s": balanced.slowest_s,
+                "mean_s": balanced.mean_s,
+                "slowest_rank": balanced.slowest.rank,
             },
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
@@ -142,3 +158,100 @@ class Study:
             "assumptions": list(self.assumptions),
             "planning_s": self.planning_s,
         }
+
+
+def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
+    """`config` under the name of the user's own shapes, with a model like them for memory and forward and backward."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
+    return replace(config, name=name, model=shapes.stand_in(config.model))
+
+
+def study_run(
+    config: RunConfig, layout: Layout, compare: Comparison | None = None, shapes: ModelShapes | None = None
+) -> Study:
+    """Plan and simulate a run.
+
+    Args:
+        config: resolved (`cluster.fit.resolve`), of strategy canzona or asc (`planner.plannable`).
+        layout: what it was resolved to.
+        compare: what to plan besides; strategies are always compared.
+        shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
+
+    Raises:
+        ConfigError: the engine settings are impossible.
+        DoesNotFit: no plan fits the profile's memory.
+    """
+    start = time.perf_counter()
+    plan = make_plan(config, layout, shapes)
+    other = plan_unbounded(
+        with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes
+    )
+    plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
+    measured = balance(plan)
+    strategies: dict[str, Compared] = {
+        name: _compared(with_cores(config), layout, plans, name, measured.slowest.stage) for name in STRATEGIES
+    }
+    return Study(
+        config=config,
+        layout=layout,
+        plan=plan,
+        balance=measured,
+        communication=communication(config, layout, plan),
+        memory=plan_memory(config, layout, plan),
+        strategies=MappingProxyType(strategies),
+        assumptions=assumptions(),
+        variants=tuple(_variants(config, layout, shapes, plan, compare)),
+        planning_s=time.perf_counter() - start,
+    )
+
+
+def _possible(engine: EngineConfig) -> EngineConfig:
+    """Without the even collectives that were asked for where shards are not equal."""
+    equal = even_shards(engine.layout, engine.strategy)
+    return engine if equal or engine.reduction != "even" else replace(engine, reduction=None)
+
+
+def _compared(
+    config: RunConfig, layout: Layout, plans: Mapping[Strategy, Plan], strategy: AnyStrategy, stage: int
+) -> Compared:
+    loads: Sequence[float] | None = None
+    if strategy == "canzona" or strategy == "asc":
+        own = plans[strategy]
+        result, memory = simulate_plan(config, layout, own), plan_memory(config, layout, own).total
+        loads = own.loads(stage)
+    else:
+        plan = plans[config.engine.strategy]
+        result = simulate_strategy(config, layout, strategy, plan.matrices)
+        memory = estimate(with_strategy(config, strategy), layout).total
+        if strategy == "layerwise":
+            mesh, placed = plan.subject.layout, layerwise(plan.matrices, layout, bucket_elements(config, layout))
+            owners = placed.loads(plan.matrices, plan.costs, stage, mesh.owners)
+            loads = [load for load in owners for _ in range(mesh.tp)]  # every TP rank repeats its owner's updates
+    return Compared(
+        result=result,
+        memory_bytes=memory,
+        fits=memory <= capacity(config),
+        loads=None if loads is None else tuple(loads),
+    )
+
+
+def _variants(
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
+) -> Iterator[Variant]:
+    engine = config.engine
+    if compare == "layouts":
+        engines: dict[str, EngineConfig] = {name: _possible(replace(engine, layout=name)) for name in LAYOUTS}
+    elif compare == "alpha":
+        engines = {f"alpha {alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
+    else:
+        return
+    for name, changed in engines.items():
+        run = replace(config, engine=changed)
+        tried = plan if changed == engine else plan_unbounded(run, layout, shapes)
+        yield Variant(
+            name=name,
+            balance=balance(tried),
+            communication=communication(run, layout, tried),
+            memory_bytes=plan_memory(run, layout, tried).total,
+            result=simulate_plan(with_cores(run), layout, tried),
+        )

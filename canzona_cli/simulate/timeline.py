@@ -100,6 +100,10 @@ class Timeline:
         self.tasks: list[Task] = []
         self._cores, self._crowding = cores, crowding
 
+    @property
+    def shares_cores(self) -> bool:
+        return self._cores is not None
+
     def add(
         self,
         phase: str,

@@ -17,14 +17,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
 from canzona_cli.planner.exchange import GroupTraffic, Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.plan import Assignment, MicroGroup
+from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
@@ -33,6 +33,22 @@ Segment = tuple[Literal["compute", "exchange"], str, float, float]
 FRAGMENT_BYTES = {"adamw": 28, "muon": 64, "shampoo": 24, "soap": 24}
 """Memory traffic per element, beside writing the weight, of what a duplicated update does on its own fragment only:
 decay, weight and, for Muon, momentum and scaling. The cost of a hosted update has it for the whole matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a strategy updates: who, where and when."""
+
+    strategy: AnyStrategy
+    matrices: Sequence[Matrix] = ()
+    costs: Sequence[float] = ()
+    """Seconds to update each whole matrix on one rank."""
+    assignment: Assignment | None = None
+    """Owners and hosts; layerwise uses owners alone; None for sc and adamw, which have neither."""
+    buckets: Sequence[Bucket] = ()
+    """Of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
+    groups: Sequence[MicroGroup] = ()
+    """Micro-groups, for canzona and asc."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.cost import adamw_seconds
 from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.plan import Assignment, MicroGroup
+from canzona_cli.planner.plan import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
-from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel
+from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Team:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class CellUpdate:
     """Ranks that behave alike in the update phase: one host of a team."""
 
     stage: int
@@ -55,9 +54,7 @@ class UpdatePhase:
     """What a strategy's ranks do between clipped gradients and updated weights, by rank.
 
     Args:
-        model: prices updates and exchanges of `matrices`.
-        assignment: owners and hosts; layerwise uses owners alone; None for sc and adamw.
-        groups: micro-groups, for canzona and asc.
+        model: prices updates and exchanges of the workload's matrices.
         cores: that all ranks share; None where each has a device of its own.
         adamw_factor: see `cost.step_factor`.
     """
@@ -66,22 +63,20 @@ class UpdatePhase:
         self,
         config: RunConfig,
         layout: Layout,
-        matrices: Sequence[Matrix],
+        workload: Workload,
         model: UpdateModel,
-        assignment: Assignment | None,
-        groups: Sequence[MicroGroup],
         *,
         cores: float | None,
         adamw_factor: float,
     ) -> None:
         self._config, self._layout, self._execution = config, layout, execution_of(config)
-        self._matrices, self._model, self._assignment, self._groups = matrices, model, assignment, groups
-        self._hosts = assignment if self._execution is Execution.PLANNED else None
+        self._workload, self._model = workload, model
+        self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """Of strategies that have hosts."""
         self._owners = layout.dp * layout.cp
         self._cores, self._adamw_factor = cores, adamw_factor
 
-    def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[Cell], list[float]]:
+    def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
         """All cells; and by stage, for how long the gathering of AdamW's parameters ran under the updates.
 
         Args:
@@ -97,7 +92,7 @@ class UpdatePhase:
     def _teams(self, stage: int) -> list[Team]:
         tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
         stored = weights.matrices + weights.others
-        own = [matrix for matrix in self._matrices if matrix.stage == stage]
+        own = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if not self._execution.has_owners:
             sharded = not self._execution.everywhere
             return [
@@ -110,8 +105,8 @@ class UpdatePhase:
                     members=() if sharded else tuple(matrix.index for matrix in own),
                 )
             ]
-        assert self._assignment is not None
-        cells = self._assignment.cells
+        assert self._workload.assignment is not None
+        cells = self._workload.assignment.cells
         members: list[list[int]] = [[] for _ in range(owners)]
         held = [math.ceil(weights.others / owners)] * owners
         for matrix in own:
@@ -124,7 +119,7 @@ class UpdatePhase:
                 for o in range(owners)
             ]
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
-        for group in sorted(self._groups, key=lambda group: group.index):
+        for group in sorted(self._workload.groups, key=lambda group: group.index):
             if group.stage == stage:
                 groups[group.owner].append(group)
         return [
@@ -132,7 +127,7 @@ class UpdatePhase:
             for o in range(owners)
         ]
 
-    def _alone(self, team: Team) -> list[Cell]:
+    def _alone(self, team: Team) -> list[CellUpdate]:
         """Every rank on a device of its own."""
         if self._hosts is not None:
             updates = self._model.hosted(team.groups, self._hosts)
@@ -143,7 +138,7 @@ class UpdatePhase:
 
     def _crowded(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
-    ) -> tuple[list[Cell], list[float]]:
+    ) -> tuple[list[CellUpdate], list[float]]:
         """All ranks on the cores they share.
 
         Args:
@@ -200,8 +195,8 @@ class UpdatePhase:
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
 
-    def _cell(self, team: Team, host: int, adamw_s: float, update: RankUpdate) -> Cell:
-        return Cell(
+    def _cell(self, team: Team, host: int, adamw_s: float, update: RankUpdate) -> CellUpdate:
+        return CellUpdate(
             stage=team.stage,
             owner=team.owner,
             host=host,

@@ -16,8 +16,8 @@ from canzona_cli.report.bench_figures import draw_simulation
 from canzona_cli.report.bench_simulated import SimulationView
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import json_text
-from canzona_cli.simulate.compare import study_run
 from canzona_cli.simulate.simulate import assumptions
+from canzona_cli.simulate.study import study_run
 from tests.report.test_bench import PNG, line_of, shown
 
 

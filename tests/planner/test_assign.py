@@ -24,7 +24,7 @@ from canzona_cli.planner.buckets import buckets, stage_parameters
 from canzona_cli.planner.measures import padding_fraction
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.plan import Assignment, PlanSettings
-from canzona_cli.simulate.baselines import imbalance, layerwise, paper_contiguous
+from canzona_cli.simulate.baselines import layerwise
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import Size, run
 
@@ -211,15 +211,13 @@ def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: S
         busiest = _busiest(found, matrices, costs, mesh.dp, mesh.tp)
         gaps.append(busiest / max(lower_bound(matrices, costs, stage, mesh.dp, mesh.tp) for stage in range(mesh.pp)))
 
-        paper = paper_contiguous(matrices, costs, mesh, 1.0, bucket)
-        assert busiest <= _busiest(paper, matrices, costs, mesh.dp, mesh.tp) * (1 + 1e-9)
         megatron = layerwise(matrices, mesh, bucket)
         for stage in range(mesh.pp):
             loads = found.loads(matrices, costs, stage, mesh.dp, mesh.tp)
             owners = [sum(loads[start : start + mesh.tp]) for start in range(0, len(loads), mesh.tp)]
             theirs = megatron.loads(matrices, costs, stage, mesh.dp)
             assert max(loads) <= max(theirs) * (1 + 1e-9)
-            assert imbalance(owners) <= imbalance(theirs) * (1 + 1e-9)
+            assert max(owners) / sum(owners) <= max(theirs) / sum(theirs) * (1 + 1e-9)
         assert padding_fraction(buckets(matrices, found, mesh, CANZONA, bucket)) < 1e-4
     assert max(gaps) <= 1.10
     assert sum(gap <= 1.03 for gap in gaps) >= 0.8 * len(gaps)

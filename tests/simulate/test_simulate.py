@@ -1,7 +1,6 @@
 """Simulated iterations against closed forms, and the laws they obey whatever the run."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,12 +17,14 @@ from canzona_cli.planner.buckets import bucket_elements, buckets
 from canzona_cli.planner.cost import algorithm, flops, seconds
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, MicroGroup, PlanSettings
+from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.baselines import layerwise
-from canzona_cli.simulate.iteration import IterationTimeline
+from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import Module, StageTime, stage_time
 from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
+from canzona_cli.simulate.timeline import Timeline
+from canzona_cli.simulate.update import Workload
 from tests.sizes import H100, Size, layout, run
 
 STRATEGIES: tuple[AnyStrategy, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
@@ -36,19 +37,9 @@ ONLY_PRODUCTS = replace(FREE, memory_gb_per_s=1e15, launch_us=0.0)
 STANDARD_RATE = 700e12
 
 
-Inputs = tuple[
-    RunConfig,
-    Layout,
-    Sequence[Matrix],
-    Sequence[float],
-    Assignment | None,
-    Sequence[Bucket],
-    Sequence[MicroGroup],
-    AnyStrategy,
-]
-
-
-def inputs(config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False) -> Inputs:
+def inputs(
+    config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False
+) -> tuple[RunConfig, Layout, Workload]:
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
     how = algorithm(config)
     members = matrices(config.model, mesh, "fused" if by_flops else "split")
@@ -60,14 +51,20 @@ def inputs(config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: 
     if strategy == "canzona" or strategy == "asc":
         wanted = PlanSettings(strategy=strategy)
         assignment = assign(members, costs, mesh, wanted, bucket_elements=limit)
-        filled = buckets(members, assignment, mesh, wanted, limit)
-        groups = micro_groups(members, costs, assignment, mesh, wanted, 4)
-        return config, mesh, members, costs, assignment, filled, groups, strategy
-    if strategy == "layerwise":
-        placed = layerwise(members, mesh, limit)
-        owners = Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in placed.owners))
-        return config, mesh, members, costs, owners, placed.buckets, (), strategy
-    return config, mesh, members, costs, None, (), (), strategy
+        workload = Workload(
+            strategy=strategy,
+            matrices=members,
+            costs=costs,
+            assignment=assignment,
+            buckets=buckets(members, assignment, mesh, wanted, limit),
+            groups=micro_groups(members, costs, assignment, mesh, wanted, 4),
+        )
+    else:
+        workload = Workload(strategy=strategy, matrices=members, costs=costs)
+        if strategy == "layerwise":
+            placed = layerwise(members, mesh, limit)
+            workload = replace(workload, assignment=placed.assignment, buckets=placed.buckets)
+    return config, mesh, workload
 
 
 @lru_cache(maxsize=256)
@@ -213,15 +210,9 @@ def test_equal_stages_fill_and_drain_once() -> None:
         exchanges_again=0,
     )
     time_of = StageTime(modules=(module,), exchange=Transfer(), hop=Transfer())
-    iteration = IterationTimeline(
-        layout(pp=stages, count=count),
-        [time_of] * stages,
-        [()] * stages,
-        overlap_reduce=True,
-        overlap_gather=True,
-        begin_s=[0.0] * stages,
-        tail_s=[0.0] * stages,
-    )
+    work = StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0)
+    mesh = layout(pp=stages, count=count)
+    iteration = IterationTimeline(mesh, [work] * stages, Timeline(), overlap_reduce=True, overlap_gather=True)
     # The first stage is last to finish; it waits for the pipeline behind it to fill and drain.
     assert iteration.reduced_s[0] == pytest.approx((count + stages - 1) * (forward + backward))
     phases = iteration.phases(0)
@@ -272,16 +263,15 @@ def test_matrices_of_another_model_find_a_module() -> None:
     wanted = PlanSettings(strategy="canzona")
     costs = [1e-3] * len(members)
     assignment = assign(members, costs, mesh, wanted)
-    result = simulate(
-        config,
-        mesh,
-        members,
-        costs,
-        assignment,
-        buckets(members, assignment, mesh, wanted),
-        micro_groups(members, costs, assignment, mesh, wanted, 4),
-        "canzona",
+    workload = Workload(
+        strategy="canzona",
+        matrices=members,
+        costs=costs,
+        assignment=assignment,
+        buckets=buckets(members, assignment, mesh, wanted),
+        groups=micro_groups(members, costs, assignment, mesh, wanted, 4),
     )
+    result = simulate(config, mesh, workload)
     assert result.phases["matrix_update"] == pytest.approx(14e-3)
 
 
@@ -350,7 +340,7 @@ def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: AnyStrategy, m
         if mesh.pp == 1:
             assert result.phases[name] == pytest.approx(work)
     everyone = [matrix.index for matrix in matrices(config.model, mesh, "split")]
-    costs = inputs(config, mesh, strategy)[3]
+    costs = inputs(config, mesh, strategy)[2].costs
     repeated = {"canzona": 1, "asc": 1, "layerwise": mesh.tp, "sc": mesh.tp * mesh.dp, "adamw": 0}[strategy]
     whole = repeated * sum(costs[index] for index in everyone)
     fragments = {"layerwise", "sc"} & {strategy} and mesh.tp > 1
