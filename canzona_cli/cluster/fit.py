@@ -209,7 +209,7 @@ def _no_batch(config: RunConfig) -> Problem:
         return Problem(
             key="gpus",
             value=config.gpus,
-            reason="no tensor and pipeline size that the model allows divides it together with what is set",
+            reason="no tensor and pipeline sizes that the model and the other settings allow divide it",
             fix="leave parallel.* null, or use another number of GPUs",
         )
     micro = train.micro_batch_size or 1
@@ -228,8 +228,8 @@ def _no_batch(config: RunConfig) -> Problem:
         key="train.batch_tokens",
         value=train.batch_tokens,
         reason=(
-            f"is {target:g} sequences of {train.seq_length} tokens, which {config.gpus} GPUs cannot share out within "
-            f"{BATCH_TOLERANCE:.1%} (nearest: {nearest})"
+            f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
+            f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
         ),
         fix=f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs",
     )
@@ -247,8 +247,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
         key="gpus",
         value=config.gpus,
         reason=(
-            f"{config.model.name} needs at least {needs} on {memory.worst_rank} and {config.cluster.name} has {has} "
-            f"to use; least with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
+            f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers {has}; "
+            f"that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
             f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
         ),
         fix=("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)

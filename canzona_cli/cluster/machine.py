@@ -58,11 +58,11 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
 
 
 def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
-    """What a calibration that was cut off lacks; empty for a whole one."""
+    """What an interrupted calibration did not measure; empty for a complete one."""
     if not cluster.not_measured:
         return ()
     return (
-        f"cluster profile {cluster.name} is of a calibration that was cut off: {', '.join(cluster.not_measured)} "
+        f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: {', '.join(cluster.not_measured)} "
         f"come from profile {cluster.measured_on.get('base', 'it started from')}",
     )
 

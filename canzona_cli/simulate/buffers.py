@@ -51,7 +51,7 @@ class Buffers:
         return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
 
     def others(self) -> list[Chunk]:
-        """The buffer of what AdamW updates beside the matrices: embedding, norms, output layer."""
+        """The buffer of what AdamW updates besides the matrices: embedding, norms, output layer."""
         return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""What a run's step is predicted to take: the one entry to the simulator for whoever shows a measurement beside it."""
+"""How long a run's step is predicted to take: the entry to the simulator for everyone who has a run."""
 
 from collections.abc import Sequence
 from dataclasses import replace

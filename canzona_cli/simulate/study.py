@@ -174,7 +174,7 @@ def study_run(
     Args:
         config: resolved (`cluster.fit.resolve`), of strategy canzona or asc (`planner.plannable`).
         layout: what it was resolved to.
-        compare: what to plan besides; strategies are always compared.
+        compare: what else to plan; strategies are always compared.
         shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
 
     Raises:

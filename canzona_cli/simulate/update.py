@@ -9,7 +9,7 @@ the group have packed for it and the one before is done.
 duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
 does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
 
-Both are written down once, as what a `Pipeline` is told to do: `Alone` works it out rank by rank, for ranks with a
+Both are written once, as instructions to a `Pipeline`: `Alone` works it out rank by rank, for ranks with a
 device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's cores.
 """
 
@@ -31,7 +31,7 @@ Segment = tuple[Literal["compute", "exchange"], str, float, float]
 """Stream, phase, start, end; seconds from the beginning of the update."""
 
 FRAGMENT_BYTES = {"adamw": 28, "muon": 64, "shampoo": 24, "soap": 24}
-"""Memory traffic per element, beside writing the weight, of what a duplicated update does on its own fragment only:
+"""Memory traffic per element, besides writing the weight, of what a duplicated update does on its own fragment only:
 decay, weight and, for Muon, momentum and scaling. The cost of a hosted update has it for the whole matrix."""
 
 
@@ -264,7 +264,7 @@ class Crowded:
         return number
 
     def end(self, host: int) -> int:
-        """A task at the end of all a host has been told so far."""
+        """A task behind everything a host was given so far."""
         return self._task(host, "other", 0.0)
 
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
