@@ -247,8 +247,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
         key="gpus",
         value=config.gpus,
         reason=(
-            f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers {has}; "
-            f"that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
+            f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
+            f"{has}; that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
             f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
         ),
         fix=("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)

@@ -61,8 +61,9 @@ def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
     """What an interrupted calibration did not measure; empty for a complete one."""
     if not cluster.not_measured:
         return ()
+    missing = ", ".join(cluster.not_measured)
     return (
-        f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: {', '.join(cluster.not_measured)} "
+        f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: {missing} "
         f"come from profile {cluster.measured_on.get('base', 'it started from')}",
     )
 
