@@ -83,7 +83,7 @@ def _out_of_range(tree: Mapping[str, object], texts: Mapping[str, str], where: s
 
 def _in_range(setting: Setting) -> str:
     null = ", or null to have it chosen" if setting.optional else ""
-    if math.isfinite(setting.range.at_least) and math.isinf(setting.range.below + setting.range.at_most):
+    if math.isfinite(setting.range.at_least) and math.inf == setting.range.below == setting.range.at_most:
         return f"use {setting.key}={setting.range.at_least:g} or more{null}"
     return _example(setting) + null
 

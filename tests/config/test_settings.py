@@ -60,6 +60,7 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
         assert (problem.key, problem.value) == (setting.key, value)
         assert problem.reason == f"must be {limits} (in a file)"
         assert f"{setting.key}=" in problem.fix
+        assert math.isinf(too_high) == ("or more" in problem.fix) or math.isfinite(limits.above)
 
 
 def test_what_a_recipe_itself_gives_out_of_range_hides_nothing(tmp_path: Path) -> None:
