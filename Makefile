@@ -32,7 +32,7 @@ test-slurm: setup
 
 # The slow sweeps, which CI runs too.
 test-sweep: setup
-	$(BIN)/python -m pytest -m sweep
+	scripts/run-tests -m sweep
 
 # How far 20 real steps on each layout are from those of one rank, for every optimizer: a table, and exactness.json.
 exactness: setup

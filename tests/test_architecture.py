@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
-from itertools import pairwise
 from pathlib import Path
 
 import canzona_cli
@@ -31,8 +30,6 @@ LAYERS = (
 USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers"}
 """Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
 HEAVY = {"torch", "megatron"}
-# Being cut. An entry that is no longer needed fails the test.
-EXCEPTIONS = {("config", "cluster"), ("config", "model"), ("planner", "simulate")}
 
 
 def module_name(path: Path) -> str:
@@ -90,17 +87,16 @@ def test_imports_go_down_the_layers_or_sideways_without_return() -> None:
         for source, target in ARROWS
         if level[target] < level[source] or (level[target] == level[source] and (target, source) in ARROWS)
     }
-    assert {arrow: ARROWS[arrow] for arrow in wrong - EXCEPTIONS} == {}
-    assert EXCEPTIONS - wrong == set(), "no longer needed"
+    assert {arrow: ARROWS[arrow] for arrow in wrong} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
+    circle: list[str] = []
     try:
         TopologicalSorter(DEPENDENCIES).prepare()
     except CycleError as error:
-        circle = " <- ".join(error.args[1])
-        arrows = {(room(user), room(used)) for used, user in pairwise(error.args[1])}
-        assert arrows & EXCEPTIONS, circle
+        circle = error.args[1]
+    assert circle == []
 
 
 def test_only_rooms_that_run_models_import_torch() -> None:
