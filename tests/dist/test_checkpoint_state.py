@@ -3,6 +3,8 @@
 Compared are values, to the last bit: what a checkpoint holds in model space, and the weights that are trained on.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,17 @@ LAYOUTS = {
     "alpha 0, contiguous": (*TP2_DP2, "engine.alpha=0", "engine.layout=contiguous"),
 }
 STRATEGIES = ("sc", "layerwise", "asc")
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """A run of two steps on TP 2 x DP 2, saved; made once for the tests that begin with it."""
+
+    @cache
+    def saved(*overrides: str) -> Outcome:
+        return run(tmp_path_factory.mktemp("saved") / "run", *TP2_DP2, *overrides, steps=2)
+
+    return saved
 
 
 def _same(one: Units, other: Units) -> None:
@@ -70,8 +83,10 @@ CASES = [("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2")
         if optimizer != "adamw" or not where.startswith("alpha")
     ],
 )
-def test_another_layout_reads_the_same_values_and_gives_them_back(optimizer: str, where: str, tmp_path: Path) -> None:
-    saved = run(tmp_path / "saved", *TP2_DP2, *OPTIMIZERS[optimizer], steps=2)
+def test_another_layout_reads_the_same_values_and_gives_them_back(
+    optimizer: str, where: str, two_steps: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    saved = two_steps(*OPTIMIZERS[optimizer])
     there = run(tmp_path / "there", *LAYOUTS[where], *OPTIMIZERS[optimizer], steps=0, start=saved.checkpoint)
     back = run(tmp_path / "back", *TP2_DP2, *OPTIMIZERS[optimizer], steps=0, start=there.checkpoint)
     model = resolve(*TP2_DP2)[0].model
@@ -109,9 +124,9 @@ def test_strategies_read_each_others_checkpoints(saving: str, reading: str, tmp_
     assert back.losses == straight.losses
 
 
-def test_sc_and_canzona_share_the_state_of_soap(tmp_path: Path) -> None:
+def test_sc_and_canzona_share_the_state_of_soap(two_steps: Callable[..., Outcome], tmp_path: Path) -> None:
     soap = OPTIMIZERS["soap"]
-    saved = run(tmp_path / "saved", *TP2_DP2, *soap, steps=2)
+    saved = two_steps(*soap)
     there = run(tmp_path / "there", "gpus=2", "engine.strategy=sc", *soap, steps=0, start=saved.checkpoint)
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
@@ -152,9 +167,11 @@ def test_a_users_optimizer_goes_on_with_all_it_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("splitting", ["fused", "qkv", "per_head"])
-def test_muon_goes_on_with_matrices_split_otherwise(splitting: str, tmp_path: Path) -> None:
+def test_muon_goes_on_with_matrices_split_otherwise(
+    splitting: str, two_steps: Callable[..., Outcome], tmp_path: Path
+) -> None:
     """Its state is of elements: what counts as one matrix may change."""
-    saved = run(tmp_path / "saved", *TP2_DP2, steps=2)
+    saved = two_steps(*OPTIMIZERS["muon"])
     there = run(tmp_path / "there", "gpus=2", f"engine.splitting={splitting}", steps=0, start=saved.checkpoint)
     back = run(tmp_path / "back", *TP2_DP2, steps=0, start=there.checkpoint)
     model = resolve(*TP2_DP2)[0].model
