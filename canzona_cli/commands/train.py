@@ -197,7 +197,6 @@ def _launch(
             command,
             view,
             ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
-            node_rank=node_rank,
             machines=machines,
             hang_timeout_s=config.run.hang_timeout_s,
             requests=requests,

@@ -51,7 +51,7 @@ class Machines:
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1) -> None:
         self._files = files
-        self._node_rank = node_rank
+        self.node_rank = node_rank
         self._nodes = nodes
         self._folder = files.root / "nodes"
         self._next_look = 0.0
@@ -99,7 +99,7 @@ class Machines:
             EnvironmentProblem: machine 0 has not come, or another launcher has this one's number.
         """
         token = secrets.token_hex(8)
-        arrival = self._arrival(self._node_rank)
+        arrival = self._arrival(self.node_rank)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             if self._folder.is_dir() and not arrival.exists():
@@ -107,7 +107,7 @@ class Machines:
                     write_json_atomic(arrival, {"token": token, "host": socket.gethostname()})
             meeting = read_json(self._folder / "meeting.json") or {}
             tokens = meeting.get("tokens")
-            if isinstance(tokens, dict) and tokens.get(str(self._node_rank)) == token:
+            if isinstance(tokens, dict) and tokens.get(str(self.node_rank)) == token:
                 return str(meeting["endpoint"])
             time.sleep(_POLL_S)
         raise EnvironmentProblem(
@@ -116,7 +116,7 @@ class Machines:
                 value=str(self._files.root),
                 reason=f"machine 0 has not started this run here within {patience_s:.0f} s",
                 fix="start machine 0 too, with a directory that every machine shares, "
-                f"and only one launcher with cluster.node_rank={self._node_rank}",
+                f"and only one launcher with cluster.node_rank={self.node_rank}",
             )
         )
 
@@ -144,8 +144,8 @@ class Machines:
         if self._nodes == 1:
             return outcome
         with suppress(OSError):  # a full disk: the others take this machine for gone
-            save(self._folder / f"ended-{self._node_rank}.json", _Ended(**vars(outcome), time=time.time()))
-        if self._node_rank == 0:
+            save(self._folder / f"ended-{self.node_rank}.json", _Ended(**vars(outcome), time=time.time()))
+        if self.node_rank == 0:
             return self._judge(outcome, patience_s)
         return self._hear(
             outcome, 2 * patience_s if outcome.status == "failed" else max(patience_s, VERDICT_PATIENCE_S)
@@ -168,7 +168,7 @@ class Machines:
             if verdict is not None:
                 return verdict
             time.sleep(_POLL_S)
-        return verdict_of({self._node_rank: own}, [self._gone(0)])
+        return verdict_of({self.node_rank: own}, [self._gone(0)])
 
     def _gone(self, number: int) -> Outcome:
         host = (read_json(self._arrival(number)) or {}).get("host")
@@ -183,7 +183,7 @@ class Machines:
     def _ended(self) -> Iterator[tuple[float, int, Outcome]]:
         """When the workers of another machine had gone (seconds since 1970), its number, and how they ended."""
         for number in range(self._nodes):
-            if number != self._node_rank:
+            if number != self.node_rank:
                 ended = load_if_sound(self._folder / f"ended-{number}.json", _Ended)
                 if ended is not None:
                     yield ended.time, number, ended.outcome

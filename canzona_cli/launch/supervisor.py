@@ -1,9 +1,9 @@
 """Starts torchrun, watches it, passes the user's wish to stop on to the workers, and leaves nothing behind.
 
 - Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end after the
-  step they are in, and save. torchrun is not signalled, and ignores what a batch system sends to everything.
-- Ctrl-C again, or neither an end nor a save that goes on within the grace period, or asked before training has begun,
-  when there is nothing to lose: the whole process tree is killed by process id. A save is let finish: only a third
+  step they are in, and save. torchrun gets no signal, and ignores those that a batch system sends to every process.
+- The whole process tree is killed by process id on a second Ctrl-C, when the grace period passes without an end or
+  progress of a save, and when training has not begun, as there is nothing to lose. A save may finish: only a third
   Ctrl-C ends it.
 - The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from canzona_cli.errors import ExitCode
-from canzona_cli.launch.hang import HangReport, watched
+from canzona_cli.launch.hang import HangReport, HangWatch, watched
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
@@ -30,7 +30,7 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run import orphan
 from canzona_cli.run.codec import plain, save
-from canzona_cli.run.files import RunFiles, try_append_json_line
+from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
 from canzona_cli.run.records import Incident, StageEvent
 
 STOP_GRACE_S = 60.0
@@ -46,7 +46,6 @@ def supervise(
     view: TrainView,
     *,
     ranks: range,
-    node_rank: int = 0,
     machines: Machines | None = None,
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
@@ -55,125 +54,155 @@ def supervise(
 ) -> Outcome:
     """Run the command to its end, feeding the view, and say how it ended.
 
-    Node 0 writes `result.json` whatever happens, also when this function raises. The view is closed.
+    Machine 0 writes `result.json` whatever happens, also when this function raises. The view is closed.
 
     Args:
         files: The run directory, its inputs written.
         ranks: This machine's ranks, in local order.
-        machines: The other launchers of the run; None: there are none.
+        machines: This launcher among those of the run; None: it is the only one.
         grace_s: Seconds between the first wish to stop and killing the workers.
         hang_timeout_s: Seconds without progress on any rank after which the run has failed; None: never.
         requests: What this process has been asked by signals so far; None: nothing.
         say: Receives what the user must know at once.
     """
     outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
-    monitor = Monitor(files, view)
-    machines = machines or Machines(files)
+    supervision = _Supervision(
+        files=files,
+        ranks=ranks,
+        machines=machines or Machines(files),
+        monitor=Monitor(files, view),
+        requests=requests or Requests(),
+        grace_s=grace_s,
+        say=say,
+    )
     try:
-        outcome = _run(
-            files,
-            command,
-            monitor,
-            machines,
-            ranks=ranks,
-            node_rank=node_rank,
-            grace_s=grace_s,
-            hang_timeout_s=hang_timeout_s,
-            requests=requests or Requests(),
-            say=say,
-        )
-        outcome = machines.conclude(outcome)
+        outcome = supervision.run(command, hang_timeout_s=hang_timeout_s)
+        outcome = supervision.machines.conclude(outcome)
         _close(view, outcome)
     finally:
-        outcome = _with_numbers(outcome, monitor, files, ranks)
-        if node_rank == 0:
+        outcome = _with_numbers(outcome, supervision.monitor, files, ranks)
+        if supervision.machines.node_rank == 0:
             _keep(files, outcome, say)
     return outcome
 
 
-def _run(
-    files: RunFiles,
-    command: LaunchCommand,
-    monitor: Monitor,
-    machines: Machines,
-    *,
-    ranks: range,
-    node_rank: int,
-    grace_s: float,
-    hang_timeout_s: float | None,
-    requests: Requests,
-    say: Callable[[str], None],
-) -> Outcome:
-    saves = SaveWatch(files)
-    forced = announced = False
+@dataclass(kw_only=True)
+class _Supervision:
+    """One run of torchrun on this machine, from its start until all its processes have gone."""
+
+    files: RunFiles
+    ranks: range
+    machines: Machines
+    monitor: Monitor
+    requests: Requests
+    grace_s: float
+    say: Callable[[str], None]
+    asked: bool = False
+    """The workers have been asked to stop."""
+    forced: bool = False
+    """The workers are killed because somebody asked to stop."""
     hang: HangReport | None = None
 
-    def tell(stage: str, detail: str, *, aloud: bool = True) -> None:
-        try_append_json_line(files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
-        if aloud:
-            say(detail)
-
-    with handled(requests.add), watched(ranks, timeout_s=hang_timeout_s) as watch:
+    def run(self, command: LaunchCommand, *, hang_timeout_s: float | None) -> Outcome:
+        saves, node_rank = SaveWatch(self.files), self.machines.node_rank
+        with handled(self.requests.add), watched(self.ranks, timeout_s=hang_timeout_s) as watch:
+            if node_rank == 0:
+                self._tell("start workers", f"{len(self.ranks)} ranks", aloud=False)
+            agent = _start(command, watch, log=self.files.agent_log(node_rank))
+            try:
+                while agent.poll() is None:
+                    self.monitor.poll()
+                    if self._hangs(watch) or self._stops(saves):
+                        break
+                    if self.machines.others_failed():  # the launchers compare what they saw later, and find out why
+                        break
+                    time.sleep(_POLL_S)
+            finally:
+                _kill_tree(agent)
+                _kill_ranks(self.files, self.ranks)
+            self.monitor.poll()
+        outcome = self._judge(agent.returncode)
         if node_rank == 0:
-            tell("start workers", f"{len(ranks)} ranks", aloud=False)
-        with files.agent_log(node_rank).open("ab") as log:
-            agent = subprocess.Popen(
-                [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command.argv],
-                env={**os.environ, **command.environment, **({} if watch is None else watch.environment)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
-            )
+            end = Incident(time=time.time(), event="end", detail=outcome.status)
+            try_append_json_line(self.files.events, end.line())
+        return outcome
+
+    def _hangs(self, watch: HangWatch | None) -> bool:
+        """Whether the ranks hang; then they have written their stacks."""
+        hang = None if watch is None else watch.look()
+        if watch is None or hang is None or (hang.elsewhere and self.machines.may_know_better()):
+            return False
+        self.hang = hang
+        try_append_json_line(self.files.events, hang.incident.line())
+        watch.write_stacks()
+        return True
+
+    def _stops(self, saves: SaveWatch) -> bool:
+        """Pass on a wish to stop; whether the workers are to be killed now."""
+        if self.requests.reason is not None and not self.asked:
+            self.asked = True
+            if not self._ask(self.requests.reason):
+                return True
+        saving = self.asked and saves.look()
+        late = self.asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
+        if self.requests.interrupts >= _IN_A_HURRY + saving or late:
+            self.forced = True
+            after = f"no end after {self.grace_s:.0f} s: stopping the workers at once"
+            self._tell("stop", after if late else "at once")
+        return self.forced
+
+    def _ask(self, reason: StopReason) -> bool:
+        """Ask the workers to stop after their step; False where there is no use in waiting for it."""
         try:
-            while agent.poll() is None:
-                monitor.poll()
-                hang = None if watch is None else watch.look()
-                if hang is not None and hang.elsewhere and machines.may_know_better():
-                    hang = None
-                if watch is not None and hang is not None:
-                    try_append_json_line(files.events, hang.incident.line())
-                    watch.write_stacks()
-                    break
-                if requests.reason is not None and not announced:
-                    announced = True
-                    try:
-                        files.request_stop(requests.reason)
-                    except OSError as error:  # a disk that takes nothing would take no checkpoint either
-                        forced = True
-                        tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
-                        break
-                    monitor.poll()  # what was written since the last look may be the first step
-                    if not monitor.training:
-                        forced = True
-                        tell("stop", "stopping: training has not begun")
-                        break
-                    tell("stop", f"stopping after this step, {grace_s:.0f} s at most (Ctrl-C again: at once)")
-                saving = announced and saves.look()
-                late = announced and time.monotonic() - max(requests.first, saves.moved) > grace_s
-                if requests.interrupts >= _IN_A_HURRY + saving or late:
-                    forced = True
-                    tell("stop", f"no end after {grace_s:.0f} s: stopping the workers at once" if late else "at once")
-                    break
-                if machines.others_failed():  # why will come out when the launchers compare what they saw
-                    break
-                time.sleep(_POLL_S)
-        finally:
-            _kill_tree(agent)
-            _kill_ranks(files, ranks)
-        monitor.poll()
-    outcome = (
-        judge(files, ranks, node_rank=node_rank, agent_code=agent.returncode, stopping=announced, forced=forced)
-        if hang is None
-        else hung(files, hang, ranks, node_rank=node_rank)
-    )
-    if forced and not monitor.training:  # the curve of an earlier launch may lie there
-        outcome = replace(outcome, message="stopped before training began")
-    if outcome.status == "interrupted" and requests.reason == "preempted":
-        outcome = unsaved(outcome, sound_checkpoint(files, thorough=node_rank == 0))
-    if node_rank == 0:
-        try_append_json_line(files.events, Incident(time=time.time(), event="end", detail=outcome.status).line())
-    return outcome
+            self.files.request_stop(reason)
+        except OSError as error:  # a disk that takes nothing would take no checkpoint either
+            self.forced = True
+            self._tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
+            return False
+        self.monitor.poll()  # the lines since the last look may hold the first step
+        if not self.monitor.training:
+            self.forced = True
+            self._tell("stop", "stopping: training has not begun")
+            return False
+        self._tell("stop", f"stopping after this step, {self.grace_s:.0f} s at most (Ctrl-C again: at once)")
+        return True
+
+    def _judge(self, agent_code: int) -> Outcome:
+        node_rank = self.machines.node_rank
+        if self.hang is not None:
+            outcome = hung(self.files, self.hang, self.ranks, node_rank=node_rank)
+        else:
+            outcome = judge(
+                self.files,
+                self.ranks,
+                node_rank=node_rank,
+                agent_code=agent_code,
+                stopping=self.asked,
+                forced=self.forced,
+            )
+        if self.forced and not self.monitor.training:  # the files may hold the curve of an earlier launch
+            outcome = replace(outcome, message="stopped before training began")
+        if outcome.status == "interrupted" and self.requests.reason == "preempted":
+            outcome = unsaved(outcome, sound_checkpoint(self.files, thorough=node_rank == 0))
+        return outcome
+
+    def _tell(self, stage: str, detail: str, *, aloud: bool = True) -> None:
+        event = StageEvent(time=time.time(), stage=stage, detail=detail)
+        try_append_json_line(self.files.events, plain(event))
+        if aloud:
+            self.say(detail)
+
+
+def _start(command: LaunchCommand, watch: HangWatch | None, *, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command.argv],
+            env={**os.environ, **command.environment, **({} if watch is None else watch.environment)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+        )
 
 
 def _kill_tree(agent: subprocess.Popen[bytes]) -> None:
