@@ -77,30 +77,74 @@ def train(
         SaveFailed: on every rank together, when what the run ends with could not be saved.
     """
     start = start or Start()
-    settings, world, progress = trainee.config.train, trainee.world, start.progress
-    journal.stage("train", f"{settings.steps - progress.step} steps")
-    if start.validate:
-        _validate(trainee, datasets, journal, step=progress.step)
-    batches = BatchStream(datasets.train, world, first_sample=progress.samples)
-    if trainee.config.run.trace_steps is not None:
-        trainee.timer.keep(*trainee.config.run.trace_steps)
-    profiler = StepProfiler(files, world, trainee.timer, trainee.config.run.profile_steps)
+    run = _Run(
+        trainee=trainee,
+        datasets=datasets,
+        files=files,
+        journal=journal,
+        record=record,
+        saver=saver,
+        requests=requests,
+        progress=start.progress,
+        spikes=SpikeGuard(trainee.config.train),
+    )
+    return run.to_its_end(validate_first=start.validate)
 
-    def stop_requested() -> bool:
-        return (requests is not None and requests.preempted) or (world.rank == 0 and files.stop_requested())
 
-    spikes = SpikeGuard(settings)
-    stragglers = StragglerWatch(world, trainee.timer, journal)
-    for step in range(progress.step + 1, settings.steps + 1):
-        record.heart.step(step)
-        profiler.before(step)
-        started = time.perf_counter()
+@dataclass(kw_only=True)
+class _Run:
+    """One launch's steps, and how far they are."""
+
+    trainee: Trainee
+    datasets: Datasets
+    files: RunFiles
+    journal: Journal
+    record: RankRecord
+    saver: Saver | None
+    requests: StopRequests | None
+    progress: Progress
+    spikes: SpikeGuard
+
+    def to_its_end(self, *, validate_first: bool) -> Ending:
+        trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
+        first, last = self.progress.step + 1, config.train.steps
+        self.journal.stage("train", f"{last - self.progress.step} steps")
+        if validate_first:
+            self._validate()
+        batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
+        if config.run.trace_steps is not None:
+            trainee.timer.keep(*config.run.trace_steps)
+        profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
+        stragglers = StragglerWatch(world, trainee.timer, self.journal)
+        for step in range(first, last + 1):
+            self.record.heart.step(step)
+            profiler.before(step)
+            result, elapsed = self._step(step, batches)
+            finished = step == last
+            profiler.after(step, final=finished or result.stop)
+            stragglers.after_step(step)
+            self._check(step, result, elapsed)
+            if step % config.run.log_interval == 0 or finished or result.stop:
+                self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+            if result.stop and not finished:
+                # At once: whoever asked is waiting, and a validation may take as long as many steps.
+                return self._stop()
+            self._save_and_validate(step, wanted=result.save, finished=finished)
+        if self.saver is not None:  # without a save at the end, one begun before it may still be on its way to the disk
+            self.record.heart.stage("save")
+            self.saver.settle()
+        return "done"
+
+    def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
+        """One step, and its seconds.
+
+        Raises:
+            NonFiniteGradients: its metrics are written.
+        """
+        trainee, started = self.trainee, time.perf_counter()
         try:
             result = train_step(
-                trainee,
-                batches,
-                stop_requested=stop_requested,
-                save_due=lambda step=step: saver is not None and world.rank == 0 and saver.due(step),  # type: ignore[misc]
+                trainee, batches, stop_requested=self._stop_requested, save_due=lambda: self._save_due(step)
             )
         except NonFiniteGradients as error:
             refused = StepResult(
@@ -109,77 +153,77 @@ def train(
                 lr=float(trainee.optimizer.param_groups[0]["lr"]),
                 stop=False,
             )
-            journal.step(
-                step_metrics(trainee, advanced(trainee, progress, refused), refused, time.perf_counter() - started)
-            )
+            progress = advanced(trainee, self.progress, refused)
+            self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             raise
         elapsed = time.perf_counter() - started
-        progress = advanced(trainee, progress, result)
-        record.step, record.loss = step, result.loss
-        finished = step == settings.steps
-        profiler.after(step, final=finished or result.stop)
-        stragglers.after_step(step)
-        # A skipped step changed nothing, whatever its loss was.
-        if not math.isfinite(result.loss) and not result.skipped:
-            journal.step(step_metrics(trainee, progress, result, elapsed))
+        self.progress = advanced(trainee, self.progress, result)
+        self.record.step, self.record.loss = step, result.loss
+        return result, elapsed
+
+    def _stop_requested(self) -> bool:
+        preempted = self.requests is not None and self.requests.preempted
+        return preempted or (self.trainee.world.rank == 0 and self.files.stop_requested())
+
+    def _save_due(self, step: int) -> bool:
+        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(step)
+
+    def _check(self, step: int, result: StepResult, elapsed: float) -> None:
+        """Refuse to go on with a broken loss.
+
+        Raises:
+            NonFiniteLoss: the step's metrics are written.
+            LossSpike: likewise, with train.loss_spike=stop.
+        """
+        if result.skipped:  # it changed nothing, whatever its loss was
+            return
+        metrics = step_metrics(self.trainee, self.progress, result, elapsed)
+        if not math.isfinite(result.loss):
+            self.journal.step(metrics)
             raise NonFiniteLoss(step, result.loss, result.bad_ranks)
-        spike = None if result.skipped else spikes.notice(step, result.loss)
+        spike = self.spikes.notice(step, result.loss)
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
-            journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
-            if settings.loss_spike == "stop":
-                journal.step(step_metrics(trainee, progress, result, elapsed))
-                raise LossSpike(spike, files.checkpoints)
-        if step % trainee.config.run.log_interval == 0 or finished or result.stop:
-            journal.step(step_metrics(trainee, progress, result, elapsed))
-        if result.stop and not finished:
-            # At once: whoever asked is waiting, and a validation may take as long as many steps.
-            return _stop(trainee, files, journal, record, progress, saver, requests)
-        saving = saver is not None and (result.save or (finished and trainee.config.checkpoint.at_end))
-        if saver is not None and saving:
-            record.heart.stage("save")  # it may wait for the one before
-            saver.save(progress)
-            record.heart.stage("train")
-        if finished or (settings.eval_interval and step % settings.eval_interval == 0):
-            _validate(trainee, datasets, journal, step=step)
-        if saver is not None and saving and finished:
-            journal.stage("save", f"step {step}")
-            record.checkpoint = saver.wait(progress)
-    if saver is not None:  # without a save at the end, one begun before it may still be on its way to the disk
-        record.heart.stage("save")
-        saver.settle()
-    return "done"
+            self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
+            if self.trainee.config.train.loss_spike == "stop":
+                self.journal.step(metrics)
+                raise LossSpike(spike, self.files.checkpoints)
 
+    def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
+        """What is due after a step; the last step's save is on the disk when this returns."""
+        config = self.trainee.config
+        saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
+        if saver is not None:
+            self.record.heart.stage("save")  # it may wait for the one before
+            saver.save(self.progress)
+            self.record.heart.stage("train")
+        if finished or (config.train.eval_interval and step % config.train.eval_interval == 0):
+            self._validate()
+        if saver is not None and finished:
+            self.journal.stage("save", f"step {step}")
+            self.record.checkpoint = saver.wait(self.progress)
 
-def _stop(
-    trainee: Trainee,
-    files: RunFiles,
-    journal: Journal,
-    record: RankRecord,
-    progress: Progress,
-    saver: Saver | None,
-    requests: StopRequests | None,
-) -> Ending:
-    """End between two steps, as somebody asked; saved where the run is saved at all."""
-    if saver is not None:
-        journal.stage("save", f"step {progress.step}")
-        record.checkpoint = saver.save_now(progress)
-    asked = requests is not None and requests.preempted
-    preempted = torch.tensor([float(asked or files.stop_reason() == "preempted")], device=trainee.world.device)
-    torch.distributed.all_reduce(preempted)
-    return "preempted" if saver is not None and preempted.item() else "interrupted"
+    def _stop(self) -> Ending:
+        """End between two steps, as somebody asked; saved where the run is saved at all."""
+        if self.saver is not None:
+            self.journal.stage("save", f"step {self.progress.step}")
+            self.record.checkpoint = self.saver.save_now(self.progress)
+        asked = self.requests is not None and self.requests.preempted
+        told = float(asked or self.files.stop_reason() == "preempted")
+        preempted = torch.tensor([told], device=self.trainee.world.device)
+        torch.distributed.all_reduce(preempted)
+        return "preempted" if self.saver is not None and preempted.item() else "interrupted"
 
-
-def _validate(trainee: Trainee, datasets: Datasets, journal: Journal, *, step: int) -> None:
-    settings = trainee.config.train
-    if datasets.validation is None:
-        return
-    journal.stage("validate", f"step {step}")
-    # Always the same batches, so that two validations differ by the model alone.
-    batches = BatchStream(datasets.validation, trainee.world)
-    loss = validate(trainee, batches, global_batches=settings.eval_batches)
-    journal.validation(step, loss)
-    journal.stage("train", f"step {step}")
+    def _validate(self) -> None:
+        step, settings = self.progress.step, self.trainee.config.train
+        if self.datasets.validation is None:
+            return
+        self.journal.stage("validate", f"step {step}")
+        # Always the same batches, so that two validations differ by the model alone.
+        batches = BatchStream(self.datasets.validation, self.trainee.world)
+        loss = validate(self.trainee, batches, global_batches=settings.eval_batches)
+        self.journal.validation(step, loss)
+        self.journal.stage("train", f"step {step}")
 
 
 def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
