@@ -125,7 +125,7 @@ def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
         "log": str(job.log),
         "run": run_dir,
         "watch": f"squeue --jobs={job.job_id}",
-        "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, goes on from it)",
+        "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, continues from it)",
         "end": f"scancel {job.job_id}  (its checkpoints stay)",
     }
     for label, value in lines.items():

@@ -141,7 +141,7 @@ def _show(
         errors.print(f"note: it would be refused: {error}", style="yellow", markup=False, soft_wrap=True)
     else:
         if found is not None:
-            note = f"note: it would go on from step {found.step:,} ({found.origin})"
+            note = f"note: it would continue from step {found.step:,} ({found.origin})"
             errors.print(note, style="dim", markup=False, soft_wrap=True)
     for problem in preflight.machine_problems(config, layout):
         note = f"note: this machine could not run it: {problem.reason}"
@@ -261,7 +261,7 @@ def _say_resumption(run: "RunDirectory", found: "Resumption | None", errors: "Co
         errors.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
     warn(() if found is None else found.warnings)
     if found is not None and found.spread:
-        errors.print(f"note: spread otherwise: {found.spread}", style="dim", markup=False, soft_wrap=True)
+        errors.print(f"note: different layout: {found.spread}", style="dim", markup=False, soft_wrap=True)
 
 
 def _conclude(

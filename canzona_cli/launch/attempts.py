@@ -38,12 +38,16 @@ def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
         trained = files.metrics.exists()
         for path in (files.metrics, files.validation, files.events, files.checkpoints):
             _move(path, folder)
-        return [f"starts over: there was no checkpoint to go on from; what there was is in {folder}"] if trained else []
+        return (
+            [f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"]
+            if trained
+            else []
+        )
     _cut(files.metrics, folder, lambda line: _step(line) <= found.step)
     _cut(files.validation, folder, lambda line: _step(line) <= found.step)
     _cut(files.events, folder, lambda line: _is_before(line, found))
     later = store.move_later(found.step, folder / "checkpoints")
-    return [f"{', '.join(later)} went to {folder / 'checkpoints'}"] if later else []
+    return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
 
 
 def _new_folder(attempts: Path) -> Path:

@@ -28,7 +28,7 @@ _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
 _MOST_OTHERS: Final = 8
 _STATES: Final = {
-    psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT lets it go on)",
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT resumes it)",
     psutil.STATUS_TRACING_STOP: "is held by a debugger",
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a file server that does not answer",
     psutil.STATUS_ZOMBIE: "has died, and torchrun has not noticed",
@@ -110,7 +110,7 @@ class HangWatch:
         self._newest = newest
         signs = [sign for sign in everyone if not sign.ended]
         if not signs:
-            told = f"does not end, though all ranks have, {self._silent_s:.0f} s ago"
+            told = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
             late = self._silent_s > self._timeout_s
             return HangReport(rank=None, step=everyone[0].step, where="finish", reason=told) if late else None
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
@@ -158,7 +158,8 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     elif culprit in busy:
         told = f"is stuck in {_place(culprit)} {lasted}"
     else:
-        told = f"waits for other ranks in {_place(culprit)} {lasted}, as all do here: the network, or a rank elsewhere"
+        cause = "look at the network, or at ranks of other machines"
+        told = f"waits for other ranks in {_place(culprit)} {lasted}, as all ranks here do: {cause}"
     others = _others([sign for sign in signs if sign is not culprit])
     return HangReport(
         rank=culprit.rank,

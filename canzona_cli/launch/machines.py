@@ -62,7 +62,7 @@ class Machines:
         """On machine 0, its run directory filled: wait for the others, and tell them where the ranks meet.
 
         Raises:
-            EnvironmentProblem: names the machines that have not come.
+            EnvironmentProblem: names the machines that never joined.
         """
         if self._nodes == 1:
             return
@@ -78,7 +78,7 @@ class Machines:
                     Problem(
                         key="cluster.node_rank",
                         value=", ".join(map(str, absent)),
-                        reason=f"of the run's {self._nodes} machines, these have not arrived in "
+                        reason=f"these of the run's {self._nodes} machines did not arrive in "
                         f"{self._files.root} within {patience_s:.0f} s",
                         fix="start `canzona train` on each, with a directory that every machine shares",
                     )
@@ -96,7 +96,7 @@ class Machines:
         What lies there of an earlier launch is no invitation: machine 0 has to have seen this very process.
 
         Raises:
-            EnvironmentProblem: machine 0 has not come, or another launcher has this one's number.
+            EnvironmentProblem: machine 0 never joined, or another launcher uses this one's number.
         """
         token = secrets.token_hex(8)
         arrival = self._arrival(self.node_rank)
@@ -114,7 +114,7 @@ class Machines:
             Problem(
                 key="run.dir",
                 value=str(self._files.root),
-                reason=f"machine 0 has not started this run here within {patience_s:.0f} s",
+                reason=f"machine 0 did not start this run here within {patience_s:.0f} s",
                 fix="start machine 0 too, with a directory that every machine shares, "
                 f"and only one launcher with cluster.node_rank={self.node_rank}",
             )
@@ -176,7 +176,7 @@ class Machines:
         return Outcome(
             status="failed",
             exit_code=ExitCode.CRASH,
-            message=f"{name} has gone: its launcher ended without a word",
+            message=f"{name} is gone: its launcher exited without reporting",
             log=self._files.agent_log(number),
         )
 

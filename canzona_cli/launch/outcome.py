@@ -112,7 +112,7 @@ def judge(
     if first is None:
         silent = next(r for r in results if r.status != "done")
         what = _code(deaths.get(silent.rank, 0))
-        at = "before it could start" if silent.status == "missing" else "without a word"
+        at = "before it could start" if silent.status == "missing" else "without reporting"
         code = deaths.get(silent.rank, 0)
         exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
         return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank, exit_code=exit_code)

@@ -41,7 +41,7 @@ def check_nodes(config: RunConfig) -> None:
         problems.append(
             Problem(
                 key="cluster.rdzv_endpoint",
-                reason=f"the run spans {nodes} machines, and they do not know where to meet",
+                reason=f"the run spans {nodes} machines, and no address is set where they meet",
                 fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
                 f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone",
             )
@@ -50,8 +50,8 @@ def check_nodes(config: RunConfig) -> None:
         problems.append(
             Problem(
                 key="cluster.node_rank",
-                reason=f"the run spans {nodes} machines, and this one does not know which it is",
-                fix="srun --ntasks-per-node=1 in a Slurm job tells it; by hand: cluster.node_rank=0 here, "
+                reason=f"the run spans {nodes} machines, and the number of this one is not set",
+                fix="in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: cluster.node_rank=0 here, "
                 + ("1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"),
             )
         )
@@ -61,14 +61,14 @@ def check_nodes(config: RunConfig) -> None:
                 key="cluster.node_rank",
                 value=cluster.node_rank,
                 reason=f"the machines of this run are numbered 0 to {nodes - 1}",
-                fix="give each machine a number of its own in that range",
+                fix="give each machine its own number in that range",
             )
         )
     if config.run.dir is None:
         problems.append(
             Problem(
                 key="run.dir",
-                reason=f"the {nodes} machines of the run would each make a directory of their own",
+                reason=f"the {nodes} machines of the run would each create their own directory",
                 fix="run.dir=DIR, a directory that every machine shares",
             )
         )
@@ -95,8 +95,8 @@ def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
                 yield Problem(
                     key="cluster.rdzv_endpoint",
                     value=endpoint,
-                    reason="another program of this machine has this port" + _holder(int(port)),
-                    fix=f"another one, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
+                    reason="another program on this machine uses this port" + _holder(int(port)),
+                    fix=f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
                 )
 
 

@@ -70,7 +70,7 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
     asked = config.checkpoint.resume
     if files is None and step_of(asked) is not None:
         raise ConfigError(
-            Problem(key=_KEY, value=asked, reason="is a checkpoint of which run?", fix="add run.dir=DIR of that run")
+            Problem(key=_KEY, value=asked, reason="names a checkpoint, not its run", fix="add run.dir=DIR of that run")
         )
     if files is not None and used:
         _refuse_finished(files, config)
@@ -85,8 +85,8 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
             Problem(
                 key=_KEY,
                 value=asked,
-                reason=f"is another run's, and {files.root} has checkpoints of its own",
-                fix="run.dir=DIR of a new run, or checkpoint.resume=auto to go on with this one",
+                reason=f"belongs to another run, and {files.root} has checkpoints of its own",
+                fix="run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one",
             )
         )
     return _checked(config, layout, checkpoint, own=own)
@@ -105,7 +105,7 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int)
     if before == now:
         return None
     steps = f"train.steps={config.train.steps} reads the data {now} times, {found.steps_before} steps {before} times"
-    return f"{steps}: their order is another one from here on, and some samples come again"
+    return f"{steps}: their order changes from here on, and some samples are repeated"
 
 
 def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
@@ -150,7 +150,7 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
         Problem(
             key="run.dir",
             value=str(config.run.dir),
-            reason=f"the run in it has finished, {result.step:,} steps",
+            reason=f"the run in it has finished all {result.step:,} steps",
             fix=f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another",
         )
     )
@@ -162,7 +162,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
     found = [problem for problem in damaged if problem is not None]
     found += [
-        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest has no such file")
+        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file")
         for name in inputs
         if name not in manifest.files
     ]
@@ -175,7 +175,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not own):
-        reason = f"the checkpoint is of step {progress.step:,}, and the run ends at step {config.train.steps:,}"
+        reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
         problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
     if progress.samples % layout.global_batch_size:
@@ -183,7 +183,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
             Problem(
                 key="train.global_batch_size",
                 value=layout.global_batch_size,
-                reason=f"the checkpoint stands at sample {progress.samples:,}, which is inside a batch of that size",
+                reason=f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size",
                 fix="use the batch size it was saved with, or one that divides that number",
             )
         )

@@ -82,7 +82,9 @@ class RunDirectory:
                 return _claim(path, config, must_be_new=True)
             except FileExistsError:  # another launch of this very second
                 continue
-        raise EnvironmentProblem(Problem(key="run.root", value=str(root), reason="a thousand runs start here at once"))
+        raise EnvironmentProblem(
+            Problem(key="run.root", value=str(root), reason="a thousand runs started here within this second")
+        )
 
     def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose what to go on from, put away what earlier launches left, and tell the workers.
@@ -252,8 +254,8 @@ def _already_used(path: Path, config: RunConfig) -> ConfigError:
         Problem(
             key="run.dir",
             value=str(config.run.dir or path),
-            reason=f"there is a run in it already ({result}), and runs do not share a directory",
-            fix=f"run.dir={other}, or leave run.dir out: each run then gets a directory of its own",
+            reason=f"it already holds a run ({result}), and runs do not share a directory",
+            fix=f"run.dir={other}, or leave run.dir out: each run then gets its own directory",
         )
     )
 

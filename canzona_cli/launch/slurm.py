@@ -126,7 +126,7 @@ def _check_shape(config: RunConfig, step: SlurmStep) -> None:
                 key="srun",
                 value=f"{step.tasks} tasks",
                 reason=f"this Slurm step starts canzona train {step.tasks} times on {_machines(step.nodes)}, "
-                "and one of them starts all ranks of its machine",
+                "but one canzona train starts all ranks of its machine",
                 fix="srun --ntasks-per-node=1 canzona train ...",
             )
         )
@@ -195,8 +195,8 @@ def _address(host: str) -> str:
     raise EnvironmentProblem(
         Problem(
             key="cluster.rdzv_endpoint",
-            reason=f"machine 0 is {host} to Slurm, and no address of that name is known here",
-            fix="cluster.rdzv_endpoint=HOST:PORT with an address of it that all machines can reach",
+            reason=f"Slurm calls machine 0 {host}, and this machine cannot resolve that name",
+            fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach",
         )
     )
 

@@ -52,7 +52,7 @@ class JobOptions:
     requeues: int = 20
     """Times the job may go back to the queue; 0: never."""
     signal_before: int = 180
-    """Seconds before the time limit at which it is told to save."""
+    """Seconds before the time limit at which it is asked to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
         with os.fdopen(handle, "wb") as file:
             file.write(b"".join(argument.encode() + b"\0" for argument in arguments))
     except OSError as error:
-        reason = f"the job's arguments cannot be kept there: {error.strerror or error}"
+        reason = f"the job's arguments cannot be written there: {error.strerror or error}"
         problem = Problem(key="run.root", value=str(folder), reason=reason, fix="run.root=DIR, a shared directory")
         raise EnvironmentProblem(problem) from None
     return path
@@ -174,7 +174,7 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
             Problem(
                 key="sbatch",
                 reason="is not installed here, or not in PATH",
-                fix="submit from a login node; without --submit the script is printed, to be taken there",
+                fix="submit from a login node; without --submit the script is printed, and you can copy it there",
             )
         )
     try:
@@ -209,7 +209,7 @@ def _problems(options: JobOptions) -> Iterator[Problem]:
         yield Problem(
             key="--time",
             value=options.time,
-            reason=f"is over before the job has begun to train: it is told to save {options.signal_before} s before",
+            reason=f"ends before the job begins to train, as it is asked to save {options.signal_before} s before",
             fix="a longer --time, or a shorter --signal-before",
         )
 

@@ -105,8 +105,8 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 def unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
     """A preempted run that could not be saved: whoever starts it again finds an older checkpoint, or none."""
     if checkpoint is None:
-        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to go on from")
-    message = f"{outcome.message}; the checkpoint to go on from is {checkpoint}, and whole"
+        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to continue from")
+    message = f"{outcome.message}; the checkpoint to continue from is {checkpoint}, and it is intact"
     return replace(outcome, status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
 
 

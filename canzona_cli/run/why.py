@@ -104,7 +104,7 @@ class _Facts:
         if waiting is not None:
             return waiting
         if phase == "pipeline":
-            return "stages are less even than planned"
+            return "stages are less balanced than planned"
         if phase == "norm_clip":
             return f"gradients are read and scaled more slowly than planned{self._crowded() or self._uncalibrated()}"
         return f"work that the plan does not count (Python, launches){self._crowded()}"
@@ -161,7 +161,7 @@ class _Facts:
             balance = spread.max_s / spread.mean_s
             if self.load_balance is None or balance <= 1.1 * self.load_balance:
                 return None
-            return f"load balance is {balance:.2f}, planned {self.load_balance:.2f}; {who} has most to do"
+            return f"load balance is {balance:.2f}, planned {self.load_balance:.2f}; {who} has the most to do"
         ratio = f"{spread.max_s / others:.2g} times as long as the others" if others > 0 else "all of it"
         return f"{who} takes {ratio}: it is slower or busier than they are"
 

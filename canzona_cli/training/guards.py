@@ -33,7 +33,7 @@ class Spike:
     def words(self) -> str:
         return (
             f"the loss jumped to {self.loss:.4f} at step {self.step}: the recent mean is {self.mean:.4f}, "
-            f"and what is above {self.limit:.4f} counts as a spike"
+            f"and a loss above {self.limit:.4f} counts as a spike"
         )
 
 
@@ -52,7 +52,7 @@ class LossSpike(WorkerCrashed):
                 key="train.loss_spike",
                 value="stop",
                 reason=f"{spike.words}. Its weights were not saved; {last}",
-                fix=f"{again}a lower optimizer.lr{earlier}; train.loss_spike=warn goes on whatever the loss does",
+                fix=f"{again}a lower optimizer.lr{earlier}; train.loss_spike=warn continues after any spike",
             )
         )
 

@@ -132,7 +132,7 @@ class Saver:
                     key="checkpoint",
                     value=step_name(progress.step),
                     reason=f"the run ended at step {progress.step:,} without being saved: {told[0]}",
-                    fix="see to the place where checkpoints lie, and start the run again",
+                    fix="make sure that checkpoints can be written, and start the run again",
                 )
             )
         return step_name(progress.step)

@@ -65,7 +65,7 @@ def train_step(
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # Every rank is here, so they can still tell each other where it came from.
-        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so backward has made it"
+        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so it arose in the backward pass"
         problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
         raise NonFiniteGradients(*problems, loss=_agree(trainee, losses).loss) from None
     trainee.schedule.step(increment=1)

@@ -58,8 +58,8 @@ class Straggler:
     def detail(self) -> str:
         cost = (self.own_s - self.peers_s) / self.step_s
         return (
-            f"rank {self.rank} is slow: {1e3 * self.own_s:.0f} ms of its own work a step, where its peers take "
-            f"{1e3 * self.peers_s:.0f} ms; everybody waits for it {cost:.0%} of the time"
+            f"rank {self.rank} is slow: {1e3 * self.own_s:.0f} ms of its own work per step, while its peers take "
+            f"{1e3 * self.peers_s:.0f} ms; all ranks wait for it {cost:.0%} of the time"
         )
 
 

@@ -32,7 +32,7 @@ class Lines:
             self.lost[name] = self.lost.get(name, 0) + 1
             self._down[name] = self._down.get(name, 0) + 1
             if self._down[name] == 1:
-                self._tell(f"{name} cannot be written ({_why(error)}); training goes on, and its lines are lost")
+                self._tell(f"{name} cannot be written ({_why(error)}); training continues, and its lines are lost")
         else:
             if (missing := self._down.pop(name, 0)) > 0:
                 self._tell(f"{name} can be written again; {missing} of its lines are lost")
@@ -85,7 +85,7 @@ class Board:
             action()
         except Exception as error:  # whatever a plug-in's file system raises, it is not worth a run
             self._writer = None
-            self._tell(f"TensorBoard's files cannot be written ({_why(error)}); training goes on without them")
+            self._tell(f"TensorBoard's files cannot be written ({_why(error)}); training continues without them")
 
 
 def _why(error: Exception) -> str:

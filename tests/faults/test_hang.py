@@ -63,7 +63,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(
     assert result is not None
     assert result["rank"] == 3
     message = str(result["message"])
-    assert message.startswith("rank 3 is stopped (SIGSTOP; SIGCONT lets it go on), for "), message
+    assert message.startswith("rank 3 is stopped (SIGSTOP; SIGCONT resumes it), for "), message
     step = re.search(r", in train/\w+ of step (\d+); ", message)
     assert step is not None, message
     assert int(step[1]) - training.steps in (0, 1), "the last one in the metrics, or the one after it"

@@ -139,5 +139,5 @@ def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(
     code, output = run.finish()
     assert code == 75, output
     assert "no end after 2 s" in output
-    assert "the checkpoint to go on from is step-00000003, and whole" in output
+    assert "the checkpoint to continue from is step-00000003, and it is intact" in output
     assert not alive(family)

@@ -134,7 +134,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, rec
     assert done.returncode == 3, done.stderr
     told = " ".join(done.stderr.split())
     assert "cluster.rdzv_endpoint" in told
-    assert "another program of this machine has this port" in told
+    assert "another program on this machine uses this port" in told
     assert f"process {os.getpid()}" in told
     assert "Traceback" not in told
     assert not (tmp_path / "run").exists()

@@ -106,7 +106,7 @@ def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
     training.process.send_signal(number)
     code, output = training.finish()
     assert code == 130, output
-    assert "there is no checkpoint to go on from" in output
+    assert "there is no checkpoint to continue from" in output
     assert "Traceback" not in output
     assert not alive(family)
     assert CheckpointStore(training.files.checkpoints).newest() is None

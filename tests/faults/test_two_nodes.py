@@ -144,7 +144,7 @@ def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing
         assert other_code == 70
         assert culprit in other_said
     else:
-        assert "has gone: its launcher ended without a word" in str(result["message"])
+        assert "is gone: its launcher exited without reporting" in str(result["message"])
     assert not alive([*families[0], *families[1]])
     record_fault(
         fault=f"SIGKILL of the {victim} of the second of two machines",

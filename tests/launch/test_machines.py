@@ -23,7 +23,7 @@ CRASHED = Outcome(
     problems=(Problem(key="data.path", value="x", reason="is bad", fix="mend it"),),
 )
 LOST = Outcome(status="failed", exit_code=70, message="rank 0: connection reset", rank=0, secondary=True)
-GONE = Outcome(status="failed", exit_code=70, message="machine 1 has gone")
+GONE = Outcome(status="failed", exit_code=70, message="machine 1 is gone")
 
 
 def ignore(_: str) -> None:
@@ -53,9 +53,9 @@ def test_what_an_earlier_launch_left_is_no_meeting(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "nodes" / "arrived-1.json", {"token": "old"})
     write_json_atomic(tmp_path / "nodes" / "meeting.json", {"endpoint": "old:1", "tokens": {"1": "old"}})
     write_json_atomic(tmp_path / "nodes" / "ended-1.json", {"status": "failed", "exit_code": 70})
-    with pytest.raises(EnvironmentProblem, match="machine 0 has not started"):
+    with pytest.raises(EnvironmentProblem, match="machine 0 did not start"):
         other.arrive(patience_s=0.3)
-    with pytest.raises(EnvironmentProblem, match="have not arrived"):
+    with pytest.raises(EnvironmentProblem, match="did not arrive"):
         head.gather("new:1", patience_s=0.3, say=ignore)
 
 
@@ -94,9 +94,9 @@ def test_a_machine_that_says_nothing_at_the_end_is_the_culprit(tmp_path: Path) -
     (tmp_path / "nodes").mkdir()
     write_json_atomic(tmp_path / "nodes" / "arrived-1.json", {"token": "t", "host": "gpu17"})
     head, other = machines(tmp_path, 2)
-    assert head.conclude(LOST, patience_s=0).message.startswith("machine 1 (gpu17) has gone")
+    assert head.conclude(LOST, patience_s=0).message.startswith("machine 1 (gpu17) is gone")
     (tmp_path / "nodes" / "verdict.json").unlink()
-    assert other.conclude(LOST, patience_s=0).message.startswith("machine 0 has gone")
+    assert other.conclude(LOST, patience_s=0).message.startswith("machine 0 is gone")
 
 
 def test_one_machine_needs_nobody(tmp_path: Path) -> None:

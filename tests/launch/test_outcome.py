@@ -114,7 +114,7 @@ def test_a_rank_that_never_wrote_a_word_is_named(files: RunFiles) -> None:
     report(files, {1: 1})
     silent = verdict(files)
     assert silent.exit_code == 70
-    assert silent.message == "rank 0 ended without a word"
+    assert silent.message == "rank 0 ended without reporting"
     files.rank(0).unlink()
     report(files, {0: 1})
     assert verdict(files).message == "rank 0 ended before it could start, with exit code 1"

@@ -77,7 +77,7 @@ def test_a_preempted_run_ends_with_75_only_where_a_whole_checkpoint_is(tmp_path:
     files = RunFiles(tmp_path)
     stopped = Outcome(status="interrupted", exit_code=130, message="stopped")
     assert sound_checkpoint(files) is None
-    assert "no checkpoint to go on from" in unsaved(stopped, None).message
+    assert "no checkpoint to continue from" in unsaved(stopped, None).message
     save(files.checkpoints, 3)
     path = save(files.checkpoints, 5)
     assert sound_checkpoint(files) == "step-00000005"

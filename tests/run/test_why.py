@@ -74,7 +74,7 @@ def test_uneven_updates_are_told_from_a_slow_rank() -> None:
     found = why(four({}, {"matrix_update": 0.4}))
     assert found.phase == "matrix_update"
     assert "load balance is 2.29, planned 1.05" in found.text
-    assert "rank 1 has most to do" in found.text
+    assert "rank 1 has the most to do" in found.text
     slow = why(four({}, {"matrix_update": 0.5, "forward": 0.15, "backward": 0.3}))
     assert "rank 1 takes 5 times as long" in slow.text
 

@@ -71,6 +71,6 @@ def test_one_long_pause_is_no_slow_rank() -> None:
 def test_what_is_said_names_the_rank_its_time_and_what_it_costs() -> None:
     slow = Straggler(rank=3, own_s=0.25, peers_s=0.1, step_s=0.5)
     assert slow.detail == (
-        "rank 3 is slow: 250 ms of its own work a step, where its peers take 100 ms; "
-        "everybody waits for it 30% of the time"
+        "rank 3 is slow: 250 ms of its own work per step, while its peers take 100 ms; "
+        "all ranks wait for it 30% of the time"
     )
