@@ -19,9 +19,8 @@ from canzona_cli.config.secrets import redacted
 from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
-from canzona_cli.launch.lock import hold
+from canzona_cli.launch.claim import hold, unsafe_place
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.place import unsafe_place
 from canzona_cli.launch.resume import Resumption, holds_run, next_free, resumption, set_out
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand

@@ -1,9 +1,11 @@
-"""One launch at a time in a run directory."""
+"""Claiming a run directory: nobody else may put files or links in it, and one launch at a time works there."""
 
 import errno
 import fcntl
 import os
 import socket
+import stat
+from pathlib import Path
 from typing import IO
 
 from canzona_cli.config.schema import RunConfig
@@ -15,7 +17,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def hold(files: RunFiles, config: RunConfig) -> IO[str]:
-    """Hold the directory until the returned file is closed or this process has gone: of two launches, one gets it.
+    """Hold the directory until the returned file is closed or this process ends: of two launches, one gets it.
 
     Raises:
         ConfigError: names the process that has it.
@@ -45,3 +47,25 @@ def hold(files: RunFiles, config: RunConfig) -> IO[str]:
     lock.write(f"{socket.gethostname()} {os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
+    """Why a run should not write to the folder `path`, which exists; None when nothing speaks against it.
+
+    Args:
+        user: numeric id; None: whoever runs this process.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    own = {os.geteuid() if user is None else user, 0}
+    link = os.lstat(path)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in own:
+        return f"{path} is a link that another user created"
+    if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
+        return f"every user of this machine may write to {path}, and could replace the run's files"
+    # In a folder like /tmp, whose sticky bit is set, nobody can rename what is not theirs.
+    above = os.stat(path.parent).st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        return f"every user of this machine may write to {path.parent}, and could replace the run's folder"
+    return None
