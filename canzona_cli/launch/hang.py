@@ -1,7 +1,7 @@
 """Tells a run that hangs from one that is slow, and which of its ranks holds the others up.
 
-A run hangs when none of this machine's ranks has gone on for `run.hang_timeout_s`. Ranks go on at every change of
-phase and around every wait for other ranks, many times a step. Where a single thing may rightly take long (start-up,
+A run hangs when none of this machine's ranks makes progress for `run.hang_timeout_s`. Progress is every change of phase
+and both ends of every wait for other ranks, many times per step. Where a single operation may take long (start-up,
 reading data, saving, the first step, which may compile), the limit is `PATIENCE` times as long.
 
 The culprit is, in this order: a process that no longer runs (stopped, swapped out, or waiting for a disk), whose beat
@@ -22,7 +22,7 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""What lies between two looks counts for at most so long: a machine that was suspended does not hang."""
+"""The most that the time between two looks counts for: a suspended machine does not hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
@@ -33,7 +33,7 @@ _STATES: Final = {
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a file server that does not answer",
     psutil.STATUS_ZOMBIE: "has died, and torchrun has not noticed",
 }
-"""What the kernel says of a process, where that explains its silence."""
+"""Kernel states of a process that explain its silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class HangReport:
 
 @contextmanager
 def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
-    """A watch over ranks that are started inside; None where nobody wants one."""
+    """A watch over the ranks started inside the block; None without a timeout."""
     if timeout_s is None:
         yield None
         return
@@ -97,11 +97,11 @@ class HangWatch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks need to be seen."""
+        """Variables that the ranks need to show signs of life."""
         return {VARIABLE: str(self._beats.folder)}
 
     def look(self) -> HangReport | None:
-        """Whether the ranks hang now; call it every fraction of a second."""
+        """A report if the ranks hang now; call it every fraction of a second."""
         now = self._clock()
         everyone = self._beats.signs()
         newest = max(sign.progress for sign in everyone)

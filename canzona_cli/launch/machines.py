@@ -47,7 +47,7 @@ class _Ended(Outcome):
 
 
 class Machines:
-    """This launcher among those of the run. Of a run on one machine it does nothing."""
+    """This launcher among those of the run; for a run on one machine it does nothing."""
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1) -> None:
         self._files = files
@@ -93,7 +93,7 @@ class Machines:
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
         """On the other machines: wait until machine 0 has filled the run directory; the address where the ranks meet.
 
-        What lies there of an earlier launch is no invitation: machine 0 has to have seen this very process.
+        Files of an earlier launch do not count: machine 0 must have seen this very process.
 
         Raises:
             EnvironmentProblem: machine 0 never joined, or another launcher uses this one's number.
@@ -121,7 +121,7 @@ class Machines:
         )
 
     def others_failed(self) -> bool:
-        """Whether another machine has failed so long ago that waiting for the workers here is of no use."""
+        """Whether another machine failed so long ago that waiting for the workers here is useless."""
         now = time.monotonic()
         if self._nodes == 1 or now < self._next_look:
             return False
@@ -195,12 +195,12 @@ class Machines:
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """How a run ended whose machines ended like this.
 
-    A rank or a torchrun that failed by itself is why the others lost it; a machine that has gone explains what nobody
+    A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what nobody
     else does. Of several failures the first counts: a rank may die of losing another in ways that do not look like it.
 
     Args:
         ended: by machine, in the order in which they ended.
-        gone: a failure for each machine that has not said how it ended.
+        gone: a failure for each machine that did not report how it ended.
     """
     failed = [
         _at(number, outcome) if len(ended) > 1 else outcome

@@ -31,7 +31,7 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""What a rank says when another one has gone: true, but not why."""
+"""How a rank reports that another one is gone: true, but not the cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
 _USER_MISTAKES = (ExitCode.CONFIG, ExitCode.ENVIRONMENT, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 _DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
@@ -49,7 +49,7 @@ class Outcome(RunResult):
     error_type: str = ""
     """The class of that error, where it is one written for the user."""
     secondary: bool = False
-    """A failure that only says that another rank has gone, one of another machine."""
+    """A failure that only says that a rank of another machine is gone."""
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
@@ -77,7 +77,7 @@ def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
 def judge(
     files: RunFiles, ranks: Sequence[int], *, node_rank: int, agent_code: int, stopping: bool, forced: bool
 ) -> Outcome:
-    """Decide how a run ended whose processes have all gone.
+    """Decide how a run ended, after all its processes.
 
     Args:
         ranks: This machine's ranks, in local order.
@@ -89,7 +89,7 @@ def judge(
     if forced:
         when = "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
         return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=when)
-    # A rank that has no room left to write how it ended tells it by its exit code, which torchrun passes on if it is 0.
+    # A rank without room left to write how it ended reports it by its exit code, which torchrun passes on if it is 0.
     untold = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", untold) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
@@ -132,7 +132,7 @@ def judge(
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:
-    """Whether its error only says that another rank has gone."""
+    """Whether its error only says that another rank is gone."""
     error = result.error or RankError()
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 

@@ -1,4 +1,4 @@
-"""What a launch goes on from: decided and checked before anything is moved, written or started. Imports no torch.
+"""The checkpoint that a launch continues from, decided before anything is moved, written or started. Imports no torch.
 
 The content of big files is not read here: the workers hash them together, once, before they open any.
 """
@@ -26,7 +26,7 @@ _KEY = "checkpoint.resume"
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A checkpoint to go on from."""
+    """A checkpoint to continue from."""
 
     checkpoint: Path
     progress: Progress
@@ -37,9 +37,9 @@ class Resumption:
     steps_before: int
     """`train.steps` of the run that was saved."""
     warnings: tuple[str, ...] = ()
-    """What bends the curve from here on."""
+    """Changes that affect the loss curve from here on."""
     spread: str = ""
-    """How the work is shared out otherwise than before; empty where it is not."""
+    """How the layout differs from before; empty where it does not."""
 
     @property
     def origin(self) -> str:
@@ -58,7 +58,7 @@ def holds_run(files: RunFiles) -> bool:
 
 
 def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
-    """What a resolved run goes on from; None where it starts at its first step.
+    """The checkpoint that a resolved run continues from; None where it starts at its first step.
 
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
@@ -93,7 +93,7 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
 
 
 def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int) -> str | None:
-    """A warning where another number of steps reads the data in another order; None where it does not.
+    """A warning where a different number of steps changes the order of the data; None where it does not.
 
     Megatron shuffles all passes over the data at once: with more of them, every sample has another place.
 

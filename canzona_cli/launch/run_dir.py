@@ -53,7 +53,7 @@ class RunDirectory:
         self.earlier: Earlier | None = None
         """What the run did before; None for one that starts at its first step."""
         self.notes: tuple[str, ...] = ()
-        """What became of the files that were in the directory, a line each."""
+        """What happened to the files that were in the directory, a line each."""
         self._lock, self._used = lock, used
 
     @property
@@ -86,7 +86,7 @@ class RunDirectory:
         )
 
     def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
-        """Choose what to go on from, put away what earlier launches left, and tell the workers.
+        """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
 
         Returns:
             None where the run starts at its first step.

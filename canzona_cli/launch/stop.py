@@ -74,7 +74,7 @@ class SaveWatch:
 
 
 def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """The name of the checkpoint that a new start in this directory would go on from; None when it could not.
+    """The name of the checkpoint that a new start in this directory would continue from; None if there is none.
 
     Args:
         thorough: hash all of it; else only its manifest and the sizes of its files are looked at.
