@@ -191,7 +191,7 @@ def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> Non
     with pytest.raises(ConfigError) as refused:
         resumption(config, LAYOUT)
     [problem] = refused.value.problems
-    assert "has finished, 40 steps" in problem.reason
+    assert "has finished all 40 steps" in problem.reason
     assert "train.steps=80" in problem.fix
     assert f"run.dir={files_of(config).root}-2" in problem.fix
     grown = resumption(replace(config, train=replace(config.train, steps=60)), LAYOUT)
@@ -210,7 +210,7 @@ def test_another_model_or_optimizer_is_refused_with_every_difference(config: Run
     assert [problem.key for problem in refused.value.problems] == [
         "model.hidden_size", "model.num_layers", "train.global_batch_size"
     ]  # fmt: skip
-    assert "inside a batch" in refused.value.problems[-1].reason
+    assert "in the middle of a batch" in refused.value.problems[-1].reason
 
 
 def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(config: RunConfig) -> None:

@@ -167,7 +167,7 @@ def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
     if fits:
         check(JobOptions(time=time))
     else:
-        with pytest.raises(ConfigError, match="over before"):
+        with pytest.raises(ConfigError, match="ends before"):
             check(JobOptions(time=time))
 
 
