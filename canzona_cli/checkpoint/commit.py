@@ -158,8 +158,7 @@ def finish(
             files[name] = _write_text(partial / name, text)
             if reread:
                 _reread(partial / name, files[name])
-        fields = {name: getattr(header, name) for name in Header.__dataclass_fields__}
-        manifest = manifest_text(Manifest(**fields, files=files, tensors=tensors, scalars=scalars))
+        manifest = manifest_text(Manifest(**vars(header), files=files, tensors=tensors, scalars=scalars))
         written = _write_text(partial / MANIFEST, manifest)
         if reread:
             _reread(partial / MANIFEST, written)

@@ -11,10 +11,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
-from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Header, Manifest
+from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest
 from canzona_cli.checkpoint.shard_file import ITEM_BYTES, tensor_bytes
 from canzona_cli.run.codec import parse
 
@@ -24,25 +24,15 @@ LARGEST: Final = 1 << 30
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_TABLES = ("files", "tensors", "scalars")
 
 
 def manifest_text(manifest: Manifest) -> str:
     """The text of `manifest.json`. Infinite scalars appear as Python and JavaScript call them."""
-    fixed = {"format": FORMAT, "version": VERSION, **header_fields(manifest)}
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in fixed.items()]
-    tables = [
-        *(_table(name, {key: asdict(entry) for key, entry in getattr(manifest, name).items()}) for name in _TABLES[:2]),
-        _table("scalars", manifest.scalars),
-    ]
+    values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    tables = [_table(name, values.pop(name)) for name in ("files", "tensors", "scalars")]
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
     body = "\n".join(lines) + "\n" + ",\n".join(tables) + "\n}\n"
     return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n{body}'
-
-
-def header_fields(header: Header) -> dict[str, object]:
-    """Plain values of what a header says."""
-    values = {field.name: getattr(header, field.name) for field in fields(Header)}
-    return {**values, "progress": asdict(header.progress)}
 
 
 def _table(name: str, entries: Mapping[str, object]) -> str:

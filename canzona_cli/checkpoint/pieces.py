@@ -32,19 +32,12 @@ class Piece:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """Something a rank holds all of."""
-
-    name: str
-    bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Holding:
     """What one rank has to save, without the data."""
 
-    wholes: tuple[Whole, ...]
+    wholes: Mapping[str, int]
+    """Bytes of everything that the rank holds all of, by name."""
     pieces: tuple[Piece, ...]
     fields: Mapping[str, tuple[str, ...]]
     """By unit of a piece: what there is of each element (master, exp_avg, ...), the same on all its holders."""
@@ -102,8 +95,8 @@ def _share_wholes(holdings: Sequence[Holding], load: list[int]) -> dict[str, int
     """Writers of what ranks hold whole, added to `load`."""
     wholes: dict[str, tuple[int, list[int]]] = {}
     for rank, holding in enumerate(holdings):
-        for whole in holding.wholes:
-            wholes.setdefault(whole.name, (whole.bytes, []))[1].append(rank)
+        for name, size in holding.wholes.items():
+            wholes.setdefault(name, (size, []))[1].append(rank)
     writers: dict[str, int] = {}
     # What has one holder first: the rest evens it out.
     for name, (size, holders) in sorted(wholes.items(), key=lambda item: (len(item[1][1]), item[0])):

@@ -5,8 +5,9 @@ over the data-parallel ones.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem
-from canzona_cli.megatron.holdings import Held, gather_parameters, held, masters_to_model
+from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import Block, stored_blocks
@@ -68,8 +69,9 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
     problems: list[Problem] = []
     try:
         with Reader(folder, manifest, config.model) as reader:
-            for item, pieces in _by_held(held_pieces(held(trainee.optimizer, trainee.model), config.model, world)):
-                _restore_held(item, pieces, reader)
+            pieces = held_pieces(held(trainee.optimizer, trainee.model), config.model, world)
+            for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
+                _restore_held(list(of_one), reader)
             if isinstance(trainee.optimizer, CanzonaOptimizer):
                 _restore_matrices(trainee.optimizer.matrices, reader, manifest)
             states = reader.random_states(world) if manifest.world_size == world.world_size else {}
@@ -199,16 +201,9 @@ class Reader:
         return self._files[file]
 
 
-def _by_held(pieces: list[HeldPiece]) -> Iterator[tuple[Held, list[HeldPiece]]]:
-    grouped: dict[int, list[HeldPiece]] = defaultdict(list)
-    for piece in pieces:
-        grouped[id(piece.held)].append(piece)
-    for same in grouped.values():
-        yield same[0].held, same
-
-
-def _restore_held(item: Held, pieces: list[HeldPiece], reader: Reader) -> None:
+def _restore_held(pieces: list[HeldPiece], reader: Reader) -> None:
     """A master and its state from the parts of units it consists of."""
+    item = pieces[0].held
     fields = reader.unit_fields(pieces[0].piece.unit)
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for found in pieces:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from canzona_cli.checkpoint.manifest import Buffer, Scalar, Shard
-from canzona_cli.checkpoint.pieces import Holding, Piece, Routing, Whole, collect, route
+from canzona_cli.checkpoint.pieces import Holding, Piece, Routing, collect, route
 from canzona_cli.checkpoint.random_states import random_states
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -207,7 +207,7 @@ def _describe(
     }
     return (
         Holding(
-            wholes=tuple(Whole(name=name, bytes=size) for name, size in sizes.items()),
+            wholes=sizes,
             pieces=tuple(found.piece for found in pieces),
             fields=fields,
         ),

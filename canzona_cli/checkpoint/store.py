@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, removed_path, step_of
-from canzona_cli.checkpoint.verify import previous_sound, read_manifest
+from canzona_cli.checkpoint.verify import read_manifest, way_out
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.files import sync_folder
 
@@ -52,11 +52,6 @@ class CheckpointStore:
     def newest(self) -> Found | None:
         """The usable one of the highest step; None when there is none."""
         return self._steadily(lambda: next((found for found in self._backwards() if found.sound), None))
-
-    def previous(self, name: str) -> Found | None:
-        """The newest usable one before `name`; None when there is none."""
-        path = previous_sound(self.root / name)
-        return None if path is None else judge(path.name, path)
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Remove all that are older than the newest `keep` usable ones, but for multiples of `keep_every` steps.
@@ -205,15 +200,14 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
 
 
 def _usable(found: Found | None, *, by_path: bool = False) -> Path | None:
-    """Its folder; `by_path`: the one before it is offered by its path, because a name is one of the run's own."""
+    """Its folder; `by_path`: the one before it is offered by its path, as it is of another run."""
     if found is None:
         return None
     if found.sound:
         return found.path
-    previous = previous_sound(found.path)
-    if not by_path or previous is None:
+    if not by_path:
         raise CheckpointInvalid(*found.problems)
-    fix = f"go on from the one before it: {_KEY}={previous}"
+    fix = way_out(found.path, by_path=True)
     raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in found.problems))
 
 

@@ -141,11 +141,15 @@ def previous_sound(folder: Path) -> Path | None:
     return None
 
 
-def way_out(folder: Path) -> str:
-    """What to do instead of using this checkpoint. Another one is offered, never taken silently."""
+def way_out(folder: Path, *, by_path: bool = False) -> str:
+    """What to do instead of using this checkpoint. Another one is offered, never taken silently.
+
+    Args:
+        by_path: offer it by its path, because a name means one of the run's own.
+    """
     previous = previous_sound(folder)
     if previous is not None:
-        return f"go on from the one before it: checkpoint.resume={previous.name}"
+        return f"continue from the one before it: checkpoint.resume={previous if by_path else previous.name}"
     return f"there is no earlier one: move {folder} away to start from the beginning"
 
 

@@ -7,7 +7,8 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from canzona_cli.errors import (
@@ -85,7 +86,7 @@ def judge(
         stopping: Somebody asked for a clean stop.
         forced: The launcher killed the workers because of it.
     """
-    results = read_ranks(files, ranks)
+    results, failure = read_ranks(files, ranks), partial(_failure, files, ranks, node_rank)
     if forced:
         when = "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
         return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=when)
@@ -108,27 +109,25 @@ def judge(
     if first is None and any(r.status == "interrupted" for r in results):
         return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="the workers were told to stop")
     if first is None and agent_code < 0:
-        return _failure(files, f"torchrun {_killed_by(-agent_code)}", log=files.agent_log(node_rank))
+        return failure(f"torchrun {_killed_by(-agent_code)}")
     if first is None:
         silent = next(r for r in results if r.status != "done")
-        what = _code(deaths.get(silent.rank, 0))
         at = "before it could start" if silent.status == "missing" else "without reporting"
         code = deaths.get(silent.rank, 0)
         exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
-        return _of_rank(files, silent, f"rank {silent.rank} ended {at}{what}", ranks, node_rank, exit_code=exit_code)
+        return failure(f"rank {silent.rank} ended {at}{_code(code)}", rank=silent.rank, exit_code=exit_code)
     if first in killed and first not in own:
-        return _of_rank(files, first, f"rank {first.rank} {_killed_by(-deaths[first.rank])}", ranks, node_rank)
+        return failure(f"rank {first.rank} {_killed_by(-deaths[first.rank])}", rank=first.rank)
     error = first.error or RankError()
     if first.exit_code in _USER_MISTAKES:
-        told = _of_rank(
-            files, first, error.message, ranks, node_rank, exit_code=first.exit_code, problems=error.problems
-        )
-        return replace(told, error_type=error.type)
+        code, kind = first.exit_code, error.type
+        return failure(error.message, rank=first.rank, exit_code=code, problems=error.problems, error_type=kind)
     # What was written for the user has no traceback, and says more than the name of its class.
     kind = f"{error.type}: " if error.traceback else ""
     message = f"rank {first.rank}: {kind}{error.message.strip()}"
-    failure = _of_rank(files, first, message, ranks, node_rank, traceback=error.traceback, problems=error.problems)
-    return replace(failure, secondary=_lost_a_neighbour(first))
+    lines = tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:])
+    secondary = _lost_a_neighbour(first)
+    return failure(message, rank=first.rank, traceback=lines, problems=error.problems, secondary=secondary)
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:
@@ -146,59 +145,43 @@ def _lost(results: Sequence[RankResult]) -> str:
 
 def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
     """The end of a run whose ranks have been killed because they no longer went on."""
-    failure = _failure(
-        files,
-        f"{found.name} {found.reason}",
-        log=(None if found.rank is None else files.worker_log(node_rank, ranks.index(found.rank)))
-        or files.agent_log(node_rank),
-        exit_code=ExitCode.HANG,
-        rank=found.rank,
-        problems=(found.problem,),
-    )
-    return replace(failure, secondary=found.elsewhere)
-
-
-def _of_rank(
-    files: RunFiles,
-    result: RankResult,
-    message: str,
-    ranks: Sequence[int],
-    node_rank: int,
-    *,
-    exit_code: int = ExitCode.CRASH,
-    traceback: str = "",
-    problems: tuple[Problem, ...] = (),
-) -> Outcome:
-    log = files.worker_log(node_rank, ranks.index(result.rank)) or files.agent_log(node_rank)
     return _failure(
         files,
-        message,
-        log=log,
-        exit_code=exit_code,
-        rank=result.rank,
-        traceback=traceback,
-        problems=problems,
+        ranks,
+        node_rank,
+        f"{found.name} {found.reason}",
+        rank=found.rank,
+        exit_code=ExitCode.HANG,
+        problems=(found.problem,),
+        secondary=found.elsewhere,
     )
 
 
 def _failure(
     files: RunFiles,
+    ranks: Sequence[int],
+    node_rank: int,
     message: str,
     *,
-    log: Path,
-    exit_code: int = ExitCode.CRASH,
     rank: int | None = None,
-    traceback: str = "",
+    exit_code: int = ExitCode.CRASH,
+    traceback: tuple[str, ...] = (),
     problems: tuple[Problem, ...] = (),
+    error_type: str = "",
+    secondary: bool = False,
 ) -> Outcome:
+    """The failure of a rank, or of torchrun, and the log that tells most of it."""
+    log = None if rank is None else files.worker_log(node_rank, ranks.index(rank))
     return Outcome(
         status="failed",
         exit_code=int(exit_code),
         message=message.strip(),
         rank=rank,
-        traceback=tuple(traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
-        log=log,
+        log=log or files.agent_log(node_rank),
+        traceback=traceback,
         problems=problems,
+        error_type=error_type,
+        secondary=secondary,
     )
 
 

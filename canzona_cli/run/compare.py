@@ -16,6 +16,9 @@ VERSION = 1
 _NO_DIFFERENCE = ("run.dir", "run.root")
 """Settings in which any two runs differ."""
 
+FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
+"""What of a breakdown is compared besides its phases; the load balance is that of matrix updates."""
+
 Pair = tuple[float | None, float | None]
 
 
@@ -61,14 +64,8 @@ class Compared:
     @property
     def figures(self) -> Mapping[str, Pair]:
         """Throughput, MFU, load balance, memory."""
-        a, b = self.a.breakdown, self.b.breakdown
-        return {
-            "tokens_per_s": (_of(a, "tokens_per_s"), _of(b, "tokens_per_s")),
-            "tokens_per_s_per_gpu": (_of(a, "tokens_per_s_per_gpu"), _of(b, "tokens_per_s_per_gpu")),
-            "mfu": (_of(a, "mfu"), _of(b, "mfu")),
-            "load_balance": (_balance(a), _balance(b)),
-            "peak_memory_bytes": (_memory(a), _memory(b)),
-        }
+        a, b = _figures(self.a.breakdown), _figures(self.b.breakdown)
+        return {name: (a.get(name), b.get(name)) for name in FIGURES}
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints; additions keep `version`, anything else raises it."""
@@ -157,16 +154,17 @@ def _means(breakdown: Breakdown | None) -> dict[str, float]:
     return {**found, "step": breakdown.step.mean_s}
 
 
-def _of(breakdown: Breakdown | None, name: str) -> float | None:
-    return None if breakdown is None else real(getattr(breakdown, name))
-
-
-def _balance(breakdown: Breakdown | None) -> float | None:
-    return None if breakdown is None else (breakdown.load_balance or {}).get("matrix_update")
-
-
-def _memory(breakdown: Breakdown | None) -> float | None:
-    return None if breakdown is None or breakdown.peak_memory_bytes is None else breakdown.peak_memory_bytes.max
+def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
+    if breakdown is None:
+        return {}
+    memory = breakdown.peak_memory_bytes
+    return {
+        "tokens_per_s": real(breakdown.tokens_per_s),
+        "tokens_per_s_per_gpu": real(breakdown.tokens_per_s_per_gpu),
+        "mfu": real(breakdown.mfu),
+        "load_balance": (breakdown.load_balance or {}).get("matrix_update"),
+        "peak_memory_bytes": None if memory is None else memory.max,
+    }
 
 
 def ratio(pair: Pair) -> float | None:

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,108 +15,42 @@ from canzona_cli.run.words import json_text, jsonable
 StopReason = Literal["interrupted", "preempted"]
 
 
-@dataclass(frozen=True)
 class RunFiles:
     """Where everything of one run lies."""
 
-    root: Path
-
-    @property
-    def claim(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.claim = root / "run.lock"
         """Created exclusively by the launch that owns the directory."""
-        return self.root / "run.lock"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def layout(self) -> Path:
-        return self.root / "layout.json"
-
-    @property
-    def resume(self) -> Path:
+        self.config = root / "config.yaml"
+        self.layout = root / "layout.json"
+        self.resume = root / "resume.json"
         """What this launch goes on from; absent where it starts at the first step."""
-        return self.root / "resume.json"
-
-    @property
-    def corpus(self) -> Path:
-        return self.root / "corpus.json"
-
-    @property
-    def plan(self) -> Path:
+        self.corpus = root / "corpus.json"
+        self.plan = root / "plan.json"
         """What strategies canzona and asc execute; the others have none."""
-        return self.root / "plan.json"
-
-    @property
-    def command(self) -> Path:
-        return self.root / "command.txt"
-
-    @property
-    def environment(self) -> Path:
-        return self.root / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.root / "validation.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def breakdown(self) -> Path:
-        return self.root / "breakdown.json"
-
-    @property
-    def predicted(self) -> Path:
+        self.command = root / "command.txt"
+        self.environment = root / "environment.json"
+        self.metrics = root / "metrics.jsonl"
+        self.validation = root / "validation.jsonl"
+        self.events = root / "events.jsonl"
+        self.breakdown = root / "breakdown.json"
+        self.predicted = root / "predicted.json"
         """What the step was predicted to take, written before it was measured."""
-        return self.root / "predicted.json"
-
-    @property
-    def timelines(self) -> Path:
+        self.timelines = root / "timeline"
         """A few steps of every rank, moment by moment."""
-        return self.root / "timeline"
-
-    @property
-    def trace(self) -> Path:
+        self.trace = root / "trace.json"
         """All timelines, measured and planned, as a Chrome trace."""
-        return self.root / "trace.json"
-
-    @property
-    def profile(self) -> Path:
+        self.profile = root / "profile"
         """Traces of torch's profiler."""
-        return self.root / "profile"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def ranks(self) -> Path:
-        return self.root / "ranks"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def attempts(self) -> Path:
+        self.result = root / "result.json"
+        self.ranks = root / "ranks"
+        self.logs = root / "logs"
+        self.checkpoints = root / "checkpoints"
+        self.attempts = root / "attempts"
         """What earlier launches in this directory left: attempts/1 and so on."""
-        return self.root / "attempts"
-
-    @property
-    def stop(self) -> Path:
+        self.stop = root / "stop"
         """Exists once somebody asked the run to stop at its next step boundary."""
-        return self.root / "stop"
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -17,7 +17,6 @@ from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
 from canzona_cli.training.stragglers import StragglerWatch
@@ -50,49 +49,8 @@ class Start:
     """Whether the model is validated before anything else."""
 
 
-def train(
-    trainee: Trainee,
-    datasets: Datasets,
-    files: RunFiles,
-    journal: Journal,
-    record: RankRecord,
-    *,
-    start: Start | None = None,
-    saver: Saver | None = None,
-    requests: StopRequests | None = None,
-) -> Ending:
-    """Run the steps of the recipe that are left.
-
-    Args:
-        start: None for the first step.
-        saver: None where nothing is saved.
-        requests: what this rank is asked by signals.
-
-    Returns:
-        How it ended, the same on every rank; done when all steps were made.
-
-    Raises:
-        NonFiniteLoss: on every rank together.
-        LossSpike: likewise, with train.loss_spike=stop.
-        SaveFailed: on every rank together, when what the run ends with could not be saved.
-    """
-    start = start or Start()
-    run = _Run(
-        trainee=trainee,
-        datasets=datasets,
-        files=files,
-        journal=journal,
-        record=record,
-        saver=saver,
-        requests=requests,
-        progress=start.progress,
-        spikes=SpikeGuard(trainee.config.train),
-    )
-    return run.to_its_end(validate_first=start.validate)
-
-
-@dataclass(kw_only=True)
-class _Run:
+@dataclass
+class Training:
     """One launch's steps, and how far they are."""
 
     trainee: Trainee
@@ -100,16 +58,30 @@ class _Run:
     files: RunFiles
     journal: Journal
     record: RankRecord
-    saver: Saver | None
-    requests: StopRequests | None
-    progress: Progress
-    spikes: SpikeGuard
+    _: KW_ONLY
+    start: Start = Start()
+    saver: Saver | None = None
+    """None where nothing is saved."""
 
-    def to_its_end(self, *, validate_first: bool) -> Ending:
+    def __post_init__(self) -> None:
+        self.progress = self.start.progress
+        self._spikes = SpikeGuard(self.trainee.config.train)
+
+    def run(self) -> Ending:
+        """Make the steps of the recipe that are left.
+
+        Returns:
+            How it ended, the same on every rank; done when all steps were made.
+
+        Raises:
+            NonFiniteLoss: on every rank together.
+            LossSpike: likewise, with train.loss_spike=stop.
+            SaveFailed: on every rank together, when what the run ends with could not be saved.
+        """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
         first, last = self.progress.step + 1, config.train.steps
         self.journal.stage("train", f"{last - self.progress.step} steps")
-        if validate_first:
+        if self.start.validate:
             self._validate()
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
@@ -162,8 +134,7 @@ class _Run:
         return result, elapsed
 
     def _stop_requested(self) -> bool:
-        preempted = self.requests is not None and self.requests.preempted
-        return preempted or (self.trainee.world.rank == 0 and self.files.stop_requested())
+        return self.record.requests.preempted or (self.trainee.world.rank == 0 and self.files.stop_requested())
 
     def _save_due(self, step: int) -> bool:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(step)
@@ -181,7 +152,7 @@ class _Run:
         if not math.isfinite(result.loss):
             self.journal.step(metrics)
             raise NonFiniteLoss(step, result.loss, result.bad_ranks)
-        spike = self.spikes.notice(step, result.loss)
+        spike = self._spikes.notice(step, result.loss)
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
@@ -208,8 +179,7 @@ class _Run:
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
-        asked = self.requests is not None and self.requests.preempted
-        told = float(asked or self.files.stop_reason() == "preempted")
+        told = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
         preempted = torch.tensor([told], device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
         return "preempted" if self.saver is not None and preempted.item() else "interrupted"

@@ -22,7 +22,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.run.timeline import write_timeline
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import build_datasets
-    from canzona_cli.training.loop import Start, train
+    from canzona_cli.training.loop import Start, Training
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.pulse import Pulse
     from canzona_cli.training.saving import Saver
@@ -56,7 +56,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     last = None if resumed is None else Path(resumed.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
-        ending = train(trainee, datasets, files, journal, record, start=start, saver=saver, requests=record.requests)
+        ending = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()
     except WorkerCrashed:  # of all ranks together: what an earlier step left on its way to the disk is worth keeping
         saver.settle()
         raise

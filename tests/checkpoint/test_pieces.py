@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.checkpoint.pieces import Holding, Piece, Whole, cut, paste, route
+from canzona_cli.checkpoint.pieces import Holding, Piece, cut, paste, route
 
 
 @given(rows=st.integers(1, 6), cols=st.integers(1, 5), data=st.data())
@@ -34,14 +34,10 @@ def _piece(start: int, end: int, unit: str = "u") -> Piece:
 def test_a_unit_is_written_where_most_of_it_lies_and_everything_has_one_writer() -> None:
     fields = {"u": ("master", "exp_avg")}
     holdings = [
-        Holding(
-            wholes=(Whole(name="a", bytes=100), Whole(name="b", bytes=100)), pieces=(_piece(0, 30),), fields=fields
-        ),
-        Holding(
-            wholes=(Whole(name="a", bytes=100), Whole(name="b", bytes=100)), pieces=(_piece(30, 100),), fields=fields
-        ),
+        Holding(wholes={"a": 100, "b": 100}, pieces=(_piece(0, 30),), fields=fields),
+        Holding(wholes={"a": 100, "b": 100}, pieces=(_piece(30, 100),), fields=fields),
         # A replica of what rank 0 has.
-        Holding(wholes=(), pieces=(_piece(0, 30),), fields=fields),
+        Holding(wholes={}, pieces=(_piece(0, 30),), fields=fields),
     ]
     routing = route(holdings, {"u": 100})
     assert {routing.writers["a"], routing.writers["b"]} == {0, 1}, "redundant copies are shared out"
@@ -53,4 +49,4 @@ def test_a_unit_is_written_where_most_of_it_lies_and_everything_has_one_writer()
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
     fields = {"u": ("master",)}
     with pytest.raises(ValueError, match="do not add up to that"):
-        route([Holding(wholes=(), pieces=(_piece(0, 90),), fields=fields)], {"u": 100})
+        route([Holding(wholes={}, pieces=(_piece(0, 90),), fields=fields)], {"u": 100})

@@ -8,6 +8,7 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import partial_path, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
+from canzona_cli.checkpoint.verify import previous_sound
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError
 from tests.checkpoint.checkpoints import manifest_of, names, save
 
@@ -43,9 +44,9 @@ def test_the_newest_is_the_whole_one_of_the_highest_step_whenever_it_was_written
     assert (latest.step, latest.sound) == (100, False)
     assert latest.problems[0].key == "step-00000100/rank-00001.safetensors"
     assert latest.problems[0].reason.startswith("truncated: 50 of ")
-    assert latest.problems[0].fix == "go on from the one before it: checkpoint.resume=step-00000020"
-    assert store.previous("step-00000020") == store.found()[0]
-    assert store.previous("step-00000003") is None
+    assert latest.problems[0].fix == "continue from the one before it: checkpoint.resume=step-00000020"
+    assert previous_sound(store.root / "step-00000020") == store.found()[0].path
+    assert previous_sound(store.root / "step-00000003") is None
 
 
 def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -> None:

@@ -15,7 +15,7 @@ from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import Batch, Datasets
-from canzona_cli.training.loop import NonFiniteLoss, train
+from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
@@ -93,7 +93,7 @@ def _run(
         record = RankRecord(files, world.rank)
         how, error = None, None
         try:
-            how = train(trainee, datasets, files, Journal(files, writes=world.rank == 0), record)
+            how = Training(trainee, datasets, files, Journal(files, writes=world.rank == 0), record).run()
         except (NonFiniteLoss, NonFiniteGradients) as raised:
             error = str(raised)
         return Ending(how=how, error=error, step=record.step)

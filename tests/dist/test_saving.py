@@ -23,7 +23,7 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
 from canzona_cli.training.data import Datasets
-from canzona_cli.training.loop import Start, train
+from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
@@ -104,14 +104,14 @@ def _rank(
             on_step(rank, step, files, asked)
 
     samples.tell = tell
+    record.requests = asked
     datasets = Datasets(train=samples, validation=RandomTokens(samples=layout.global_batch_size, **sizes))
     now = time.monotonic if clock is None else lambda: clock(rank, begun[0])
     saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
     prepare(rank, saver)
     try:
-        how: str = train(
-            trainee, datasets, files, journal, record, start=_start(trainee, start), saver=saver, requests=asked
-        )
+        began = _start(trainee, start)
+        how: str = Training(trainee, datasets, files, journal, record, start=began, saver=saver).run()
         code = 0
     except SaveFailed as error:
         how, code = str(error), int(error.exit_code)

@@ -15,7 +15,7 @@ from canzona_cli.report.run_trace import write_trace
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.run.timeline import write_timeline
 from canzona_cli.training.data import Datasets
-from canzona_cli.training.loop import train
+from canzona_cli.training.loop import Training
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.records import Journal, RankRecord
 from tests.dist.jobs import SMALL, build
@@ -45,7 +45,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
         trainee = build(config, layout)
         number = trainee.world.rank
         journal = Journal(files, writes=number == 0)
-        train(trainee, Datasets(train=samples, validation=None), files, journal, RankRecord(files, number))
+        datasets = Datasets(train=samples, validation=None)
+        Training(trainee, datasets, files, journal, RankRecord(files, number)).run()
         write_timeline(files, number, trainee.timer.timelines())
         breakdown = gather_breakdown(config, trainee.world, trainee.timer.timings())
         if breakdown is not None:
