@@ -6,7 +6,8 @@ parallelism without Transformer Engine), `get_num_layers_to_build` (even pipelin
 sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
 from canzona_cli.errors import Problem
@@ -20,13 +21,34 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def possible_tp(model: ModelConfig) -> tuple[int, ...]:
     """Tensor-parallel sizes that leave whole heads, whole query groups and equal slices on every rank, ascending."""
-    sizes = (model.num_attention_heads, model.ffn_hidden_size, model.vocab_size)
-    return tuple(tp for tp in divisors(model.num_query_groups) if all(size % tp == 0 for size in sizes))
+    return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model))))
+
+
+def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], called: str) -> Iterator[Problem]:
+    """One problem where `parts` (the value of `key`) does not divide each of the counts of something.
+
+    Args:
+        called: what the parts are: stages.
+    """
+    uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
+    if uneven:
+        fix = f"use one of {_listed(divisors(math.gcd(*(count for count, _ in counts))))}"
+        yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal {called}", fix=fix)
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
     """Everything about the parallelism, the machines and the batch of a run that cannot work; empty when it can."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
+
+
+def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
+    """How many of what tensor parallelism deals out evenly."""
+    return [
+        (model.num_attention_heads, "attention heads"),
+        (model.num_query_groups, "key/value heads"),
+        (model.ffn_hidden_size, "ffn rows"),
+        (model.vocab_size, "vocabulary entries"),
+    ]
 
 
 def _parallelism(config: RunConfig) -> Iterator[Problem]:
@@ -39,27 +61,10 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
             fix=f"use one of {_listed(divisors(model.num_attention_heads))}",
         )
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp
-    if tp is not None and tp not in possible_tp(model):
-        cut = {
-            "attention heads": model.num_attention_heads,
-            "key/value heads": model.num_query_groups,
-            "ffn rows": model.ffn_hidden_size,
-            "vocabulary entries": model.vocab_size,
-        }
-        uneven = " or ".join(f"{count} {what}" for what, count in cut.items() if count % tp)
-        yield Problem(
-            key="parallel.tp",
-            value=tp,
-            reason=f"cannot split {uneven} into {tp} equal parts",
-            fix=f"use one of {_listed(possible_tp(model))}",
-        )
-    if pp is not None and model.num_layers % pp:
-        yield Problem(
-            key="parallel.pp",
-            value=pp,
-            reason=f"cannot split {model.num_layers} layers into {pp} equal stages",
-            fix=f"use one of {_listed(divisors(model.num_layers))}",
-        )
+    if tp is not None:
+        yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
+    if pp is not None:
+        yield from uneven_problems("parallel.pp", pp, [(model.num_layers, "layers")], "stages")
     spread = (tp or 1) * (pp or 1) * cp
     if config.gpus % spread:
         used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]

@@ -5,13 +5,14 @@ shapes are canonical: they do not depend on the tensor-parallel size, and neithe
 (q, k, v and gate, up as the published checkpoints store them, rows being outputs).
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from canzona_cli.config.layout_rules import uneven_problems
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError
 from canzona_cli.model import geometry
 from canzona_cli.model.matrix import Kind, Matrix
 
@@ -65,7 +66,11 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         ConfigError: as `matrices`.
     """
     layers = sum(block.layers for block in blocks)
-    problems = [*_uneven(blocks, layout.tp), *_stages(layers, layout.pp)]
+    cut = dict.fromkeys(_cut_by_tp(matrix for block in blocks for matrix in block.matrices))
+    problems = [
+        *uneven_problems("parallel.tp", layout.tp, cut, "parts"),
+        *uneven_problems("parallel.pp", layout.pp, [(layers, "layers")], "stages"),
+    ]
     if problems:
         raise ConfigError(*problems)
     found: list[Matrix] = []
@@ -143,36 +148,11 @@ def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
     return tuple(found)
 
 
-def _uneven(blocks: Sequence[LayerBlock], tp: int) -> Iterator[Problem]:
-    """Dimensions that tensor parallelism does not cut into equal parts, each matrix named once."""
-    for name, dimension, size in dict.fromkeys(
-        (matrix.name.partition(".")[0], "rows" if matrix.shard_dim == 0 else "columns", _cut(matrix))
-        for block in blocks
-        for matrix in block.matrices
-    ):
-        if size is not None and size[0] % tp:
-            yield Problem(
-                key="parallel.tp",
-                value=tp,
-                reason=f"cannot cut the {size[0]} {size[1] or dimension} of {name} into {tp} equal parts",
-                fix="use a tp that divides them",
-            )
-
-
-def _cut(matrix: LayerMatrix) -> tuple[int, str] | None:
-    """How many of what TP deals out: rows, columns, or whole heads."""
-    if matrix.slices:
-        return matrix.slices, "heads"
-    if matrix.shard_dim is None:
-        return None
-    return (matrix.rows, "") if matrix.shard_dim == 0 else (matrix.cols, "")
-
-
-def _stages(layers: int, pp: int) -> Iterator[Problem]:
-    if layers % pp:
-        yield Problem(
-            key="parallel.pp",
-            value=pp,
-            reason=f"cannot cut {layers} layers into {pp} equal stages",
-            fix="use a pp that divides them",
-        )
+def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
+    """How many of what tensor parallelism deals out evenly: rows, columns, or whole heads."""
+    for matrix in matrices:
+        name = matrix.name.partition(".")[0]
+        if matrix.slices:
+            yield matrix.slices, f"heads of {name}"
+        elif matrix.shard_dim is not None:
+            yield (matrix.rows, f"rows of {name}") if matrix.shard_dim == 0 else (matrix.cols, f"columns of {name}")

@@ -129,7 +129,7 @@ def test_what_tensor_parallelism_does_not_divide_is_named(tp: int, splitting: Sp
 
 
 def test_layers_that_stages_do_not_divide_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.pp: cannot cut 4 layers into 3"):
+    with pytest.raises(ConfigError, match=r"parallel\.pp: cannot split 4 layers into 3"):
         matrices(model("tiny"), layout(pp=3), "split")
 
 
