@@ -47,7 +47,7 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
     from canzona_cli.checkpoint.choose import choose
     from canzona_cli.checkpoint.verify import shortened
     from canzona_cli.errors import CheckpointInvalid, ExitCode
-    from canzona_cli.report.checkpoint_verify import verify_all
+    from canzona_cli.report.checkpoint import verify_all
 
     verified = verify_all(choose(where).required())
     show_page(verified.as_json() if as_json else verified)

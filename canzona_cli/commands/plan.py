@@ -2,24 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn, write_out
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-
-
-class Compare(StrEnum):
-    """The choices of `--compare`."""
-
-    STRATEGIES = "strategies"
-    LAYOUTS = "layouts"
-    ALPHA = "alpha"
 
 
 def plan(
@@ -37,7 +28,7 @@ def plan(
         typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
     ] = None,
     compare: Annotated[
-        Compare | None,
+        Literal["strategies", "layouts", "alpha"] | None,
         typer.Option("--compare", help="Phases of all strategies, other layouts, or other alphas."),
     ] = None,
     shapes: Annotated[
@@ -76,7 +67,7 @@ def plan(
     _check_places(dry_run, out, plot)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
-    study = study_run(config, layout, None if compare is None else compare.value, own)
+    study = study_run(config, layout, compare, own)
     written = None
     if not dry_run:
         written = out or default_path(study.config, study.plan)

@@ -123,7 +123,7 @@ def layouts(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.qwen3 import parameter_count
-    from canzona_cli.report.recipes import render_layouts
+    from canzona_cli.report.recipes import layouts as of_sizes
 
     dirs = recipes_dir or ()
     wanted = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
@@ -131,7 +131,7 @@ def layouts(
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
     console = Console(highlight=False)
-    for index, renderable in enumerate(render_layouts(configs)):
+    for index, config in enumerate(configs):
         if index:
             console.print()
-        console.print(renderable)
+        console.print(of_sizes(config))

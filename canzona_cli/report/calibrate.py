@@ -1,7 +1,7 @@
 """What `canzona calibrate` prints: progress, then each number with its spread and what the base profile assumed."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,9 +83,13 @@ class CalibrationView(Page):
         return table
 
     def _updates(self) -> Table:
-        assumed, table = _Assumed(self.config), self._measured("update of a matrix, ms")
+        table = self._measured("update of a matrix, ms")
+        algorithms = {label(how): how for how in map(algorithm, measured_runs(self.config))}
         for m in self._sorted("updates"):
-            _add(table, f"{m.key[0]} {m.key[1]}x{m.key[2]}", milliseconds(m.spread.median), m, assumed.update(m.key))
+            name, rows, columns = str(m.key[0]), int(m.key[1]), int(m.key[2])
+            how = algorithms.get(name.removeprefix("megatron/"))
+            before = None if how is None else seconds(how, rows, columns, self.config.cluster)
+            _add(table, f"{name} {rows}x{columns}", milliseconds(m.spread.median), m, milliseconds(before))
         return table
 
     def _collectives(self) -> Table:
@@ -136,20 +140,6 @@ def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iter
         where = shown(written)
         yield Text(f"written: {where}", style="bold")
         yield Text(f"use it: canzona plan recipe={config.name} gpus={config.gpus} cluster={where}")
-
-
-class _Assumed:
-    """What an update would take by the base profile."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._cluster = config.cluster
-        self._algorithms = {label(how): how for how in map(algorithm, measured_runs(config))}
-
-    def update(self, key: Sequence[str | int]) -> str:
-        how = self._algorithms.get(str(key[0]).removeprefix("megatron/"))
-        if how is None:
-            return MISSING
-        return milliseconds(seconds(how, int(key[1]), int(key[2]), self._cluster))
 
 
 def _assumed(quantity: Quantity, base: ClusterConfig) -> str:

@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.text import Text
 
+from canzona_cli.run.phases import PhaseLook
 from canzona_cli.run.words import real
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -117,15 +117,6 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
 
 
-class Drawn(Protocol):
-    """How a part is drawn."""
-
-    @property
-    def letter(self) -> str: ...
-    @property
-    def style(self) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ink:
     """For parts other than phases; those have their looks in `run.phases`."""
@@ -134,9 +125,11 @@ class Ink:
     style: str
 
 
-def stacked(
-    parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Drawn], *, colour: bool
-) -> Text:
+Inks = Mapping[str, Ink] | Mapping[str, PhaseLook]
+"""How each part is drawn, by its name."""
+
+
+def stacked(parts: Sequence[tuple[str, float]], total: float, width: int, inks: Inks, *, colour: bool) -> Text:
     """A bar in which `width` characters stand for `total`. A part above 0 that rounds to nothing is not drawn.
 
     Args:
@@ -155,7 +148,7 @@ def stacked(
     return drawn
 
 
-def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Drawn], width: int, *, colour: bool) -> Iterator[Text]:
+def legend(parts: Sequence[tuple[str, str]], inks: Inks, width: int, *, colour: bool) -> Iterator[Text]:
     """Indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; broken between parts only.
 
     Args:

@@ -1,24 +1,28 @@
-"""`canzona checkpoint list` and `canzona checkpoint show`: which checkpoints there are, and what one holds."""
+"""`canzona checkpoint`: which checkpoints there are, what one holds, and whether every byte of it is as written."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 
 from blake3 import blake3
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from canzona_cli.checkpoint.choose import Chosen
-from canzona_cli.checkpoint.manifest import Header, Manifest
+from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.shard_file import tensor_bytes
 from canzona_cli.checkpoint.store import Found
+from canzona_cli.checkpoint.verify import foreign_files, verify
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CanzonaError
-from canzona_cli.report.header import describe_layout, header_rows
+from canzona_cli.errors import CanzonaError, CheckpointInvalid, Problem
+from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, GroupedTable, Table, column
 from canzona_cli.run.codec import load_if_sound
-from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size
+from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size, step_time
 
 VERSION = 1
 """Of the JSON: additions keep it, anything else raises it."""
@@ -65,7 +69,7 @@ def _cells(found: Found, times: str) -> tuple[Cell, ...]:
         size(manifest.bytes),
         f"{manifest.world_size:,}",
         MISSING if layout is None else describe_layout(layout, "rank", times=times).partition(": ")[2],
-        _optimizer_words(manifest),
+        optimizer_words(manifest.optimizer, manifest.strategy),
         Text("intact", style="green"),
     )
 
@@ -77,12 +81,8 @@ def _as_json(found: Found) -> dict[str, object]:
         "step": found.step,
         "path": str(found.path),
         "sound": found.sound,
-        "problems": [{"file": problem.key, "reason": problem.reason} for problem in found.problems],
-        "created": None if manifest is None else manifest.created,
-        "bytes": None if manifest is None else manifest.bytes,
-        "world_size": None if manifest is None else manifest.world_size,
-        "optimizer": None if manifest is None else manifest.optimizer,
-        "strategy": None if manifest is None else manifest.strategy,
+        "problems": _problems_json(found.problems),
+        **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
         "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")},
     }
 
@@ -148,7 +148,7 @@ class Content(Page):
             rows = header_rows(config, layout, self.found.path, None, ascii_only=screen.ascii_only)
             yield from (row for row in rows if row[0] != "run")
             return
-        yield "optimizer", _optimizer_words(manifest)
+        yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:
             yield "layout", describe_layout(layout, "rank", times=screen.times)
 
@@ -186,6 +186,10 @@ class Content(Page):
         return table
 
 
+def _problems_json(problems: Sequence[Problem]) -> list[dict[str, str]]:
+    return [{"file": problem.key, "reason": problem.reason} for problem in problems]
+
+
 def _saved_layout(found: Found) -> Layout | None:
     """How the ranks that wrote a checkpoint were laid out; None where that was not saved."""
     if found.manifest is None or _LAYOUT not in found.manifest.files:
@@ -195,7 +199,111 @@ def _saved_layout(found: Found) -> Layout | None:
     return load_if_sound(found.path / _LAYOUT, Layout)
 
 
-def _optimizer_words(header: Header) -> str:
-    """`muon (canzona)`; AdamW alone needs no strategy."""
-    strategy = "" if header.optimizer == "adamw" else f" ({clean(header.strategy)})"
-    return f"{clean(header.optimizer)}{strategy}"
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """One checkpoint, every byte of it read."""
+
+    found: Found
+    bytes: int
+    """Read."""
+    seconds: float
+    problems: tuple[Problem, ...]
+    foreign: tuple[str, ...]
+    """Names in its folder that are not part of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllVerified(Page):
+    """A line for each, and the stable form of `canzona checkpoint verify --json`."""
+
+    root: str
+    each: tuple[Verified, ...]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Of all checkpoints; where several were read, the fix names the last one before it that is intact."""
+        found: list[Problem] = []
+        intact: str | None = None
+        for verified in self.each:
+            if not verified.problems:
+                intact = verified.found.name
+            fix = "no earlier one is intact"
+            if intact is not None:
+                fix = f"resume from the last intact one before it: checkpoint.resume={intact}"
+            found += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "root": self.root,
+            "sound": not self.problems,
+            "checkpoints": [
+                {
+                    "name": verified.found.name,
+                    "path": str(verified.found.path),
+                    "sound": not verified.problems,
+                    "bytes": verified.bytes,
+                    "seconds": verified.seconds,
+                    "problems": _problems_json(verified.problems),
+                    "foreign": list(verified.foreign),
+                }
+                for verified in self.each
+            ],
+        }
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        good, bad = ("ok  ", "FAIL") if screen.ascii_only else ("✓", "✗")
+        for verified in self.each:
+            mark = (bad, "bold red") if verified.problems else (good, "green")
+            rate = size(verified.bytes / max(verified.seconds, 1e-6))
+            text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
+            if verified.problems:
+                text = f"{plural(len(verified.problems), 'bad file')}; {text}"
+            yield wrapped(Text.assemble(mark, f" {verified.found.name}  {text}"), rest="      ")
+            if verified.foreign:
+                names = ", ".join(map(clean, verified.foreign))
+                yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")
+
+
+def verify_all(chosen: Chosen) -> AllVerified:
+    """Hash all files of every chosen checkpoint; a bar on standard error where that is a terminal."""
+    total = sum(bytes_written(found.path) for found in chosen.found)
+    each = []
+    with _bar(total) as on_bytes:
+        for found in chosen.found:
+            each.append(_verified(found, on_bytes))
+    return AllVerified(root=str(chosen.root), each=tuple(each))
+
+
+def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified:
+    read: list[int] = []  # appending is safe from several threads
+    began = time.perf_counter()
+
+    def count(done: int) -> None:
+        read.append(done)
+        on_bytes(done)
+
+    foreign: tuple[str, ...] = ()
+    try:
+        manifest, problems = verify(found.path, on_bytes=count)
+        foreign = foreign_files(found.path, manifest)
+    except CheckpointInvalid as error:
+        problems = list(error.problems)
+    seconds = time.perf_counter() - began
+    return Verified(found=found, bytes=sum(read), seconds=seconds, problems=tuple(problems), foreign=foreign)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        TextColumn("hashing"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.advance(task, done)

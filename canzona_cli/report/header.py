@@ -35,13 +35,18 @@ def batch_factors(layout: Layout, *, times: str = "×") -> str:
     )
 
 
+def optimizer_words(name: str, strategy: str) -> str:
+    """`muon (canzona)`; AdamW needs no strategy."""
+    return clean(name) if name == "adamw" else f"{clean(name)} ({clean(strategy)})"
+
+
 def describe_optimizer(config: RunConfig) -> str:
-    """`muon (canzona), lr 0.003 cosine, bf16`; AdamW needs no strategy, a user's own optimizer has a source."""
+    """`muon (canzona), lr 0.003 cosine, bf16`; a user's own optimizer has a source."""
     name: str = config.optimizer.name
     if isinstance(config.optimizer, CustomConfig):
-        name += f" {clean(config.optimizer.source)}"
-    strategy = "" if name == "adamw" else f" ({config.engine.strategy})"
-    return f"{name}{strategy}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
+        name += f" {config.optimizer.source}"
+    words = optimizer_words(name, config.engine.strategy)
+    return f"{words}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:

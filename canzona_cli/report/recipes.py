@@ -1,6 +1,6 @@
 """`canzona recipes layouts`: the layout of each size on each number of GPUs, and whether it fits."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
@@ -11,6 +11,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
+from canzona_cli.report.header import optimizer_words
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
 
@@ -42,9 +43,8 @@ class Layouts(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         model, cluster = self.config.model, self.config.cluster
         count = parameter_count(model)
-        optimizer = self.config.optimizer.name
-        strategy = "" if optimizer == "adamw" else f" ({self.config.engine.strategy})"
-        job = f" on {cluster.name}, {optimizer}{strategy}, sequences of {self.config.train.seq_length} tokens"
+        optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
+        job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
         yield wrapped(Text.assemble((self.config.name, "bold"), job))
         parameters = f"{_billions(count.total)} parameters"
         if model.name in PUBLISHED:
@@ -71,11 +71,6 @@ def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layout
     """Fit `config` to each number of GPUs, whatever its own."""
     free = replace(config, cluster=replace(config.cluster, nodes=None))
     return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
-
-
-def render_layouts(configs: Iterable[RunConfig], gpu_counts: Sequence[int] = GPU_COUNTS) -> list[Layouts]:
-    """One renderable per recipe, in the order given."""
-    return [layouts(config, gpu_counts) for config in configs]
 
 
 def _row(config: RunConfig) -> Row:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Device
 from canzona_cli.report.charts import bar
-from canzona_cli.report.header import batch_factors, describe_layout, rank_word
+from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, labelled, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
@@ -28,9 +28,8 @@ class BreakdownView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
         layout = describe_layout(breakdown.layout, self._unit, times=screen.times)
-        yield wrapped(
-            Text.assemble(("Step-time breakdown", "bold"), f": {clean(breakdown.optimizer)}{self._strategy}, {layout}")
-        )
+        optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
+        yield wrapped(Text.assemble(("Step-time breakdown", "bold"), f": {optimizer}, {layout}"))
         yield Text()
         yield self._table(screen)
         yield Text()
@@ -43,10 +42,6 @@ class BreakdownView(Page):
     @property
     def _unit(self) -> str:
         return rank_word(self._device)
-
-    @property
-    def _strategy(self) -> str:
-        return "" if self.breakdown.optimizer == "adamw" else f" ({clean(self.breakdown.strategy)})"
 
     def _table(self, screen: Screen) -> Table:
         columns = self._columns(screen.width)

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.recipes import GPU_COUNTS, layouts, render_layouts
+from canzona_cli.report.recipes import GPU_COUNTS, layouts
 from tests.sizes import Size, run
 
 
@@ -46,10 +46,3 @@ def test_what_is_not_possible_says_why() -> None:
 
 def test_parameters_stand_beside_the_published_ones() -> None:
     assert "8.191 B parameters (published 8.2 B), 6.946 B without embeddings (6.95 B)" in printed("8b", 120)
-
-
-def test_one_renderable_a_recipe_in_order() -> None:
-    assert [table.config.name for table in render_layouts([run("8b", 1), run("0.6b", 1)], (8,))] == [
-        "qwen3-8b",
-        "qwen3-0.6b",
-    ]
