@@ -80,7 +80,7 @@ def test_a_run_without_a_plan_is_refused_everywhere_even_if_one_rank_has_one() -
     plan = make_plan(config, layout)
     for plan_of in (lambda rank: None, lambda rank: plan if rank == 2 else None):
         said = _refusals(config, layout, plan_of)
-        assert all("plan: there is none" in words for words in said)
+        assert all("plan: there is no plan" in words for words in said)
 
 
 def _moved(plan: Plan) -> Plan:
