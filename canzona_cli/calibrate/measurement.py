@@ -148,15 +148,13 @@ def read_record(files: RunFiles) -> Record:
     for line in JsonLines(_measured(files)).read():
         match line:
             case {"measurement": dict(found)}:
-                measurements.append(
-                    Measurement(**{**found, "key": tuple(found["key"]), "spread": Quartiles(**found["spread"])})
-                )
+                measurements.append(parse(Measurement, found))
             case {"done": str(part)}:
                 done += [known for known in get_args(Part) if known == part]
             case {"skipped": str(what)}:
                 skipped.append(what)
             case {"facts": dict(found)}:
-                facts = Facts(**found)
+                facts = parse(Facts, found)
     return Record(measurements=tuple(measurements), done=tuple(done), skipped=tuple(skipped), facts=facts)
 
 

@@ -31,6 +31,7 @@ _BATCH_BYTES = 2 << 20
 """Text tokenised in one call: enough for every core, little enough that Ctrl-C acts at once."""
 _BATCH_PIECES = 8192
 _INPUTS_KEPT = 1000
+DEFAULT_VOCAB_SIZE = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +54,20 @@ OnProgress = Callable[[Progress], None]
 class BuildSettings:
     """How to make a pair from sources."""
 
-    tokenizer: str
+    tokenizer: str = "byte"
     """byte, bpe, or the path of a tokenizer.json."""
-    vocab_size: int = 16384
-    """Entries of a bpe."""
+    vocab_size: int | None = None
+    """Entries of a bpe; None: `DEFAULT_VOCAB_SIZE`. The other tokenizers have their own size."""
     eod: str | None = None
     """The end-of-document token of a tokenizer.json; None: found by its usual names."""
     document: DocumentUnit = "file"
     text_key: str = "text"
     workers: int | None = None
     """Threads of the tokenizer; None: one per core."""
+
+    @property
+    def bpe_entries(self) -> int:
+        return self.vocab_size or DEFAULT_VOCAB_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +130,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
         empty=reader.empty,
         skipped=tuple(reader.skipped),
         vocabulary_sampled=sampled,
-        asked_vocab_size=settings.vocab_size if settings.tokenizer == "bpe" else None,
+        asked_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
     )
 
 
@@ -157,7 +162,7 @@ def _make_tokenizer(
             on_progress(Progress(stage="learn vocabulary", done=reader.bytes_read, total=total))
         on_progress(Progress(stage="learn vocabulary", done=total, total=total))
 
-    tokenizer = train_bpe(sample(), settings.vocab_size, workers=settings.workers)
+    tokenizer = train_bpe(sample(), settings.bpe_entries, workers=settings.workers)
     return tokenizer, left_out
 
 

@@ -9,16 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.data.bpe import MIN_VOCAB_SIZE
-from canzona_cli.data.build import BuildSettings, Built, OnProgress, build_pair, disk_problem, pair_files
+from canzona_cli.data.build import (
+    DEFAULT_VOCAB_SIZE,
+    BuildSettings,
+    Built,
+    OnProgress,
+    build_pair,
+    disk_problem,
+    pair_files,
+)
 from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
-from canzona_cli.data.sources import DocumentUnit, InputFormat, Source
+from canzona_cli.data.sources import InputFormat, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
-DEFAULT_VOCAB_SIZE = 16384
 _MAX_VOCAB_SIZE = 1 << 20
 _TRIED_WITH = ("qwen3-tiny", 256)
 """The recipe to try new data with first, and its sequence length."""
@@ -26,22 +33,14 @@ _USUAL_FRACTION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareRequest:
-    """The arguments of `canzona data prepare`."""
+class PrepareRequest(BuildSettings):
+    """The arguments of `canzona data prepare`: how to make a pair, of what and where."""
 
     inputs: tuple[str, ...]
     """Files, globs, folders, `-` for standard input, `stdlib`."""
     output: str
     """The pair's path without extension."""
-    tokenizer: str = "byte"
-    vocab_size: int | None = None
-    """Entries of a bpe; None: 16384. The other tokenizers have their own size."""
-    eod: str | None = None
-    """The end-of-document token of a tokenizer.json."""
     format: InputFormat = "auto"
-    document: DocumentUnit = "file"
-    text_key: str = "text"
-    workers: int | None = None
     overwrite: bool = False
 
 
@@ -63,18 +62,10 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
         raise ConfigError(*problems, *environment)
     if environment:
         raise EnvironmentProblem(*environment)
-    settings = BuildSettings(
-        tokenizer=request.tokenizer,
-        vocab_size=request.vocab_size or DEFAULT_VOCAB_SIZE,
-        eod=request.eod,
-        document=request.document,
-        text_key=request.text_key,
-        workers=request.workers,
-    )
     with _output_folder(prefix):
         try:
             with exclusive(lock_path(prefix)):
-                return build_pair(sources, prefix, settings, on_progress)
+                return build_pair(sources, prefix, request, on_progress)
         except Busy:
             raise ConfigError(
                 Problem(
@@ -117,7 +108,9 @@ def _tokenizer_problems(request: PrepareRequest) -> list[Problem]:
         reason = (
             f"a byte-level bpe has {MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries (256 bytes and the end of a document)"
         )
-        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="use --vocab-size 16384"))
+        problems.append(
+            Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
+        )
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
         problems.append(Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out"))

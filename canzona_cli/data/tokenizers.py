@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,41 +43,6 @@ BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
 
 
-class Tokenizer(Protocol):
-    """What the corpus builder needs of a tokenizer."""
-
-    @property
-    def kind(self) -> TokenizerKind: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id it can give."""
-        ...
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document; encoding text never gives it."""
-        ...
-
-    @property
-    def replaced(self) -> int:
-        """Invalid UTF-8 sequences replaced by U+FFFD so far."""
-        ...
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Token ids of each text, a 1-D array per text, in order, without eod."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; the eod and invalid UTF-8 are shown, not dropped."""
-        ...
-
-    def to_json(self) -> str | None:
-        """Its tokenizer.json, or None when there is nothing to keep."""
-        ...
-
-
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The narrowest type Megatron stores ids below `vocab_size` in (its `DType.optimal_dtype`)."""
     return np.uint16 if vocab_size < 65_500 else np.int32
@@ -97,21 +62,21 @@ class ByteTokenizer:
     kind: Literal["byte"] = "byte"
     name: str = "byte"
     vocab_size: int = BYTE_VALUES + 1
+    """One more than the largest id it can give."""
     eod: int = BYTE_VALUES
+    """Id that ends a document; encoding text never gives it."""
     replaced: int = 0
+    """Invalid UTF-8 sequences replaced by U+FFFD so far."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Token ids of each text, a 1-D array per text, in order, without eod."""
         # Converted in one go and handed out as views: with a line a document there are many small texts.
         ids = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.uint16)
         ends = list(accumulate(map(len, texts), initial=0))
         return [ids[start:end] for start, end in pairwise(ends)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        raw = b"".join(END_OF_TEXT.encode() if i == self.eod else bytes((i,)) for i in ids)
-        return raw.decode("utf-8", errors="replace")
-
     def to_json(self) -> None:
-        return None
+        """Its tokenizer.json; there is nothing to keep."""
 
 
 @dataclass
@@ -139,10 +104,6 @@ class JsonTokenizer:
         encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
-        return text
-
     def to_json(self) -> str:
         text: str = self.backend.to_str()
         return text
@@ -154,6 +115,9 @@ class JsonTokenizer:
             text = raw.decode("utf-8", errors="replace")
             self.replaced += text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
             return text
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def bpe_from_json(text: str) -> JsonTokenizer:

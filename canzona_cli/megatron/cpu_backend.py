@@ -145,11 +145,6 @@ def _replacements() -> tuple[Replacement, ...]:
     )
 
 
-def replaced_names() -> tuple[str, ...]:
-    """Every name `install` replaces."""
-    return tuple(item.label for item in _replacements())
-
-
 _originals: dict[str, Callable[..., object]] = {}
 
 

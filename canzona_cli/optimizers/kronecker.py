@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -15,6 +15,21 @@ Side = Literal["L", "R"]
 SIDES: tuple[Side, Side] = ("L", "R")
 OnFallback = Callable[[torch.Tensor, str], None]
 """Called with the matrix, and a text on what failed and what was used instead."""
+
+
+class KroneckerSettings(TypedDict, total=False):
+    """What `KroneckerOptimizer` takes by name, for subclasses that pass it on."""
+
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    shampoo_beta: float
+    precondition_frequency: int
+    max_preconditioner_dim: int
+    refresh_offsets: Sequence[int] | None
+    on_fallback: OnFallback | None
+    precision: ProductPrecision
+    workspace: Workspace | None
 
 
 class KroneckerOptimizer(MatrixOptimizer):
@@ -30,16 +45,16 @@ class KroneckerOptimizer(MatrixOptimizer):
         params: ParamsT,
         lr: float,
         *,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float,
-        shampoo_beta: float,
-        precondition_frequency: int,
-        max_preconditioner_dim: int,
-        refresh_offsets: Sequence[int] | None,
-        on_fallback: OnFallback | None,
-        precision: ProductPrecision,
-        workspace: Workspace | None,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 8192,
+        refresh_offsets: Sequence[int] | None = None,
+        on_fallback: OnFallback | None = None,
+        precision: ProductPrecision = "fp32",
+        workspace: Workspace | None = None,
     ) -> None:
         """Args:
             params: Matrices, or parameter groups of them.

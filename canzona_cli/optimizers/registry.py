@@ -1,26 +1,15 @@
-"""Optimizers by name, and a user's own: found, refused or accepted."""
+"""A user's own optimizer: found, refused or accepted."""
 
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Literal
+from types import ModuleType
 
 import torch
-
-from .matrix_optimizer import MatrixOptimizer
-from .muon import Muon
-from .shampoo import Shampoo
-from .soap import SOAP
-
-OptimizerName = Literal["muon", "shampoo", "soap"]
-OPTIMIZERS: Mapping[OptimizerName, type[MatrixOptimizer]] = MappingProxyType(
-    {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
-)
 
 _PROBE_SHAPES = ((4, 6), (6, 4))
 

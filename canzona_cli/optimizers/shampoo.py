@@ -1,17 +1,15 @@
 """Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018, arXiv:1802.09568),
 with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from .decompositions import inverse_root, with_fallback
-from .kronecker import KroneckerOptimizer, OnFallback, Side
-from .matrix_optimizer import ProductPrecision, products
-from .workspace import Workspace
+from .kronecker import KroneckerOptimizer, KroneckerSettings, Side
+from .matrix_optimizer import products
 
 Grafting = Literal["none", "sgd", "adam"]
 
@@ -36,40 +34,18 @@ class Shampoo(KroneckerOptimizer):
         params: ParamsT,
         lr: float,
         *,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        shampoo_beta: float = 0.95,
-        eps: float = 1e-8,
         shampoo_eps: float = 1e-12,
-        precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 8192,
         grafting: Grafting = "adam",
-        refresh_offsets: Sequence[int] | None = None,
-        on_fallback: OnFallback | None = None,
-        precision: ProductPrecision = "fp32",
-        workspace: Workspace | None = None,
+        **settings: Unpack[KroneckerSettings],
     ) -> None:
-        """Args, besides KroneckerOptimizer's:
-        betas: Decay of M, and of the grafted Adam's second moment.
-        eps: Of the grafted Adam.
+        """Args:
+        params, lr, settings: KroneckerOptimizer's. `betas`: decay of M, and of the grafted Adam's second moment; `eps`:
+            of the grafted Adam.
         shampoo_eps: Added to a factor's eigenvalues, relative to the largest.
         grafting: Whose update's Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
             M / (sqrt(V) + eps), which makes an AdamW learning rate fit.
         """
-        super().__init__(
-            params,
-            lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            shampoo_beta=shampoo_beta,
-            precondition_frequency=precondition_frequency,
-            max_preconditioner_dim=max_preconditioner_dim,
-            refresh_offsets=refresh_offsets,
-            on_fallback=on_fallback,
-            precision=precision,
-            workspace=workspace,
-        )
+        super().__init__(params, lr, **settings)
         self.shampoo_eps = shampoo_eps
         self.grafting = grafting
 

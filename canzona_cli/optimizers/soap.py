@@ -1,15 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch.optim.optimizer import ParamsT
 
 from .decompositions import eigenbasis, orthonormal, with_fallback
-from .kronecker import KroneckerOptimizer, OnFallback, Side
-from .matrix_optimizer import ProductPrecision
-from .workspace import Workspace
+from .kronecker import KroneckerOptimizer, Side
 
 
 class SOAP(KroneckerOptimizer):
@@ -25,40 +21,9 @@ class SOAP(KroneckerOptimizer):
     turned to the new one, and the second follows the order of columns, as in the paper. Refreshed at every step it is
     the same rule as emerging-optimizers' SOAP.
 
-    State besides KroneckerOptimizer's: `exp_avg`, `exp_avg_sq`, `Q_L`, `Q_R`.
+    Settings are KroneckerOptimizer's; `betas` and `eps` are Adam's. State besides its own: `exp_avg`, `exp_avg_sq`,
+    `Q_L`, `Q_R`.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        *,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        shampoo_beta: float = 0.95,
-        precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 8192,
-        refresh_offsets: Sequence[int] | None = None,
-        on_fallback: OnFallback | None = None,
-        precision: ProductPrecision = "fp32",
-        workspace: Workspace | None = None,
-    ) -> None:
-        """Arguments are KroneckerOptimizer's; `betas` and `eps` are Adam's."""
-        super().__init__(
-            params,
-            lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            shampoo_beta=shampoo_beta,
-            precondition_frequency=precondition_frequency,
-            max_preconditioner_dim=max_preconditioner_dim,
-            refresh_offsets=refresh_offsets,
-            on_fallback=on_fallback,
-            precision=precision,
-            workspace=workspace,
-        )
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         state["exp_avg"] = torch.zeros_like(p)

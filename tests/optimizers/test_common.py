@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from canzona_cli.optimizers import SOAP, Muon, Shampoo, stagger
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
-from canzona_cli.optimizers.registry import OPTIMIZERS
 
 from . import reference as reference
 
@@ -23,10 +22,6 @@ MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
 }
 every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP])
-
-
-def test_the_registry_has_them_all() -> None:
-    assert {"muon": Muon, "shampoo": Shampoo, "soap": SOAP} == OPTIMIZERS
 
 
 @every

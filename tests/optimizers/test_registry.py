@@ -61,7 +61,7 @@ def test_a_module_is_loaded_if_its_package_is_allowed() -> None:
     ("source", "allow", "says"),
     [
         ("torch.optim:SGD", ["numpy"], "package torch, which may not be loaded .optimizer.allow lists numpy"),
-        ("torch.optim:SGD", [], "none is"),
+        ("torch.optim:SGD", [], "which may not be loaded .optimizer.allow is empty"),
         ("torch.optim:SDG", ["torch"], "torch.optim has no SDG; did you mean SGD"),
         ("torch.optimm:SGD", ["torch"], "cannot be imported: ModuleNotFoundError"),
         ("torch.nn:Linear", ["torch"], "not a subclass of torch.optim.Optimizer but the class Linear"),
