@@ -1,6 +1,7 @@
 """`canzona bench`: strategies side by side in one session, measured and predicted."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +11,10 @@ from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argume
 from canzona_cli.commands.output import progress, show, warn, write_out
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from canzona_cli.bench.options import Options
+    from canzona_cli.bench.results import BenchResult
 
 
 def bench(
@@ -71,9 +75,10 @@ def bench(
 
 
 def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
-    from canzona_cli.bench.losses import check_losses
     from canzona_cli.bench.results_file import content_of
     from canzona_cli.bench.session import prepare, run
+    from canzona_cli.report.bench import BenchView
+    from canzona_cli.report.bench_figures import draw
 
     session = prepare(
         overrides,
@@ -85,45 +90,30 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    # A fast wrong answer is no result: its numbers are kept, but no speed-up is shown.
-    write_json(content_of(result), options, as_json=as_json)
-    check_losses(result)
-    if options.plot is not None:
-        from canzona_cli.report.bench_figures import draw
-
-        draw(result, options.plot)
+    _conclude(content_of(result), options, BenchView(result), partial(draw, result), [result], as_json=as_json)
     if not as_json:
-        from canzona_cli.report.bench import BenchView
-
-        show(BenchView(result))
         typer.echo(f"\nbench directory: {folder}")
 
 
 def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
-    from canzona_cli.bench.losses import check_losses
     from canzona_cli.bench.results_file import content_of
     from canzona_cli.bench.sweep import prepare_sweep, run_sweep
+    from canzona_cli.report.bench_figures import draw_sweep
+    from canzona_cli.report.bench_sweep import SweepView
 
     sweep = prepare_sweep(overrides, options, recipes_dirs)
     warn(line for session in sweep.sessions.values() for line in session.warnings)
     results = run_sweep(sweep, progress)
     content = {"sweep": sweep.kind, "results": {value: content_of(result) for value, result in results.items()}}
-    write_json(content, options, as_json=as_json)
-    for result in results.values():
-        check_losses(result)
-    if options.plot is not None:
-        from canzona_cli.report.bench_figures import draw_sweep
-
-        draw_sweep(sweep.kind, results, options.plot)
-    if not as_json:
-        from canzona_cli.report.bench_sweep import SweepView
-
-        show(SweepView(sweep.kind, results))
+    view, draw = SweepView(sweep.kind, results), partial(draw_sweep, sweep.kind, results)
+    _conclude(content, options, view, draw, results.values(), as_json=as_json)
 
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
     from canzona_cli.errors import ConfigError
+    from canzona_cli.report.bench_figures import draw_simulation
+    from canzona_cli.report.bench_simulated import SimulationView
 
     try:
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
@@ -131,15 +121,29 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
         raise ConfigError(*options.problems, *error.problems) from None
     if options.problems:
         raise ConfigError(*options.problems)
-    write_json(simulation.as_json(), options, as_json=as_json)
+    view, draw = SimulationView(simulation), partial(draw_simulation, simulation)
+    _conclude(simulation.as_json(), options, view, draw, as_json=as_json)
+
+
+def _conclude(
+    content: Mapping[str, object],
+    options: "Options",
+    view: "RenderableType",
+    draw: Callable[[Path], None],
+    measured: "Iterable[BenchResult]" = (),
+    *,
+    as_json: bool,
+) -> None:
+    """Write, draw and show a result. A fast wrong answer is none: its numbers are kept, but no speed-up is shown."""
+    from canzona_cli.bench.losses import check_losses
+
+    write_json(content, options, as_json=as_json)
+    for result in measured:
+        check_losses(result)
     if options.plot is not None:
-        from canzona_cli.report.bench_figures import draw_simulation
-
-        draw_simulation(simulation, options.plot)
+        draw(options.plot)
     if not as_json:
-        from canzona_cli.report.bench_simulated import SimulationView
-
-        show(SimulationView(simulation))
+        show(view)
 
 
 def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:

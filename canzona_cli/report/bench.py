@@ -1,18 +1,18 @@
 """What `canzona bench` prints: every strategy's step, measured next to predicted, and what may be concluded from it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
     OVERLAP,
     exposed,
     measured_phase,
-    median,
     mib,
     order,
     percent,
@@ -27,6 +27,7 @@ from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
+from canzona_cli.run.statistics import Speedup
 from canzona_cli.run.why import explain
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
@@ -136,8 +137,11 @@ class BenchView(Page):
         result, reference, names = self.result, clean(self.result.reference), order(self.result)
         heads = ("measured", "plan")
         groups = [
-            Columns(title="optimizer step", heads=heads, rows=tuple(_optimizer_cells(result, name) for name in names)),
-            Columns(title="iteration", heads=heads, rows=tuple(_iteration_cells(result, name) for name in names)),
+            Columns(title=title, heads=heads, rows=tuple(_ratio_cells(result, name, of, seconds) for name in names))
+            for title, of, seconds in (
+                ("optimizer step", result.optimizer_speedup, lambda found: found.optimizer_s),
+                ("iteration", result.iteration_speedup, lambda found: found.iteration_s),
+            )
         ]
         if "adamw" in result.strategies:
             cells = tuple(_overhead_cells(result, name) for name in names)
@@ -212,23 +216,19 @@ def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
         exposed({name: phase.mean_s for name, phase in measured.phases.items()}), exposed(predicted.phases)
     )
     yield with_error(measured.load_balance, predicted.load_balance, ratio)
-    yield (milliseconds(median(measured.processor_s)) if measured.processor_s else MISSING, "", "")
-    yield with_error(max(measured.tensor_bytes, default=None), predicted.tensor_bytes, mib)
+    yield (milliseconds(median(measured.processor_s)), "", "")
+    yield with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
     yield ("", mib(predicted.memory_bytes), "")
 
 
-def _optimizer_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
+def _ratio_cells(
+    result: BenchResult, name: str, speedup: Callable[[str], Speedup], seconds: Callable[[Predicted], float]
+) -> tuple[Cell, Cell]:
+    """How many times the reference's time, measured and predicted."""
     if name == result.reference:
         return ("1", "1")
-    mine, base = (result.strategies[one].predicted.optimizer_s for one in (name, result.reference))
-    return times(result.optimizer_speedup(name)), f"{ratio(mine / base if base else None)}x"
-
-
-def _iteration_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
-    if name == result.reference:
-        return ("1", "1")
-    mine, base = (result.strategies[one].predicted.iteration_s for one in (name, result.reference))
-    return times(result.iteration_speedup(name)), f"{ratio(mine / base)}x"
+    mine, base = (seconds(result.strategies[one].predicted) for one in (name, result.reference))
+    return times(speedup(name)), f"{ratio(mine / base if base else None)}x"
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
@@ -241,8 +241,6 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
 
 def _losses(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
-    if not losses:
-        return Text("not recorded")
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
     kin = _kin(result, name)
     if kin is not None:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
-from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, Sweep, SweepRow, subject, sweep_rows
+from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, SweepRow, subject, sweep_rows
 from canzona_cli.report.bench_words import MIB, measured_phase, order, times
 from canzona_cli.report.figures import (
-    OTHER_COLOUR,
     describe,
     new_figure,
     phase_bar,
@@ -91,32 +91,21 @@ def _faster(result: BenchResult, name: str) -> str:
 
 
 def _updates(axes: "Axes", result: BenchResult) -> None:
-    """Update time by rank; where ranks were not recorded, least to most."""
+    """Update time by rank."""
     names = [name for name in order(result) if "matrix_update" in result.strategies[name].measured.phases]
-    by_rank = all(result.strategies[name].measured.update_s for name in names)
     width, shifts = side_by_side(len(names))
-    for number, (name, shift) in enumerate(zip(names, shifts, strict=True)):
+    for name, shift in zip(names, shifts, strict=True):
         measured, predicted = result.strategies[name].measured, result.strategies[name].predicted
-        colour = STRATEGY_COLOURS.get(name, OTHER_COLOUR)
+        colour = STRATEGY_COLOURS[name]
         label = (
             f"{name}: max/mean {measured.load_balance:.2f}, predicted {predicted.load_balance:.2f}; "
             f"predicted mean {step_time(predicted.phases.get('matrix_update', 0.0))}"
         )
-        if by_rank:
-            places = [rank + shift for rank in range(len(measured.update_s))]
-            axes.bar(places, [1e3 * load for load in measured.update_s], width=width, color=colour, label=label)
-        else:
-            phase = measured.phases["matrix_update"]
-            axes.bar(number, 1e3 * phase.mean_s, width=0.7, color=colour, label=label)
-            spread = [[1e3 * (phase.mean_s - phase.min_s)], [1e3 * (phase.max_s - phase.mean_s)]]
-            axes.errorbar(number, 1e3 * phase.mean_s, yerr=spread, color="black", capsize=4, lw=1.2)
-    if by_rank:
-        rank_ticks(axes, result.layout.world_size)
-    else:
-        axes.set_xticks(range(len(names)), names)
+        places = [rank + shift for rank in range(len(measured.update_s))]
+        axes.bar(places, [1e3 * load for load in measured.update_s], width=width, color=colour, label=label)
+    rank_ticks(axes, result.layout.world_size)
     room_above(axes, 0.4)
-    of = "each rank" if by_rank else "ranks: mean, least and most"
-    describe(axes, f"Matrix updates of {of}", x="rank" if by_rank else "", y="ms of matrix updates")
+    describe(axes, "Matrix updates of each rank", x="rank", y="ms of matrix updates")
     if names:
         small_legend(axes, at="upper left")
 
@@ -126,7 +115,7 @@ def _memory(axes: "Axes", result: BenchResult) -> None:
     names = order(result)
     width, shifts = side_by_side(len(names))
     for name, shift in zip(names, shifts, strict=True):
-        colour = STRATEGY_COLOURS.get(name, OTHER_COLOUR)
+        colour = STRATEGY_COLOURS[name]
         held = [amount / MIB for amount in result.strategies[name].measured.tensor_bytes]
         planned = result.strategies[name].predicted.tensor_bytes
         label = name if planned is None else f"{name}: fullest predicted {planned / MIB:,.0f} MiB (dashed)"
@@ -139,7 +128,7 @@ def _memory(axes: "Axes", result: BenchResult) -> None:
     small_legend(axes, at="upper left", columns=2)
 
 
-def draw_sweep(kind: Sweep, results: Mapping[str, BenchResult], path: Path) -> None:
+def draw_sweep(kind: SweepKind, results: Mapping[str, BenchResult], path: Path) -> None:
     """Write the curves of a sweep: optimizer step, iteration, and what the setting is about.
 
     Raises:
@@ -163,7 +152,7 @@ def draw_sweep(kind: Sweep, results: Mapping[str, BenchResult], path: Path) -> N
 
 
 def _sweep_curves(
-    axes: "Axes", kind: Sweep, values: Sequence[str], points: Sequence[tuple[SweepRow, Point | None]]
+    axes: "Axes", kind: SweepKind, values: Sequence[str], points: Sequence[tuple[SweepRow, Point | None]]
 ) -> None:
     """A curve for each strategy: measured with quartiles, predicted dashed."""
     found: dict[str, list[tuple[int, Point]]] = {}
@@ -173,7 +162,7 @@ def _sweep_curves(
     bars = kind == "optimizer"  # its values are not numbers: a line between them would say nothing
     width, shifts = side_by_side(len(found))
     for (strategy, curve), shift in zip(found.items(), shifts, strict=True):
-        colour, label = STRATEGY_COLOURS.get(strategy, OTHER_COLOUR), clean(strategy)
+        colour, label = STRATEGY_COLOURS[strategy], clean(strategy)
         x = [place + shift * bars for place, _ in curve]
         middle, spread = [point.measured.median for _, point in curve], whiskers([point.measured for _, point in curve])
         planned = [point.predicted for _, point in curve]

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from statistics import median
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
 from canzona_cli.report.bench import heading
 from canzona_cli.report.bench_words import (
@@ -14,7 +15,6 @@ from canzona_cli.report.bench_words import (
     OVERLAP,
     error_text,
     measured_phase,
-    median,
     mib,
     order,
     quartiles,
@@ -27,16 +27,14 @@ from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
-Sweep = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
-
-TITLES: Mapping[Sweep, str] = {
+TITLES: Mapping[SweepKind, str] = {
     "alpha": "Balance communication (0) or compute (1) over data-parallel ranks",
     "c_max": "Largest fused exchange of one rank, MiB",
     "gpus": "The same job on more ranks",
     "optimizer": "Optimizers",
     "layers": "Layers",
 }
-HEADS: Mapping[Sweep, str] = {
+HEADS: Mapping[SweepKind, str] = {
     "alpha": "alpha",
     "c_max": "C_max",
     "gpus": "ranks",
@@ -104,7 +102,7 @@ class SweepView(Page):
     `results` are in the order of the values; their keys are the values as they are shown.
     """
 
-    kind: Sweep
+    kind: SweepKind
     results: Mapping[str, BenchResult]
 
     widest = 130
@@ -171,9 +169,11 @@ class SweepView(Page):
         elif self.kind == "gpus" and first:
             yield _layouts(rows)
         elif self.kind == "gpus":
-            yield _efficiency(rows)
-            cells = ((number(median(row.measured.processor_s), ".3g"),) for row in rows)
-            yield Columns(title="processor, s", heads=("measured",), rows=tuple(cells))
+            found = [_efficiency(row, rows) for row in rows]
+            cells = tuple((f"{point.measured.median:.0f}%", f"{point.predicted:.0f}%") for point in found)
+            yield Columns(title="efficiency", heads=("measured", "plan"), rows=cells)
+            work = tuple((number(median(row.measured.processor_s), ".3g"),) for row in rows)
+            yield Columns(title="processor, s", heads=("measured",), rows=work)
             yield _balance(rows)
         elif self.kind in ("optimizer", "layers") and not first and self._several:
             yield _speedups(rows, "optimizer, times", lambda row: row.result.optimizer_speedup(row.strategy))
@@ -218,7 +218,7 @@ def _balance(rows: Sequence[SweepRow]) -> Columns:
 
 
 def _memory(rows: Sequence[SweepRow]) -> Columns:
-    held = [(max(row.measured.tensor_bytes, default=None), row.predicted.tensor_bytes) for row in rows]
+    held = [(max(row.measured.tensor_bytes), row.predicted.tensor_bytes) for row in rows]
     cells = [with_error(measured, plan, mib) for measured, plan in held]
     return Columns(title="fullest rank, MiB", heads=("measured", "plan", "error"), rows=tuple(cells))
 
@@ -228,13 +228,11 @@ def _layouts(rows: Sequence[SweepRow]) -> Columns:
     return Columns(title="layout", heads=("",), rows=tuple(cells))
 
 
-def _efficiency(rows: Sequence[SweepRow]) -> Columns:
-    cells = []
-    for row in rows:
-        base = next(other for other in rows if other.strategy == row.strategy)
-        measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
-        cells.append((f"{100 * measured:.0f}%", f"{100 * plan:.0f}%"))
-    return Columns(title="efficiency", heads=("measured", "plan"), rows=tuple(cells))
+def _efficiency(row: SweepRow, rows: Sequence[SweepRow]) -> Point:
+    """Against the same strategy on the fewest ranks, per cent."""
+    base = next(other for other in rows if other.strategy == row.strategy)
+    measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
+    return Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)
 
 
 def _speedups(rows: Sequence[SweepRow], title: str, speedup: Callable[[SweepRow], Speedup]) -> Columns:
@@ -252,7 +250,7 @@ def _ms(values: Sequence[float]) -> Quartiles:
     return Quartiles.of([1e3 * value for value in values])
 
 
-def subject(kind: Sweep, rows: Sequence[SweepRow]) -> tuple[str, Callable[[SweepRow], Point | None]]:
+def subject(kind: SweepKind, rows: Sequence[SweepRow]) -> tuple[str, Callable[[SweepRow], Point | None]]:
     """The quantity the setting is about, for the third panel: title and values."""
 
     def balance(row: SweepRow) -> Point:
@@ -261,11 +259,6 @@ def subject(kind: Sweep, rows: Sequence[SweepRow]) -> tuple[str, Callable[[Sweep
     def exchange(row: SweepRow) -> Point | None:
         measured, plan = row.phase("exchange")
         return None if measured is None else Point(measured=_ms([measured]), predicted=1e3 * (plan or 0.0))
-
-    def efficiency(row: SweepRow) -> Point:
-        base = next(other for other in rows if other.strategy == row.strategy)
-        measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
-        return Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)
 
     def speedup(row: SweepRow) -> Point | None:
         found = row.result.optimizer_speedup(row.strategy)
@@ -279,5 +272,5 @@ def subject(kind: Sweep, rows: Sequence[SweepRow]) -> tuple[str, Callable[[Sweep
     if kind == "c_max":
         return "Exposed exchange, ms", exchange
     if kind == "gpus":
-        return "Efficiency: sequences per second and rank, %", efficiency
+        return "Efficiency: sequences per second and rank, %", lambda row: _efficiency(row, rows)
     return "Optimizer step, times the reference's", speedup

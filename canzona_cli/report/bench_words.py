@@ -24,8 +24,7 @@ def phase_name(phase: str) -> str:
 
 def order(result: BenchResult) -> tuple[str, ...]:
     """The strategies of a result as they are shown."""
-    known = [name for name in STRATEGIES if name in result.strategies]
-    return (*known, *(name for name in result.strategies if name not in known))
+    return tuple(name for name in STRATEGIES if name in result.strategies)
 
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
@@ -89,7 +88,3 @@ def measured_phase(measured: Measured, phase: str) -> float | None:
     """Mean over ranks, seconds; None for a phase that this strategy does not have."""
     found = measured.phases.get(phase)
     return None if found is None else found.mean_s
-
-
-def median(values: Sequence[float]) -> float:
-    return Quartiles.of(values).median

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OTHER_COLOUR = "#999999"
-"""Of a strategy that this version does not know."""
 _SMALL = 8.5
 
 

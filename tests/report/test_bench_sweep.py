@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_figures import draw_sweep
-from canzona_cli.report.bench_sweep import Sweep, SweepView
+from canzona_cli.report.bench_sweep import SweepView
 from tests.bench.benches import bench
 from tests.report.test_bench import PNG, line_of, shown
 
-SWEEPS: Mapping[Sweep, Mapping[str, BenchResult]] = {
+SWEEPS: Mapping[SweepKind, Mapping[str, BenchResult]] = {
     "alpha": {f"{alpha:g}": bench(("canzona",), scale=2 - alpha) for alpha in (0.0, 0.5, 1.0)},
     "c_max": {str(mib): bench(("canzona",), scale=1 + 1 / mib) for mib in (1, 2, 4)},
     "gpus": {str(ranks): bench(("canzona", "sc", "adamw"), dp=ranks // 2, scale=4 / ranks) for ranks in (2, 4, 8)},
@@ -23,7 +24,7 @@ SWEEPS: Mapping[Sweep, Mapping[str, BenchResult]] = {
 
 @pytest.mark.parametrize("kind", list(SWEEPS))
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_line_is_wider_than_the_terminal_and_every_value_has_a_row(kind: Sweep, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal_and_every_value_has_a_row(kind: SweepKind, width: int) -> None:
     text = shown(SweepView(kind, SWEEPS[kind]), width)
     assert max(map(len, text.splitlines())) <= width
     for value in SWEEPS[kind]:
@@ -32,7 +33,7 @@ def test_no_line_is_wider_than_the_terminal_and_every_value_has_a_row(kind: Swee
 
 
 @pytest.mark.parametrize("kind", list(SWEEPS))
-def test_every_sweep_is_drawn(kind: Sweep, tmp_path: Path) -> None:
+def test_every_sweep_is_drawn(kind: SweepKind, tmp_path: Path) -> None:
     draw_sweep(kind, SWEEPS[kind], tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
 
