@@ -17,7 +17,7 @@ from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile_file import write_profile
 from canzona_cli.calibrate.team import Team
 from canzona_cli.calibrate.updates import shapes, update_samples, variants
-from canzona_cli.cluster.machine import profile_mismatches
+from canzona_cli.cluster.machine import profile_mismatches, profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.planner.cost import algorithm, seconds
@@ -151,7 +151,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     cluster = compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster
     assert cluster.fp32_tflops == 0.2
     assert cluster.not_measured == ("memory", "adamw", "collectives", "model", "updates")
-    [warning] = compose_run(["recipe=tiny", f"cluster={out}"]).warnings
+    [warning] = profile_warnings(cluster)
     assert "interrupted" in warning
 
 
