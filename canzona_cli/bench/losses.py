@@ -36,21 +36,19 @@ def check_losses(result: BenchResult) -> None:
         raise StrategiesDisagree(*problems)
 
 
-def disagreements(result: BenchResult) -> tuple[Problem, ...]:
+def disagreements(result: BenchResult) -> list[Problem]:
     """One problem for each strategy whose losses differ from those of its kin, naming the first such step."""
-    return tuple(_disagreements(result))
-
-
-def _disagreements(result: BenchResult) -> Iterator[Problem]:
+    found: list[Problem] = []
     for number, reference in enumerate(result.references):
         name = f"{result.reference} in sitting {number + 1}"
-        yield from _apart(name, reference.losses, result.reference, result.references[0].losses)
+        found += _apart(name, reference.losses, result.reference, result.references[0].losses)
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
-    for name, found in result.strategies.items():
+    for name, bench in result.strategies.items():
         if name == "adamw":  # another rule
             continue
-        kin = firsts.setdefault(found.arithmetic, name)
-        yield from _apart(name, found.measured.losses, kin, result.strategies[kin].measured.losses)
+        kin = firsts.setdefault(bench.arithmetic, name)
+        found += _apart(name, bench.measured.losses, kin, result.strategies[kin].measured.losses)
+    return found
 
 
 def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:

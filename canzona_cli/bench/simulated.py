@@ -4,13 +4,13 @@ Every size gets, for each number of GPUs, the layout that `canzona train` would 
 iteration of each strategy on that layout. Nothing here is measured.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.planner import plannable
@@ -95,11 +95,8 @@ class Simulation:
             "gpus": list(self.gpus),
             "cells": [
                 {
-                    "recipe": cell.recipe,
-                    "gpus": cell.gpus,
-                    "layout": None if cell.layout is None else asdict(cell.layout),
+                    **asdict(cell),
                     "reason": cell.reason or None,
-                    "strategies": {name: asdict(found) for name, found in cell.strategies.items()},
                     "optimizer_over_canzona": {name: cell.ratio(name) for name in cell.strategies if name != "canzona"},
                 }
                 for cell in self.cells
@@ -242,27 +239,23 @@ def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
         gpus=gpus,
         layout=study.layout,
         reason="",
-        strategies=MappingProxyType(dict(_strategies(study))),
+        strategies={name: _strategy(study, name) for name in STRATEGIES},
     )
 
 
-def _strategies(study: Study) -> Iterator[tuple[str, SimulatedStrategy]]:
-    for name in STRATEGIES:
-        compared = study.strategies[name]
-        yield (
-            name,
-            SimulatedStrategy(
-                iteration_s=compared.result.iteration_s,
-                optimizer_s=compared.result.optimizer_s,
-                optimizer_exposed_s=compared.result.optimizer_exposed_s,
-                overhead_over_adamw=study.overhead(name),
-                load_balance=compared.result.update_balance,
-                memory_bytes=compared.memory_bytes,
-                fits=compared.fits,
-            ),
-        )
+def _strategy(study: Study, name: AnyStrategy) -> SimulatedStrategy:
+    compared = study.strategies[name]
+    return SimulatedStrategy(
+        iteration_s=compared.result.iteration_s,
+        optimizer_s=compared.result.optimizer_s,
+        optimizer_exposed_s=compared.result.optimizer_exposed_s,
+        overhead_over_adamw=study.overhead(name),
+        load_balance=compared.result.update_balance,
+        memory_bytes=compared.memory_bytes,
+        fits=compared.fits,
+    )
 
 
 def _impossible(recipe: str, gpus: int, error: ConfigError | DoesNotFit) -> SimulatedCell:
     reason = "; ".join(f"{problem.key}: {problem.reason}" for problem in error.problems)
-    return SimulatedCell(recipe=recipe, gpus=gpus, layout=None, reason=reason, strategies=MappingProxyType({}))
+    return SimulatedCell(recipe=recipe, gpus=gpus, layout=None, reason=reason, strategies={})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from canzona_cli.calibrate.measurement import FULL, Effort, Measurement, Orders, Record, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
-from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.fit import fill, resolve
 from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
@@ -86,36 +86,24 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
                 fix="gpus=4 measures groups of 2 and 4, gpus=8 also those of 8",
             )
         )
+    micro_batch = _micro_batch(config)
     layout = Layout(
         tp=1,
         pp=1,
         cp=1,
         dp=config.gpus,
-        micro_batch_size=_micro_batch(config),
+        micro_batch_size=micro_batch,
         num_microbatches=1,
-        global_batch_size=_micro_batch(config) * config.gpus,
+        global_batch_size=micro_batch * config.gpus,
         recompute="none",
         sequence_parallel=False,
     )
-    return replace(
+    alone = replace(
         config,
         cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),
-        parallel=replace(
-            config.parallel,
-            tp=1,
-            pp=1,
-            cp=1,
-            sequence_parallel=False,
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
-        ),
-        train=replace(
-            config.train,
-            micro_batch_size=layout.micro_batch_size,
-            global_batch_size=layout.global_batch_size,
-            recompute="none",
-        ),
-    ), layout
+        parallel=replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False),
+    )
+    return fill(alone, layout), layout
 
 
 def calibrate(

@@ -66,10 +66,8 @@ def profile_of(
         else replace(base, measured_updates=(), collectives=())
     )
     here = {} if record.facts is None else asdict(record.facts)
-
-    def single[T: float | None](quantity: Quantity, otherwise: T) -> float | T:
-        return significant(known[quantity]) if quantity in known else otherwise
-
+    # Each under the name of its field; forward and backward become factors below.
+    measured = {name: significant(value) for name, value in known.items() if name not in ("forward", "backward")}
     products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _those(record, "matmul_tflops"))
     if not products or "arithmetic" not in record.done:
         products = base.matmul_tflops  # large sizes come last: half a table would make products look slow
@@ -85,13 +83,7 @@ def profile_of(
         measured_on={**facts, **here},
         not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),
         nodes=None,
-        fp32_tflops=single("fp32_tflops", base.fp32_tflops),
-        tf32_tflops=single("tf32_tflops", base.tf32_tflops),
-        qr_tflops=single("qr_tflops", base.qr_tflops),
-        eigh_tflops=single("eigh_tflops", base.eigh_tflops),
-        launch_us=single("launch_us", base.launch_us),
-        memory_gb_per_s=single("memory_gb_per_s", base.memory_gb_per_s),
-        adamw_ns=single("adamw_ns", base.adamw_ns),
+        **measured,  # type: ignore[arg-type]
     )
     if base.device == "cpu" and products != base.matmul_tflops:
         # No datasheet has the peak of this many threads on this processor.

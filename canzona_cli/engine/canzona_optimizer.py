@@ -65,7 +65,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             NonFiniteGradients: on every rank together, with non_finite="stop".
         """
         self._adamw.prepare_grads()
-        norm = self._norm()
+        norm = self.get_grad_norm()
         if not math.isfinite(norm):
             if self._non_finite == "stop":
                 raise NonFiniteGradients(*self._culprits())
@@ -96,9 +96,6 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Global norm of the reduced gradients, before clipping."""
-        return self._norm()
-
-    def _norm(self) -> float:
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
         # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.

@@ -7,6 +7,7 @@ and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.p
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
@@ -16,8 +17,8 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.in_flight import Watcher, watcher_for
-from canzona_cli.megatron.timers import PhaseTimer, Span
-from canzona_cli.run.phases import Phase, TotalPhase
+from canzona_cli.megatron.timers import TOTAL_OF, PhaseTimer, Span
+from canzona_cli.run.phases import Phase
 
 _PHASE_OF_TIMER: dict[str, Phase] = {
     "forward-compute": "forward",
@@ -43,14 +44,8 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
     get_model_config(model).timers = MegatronTimers(timer)
     watcher = watcher_for(next(model.parameters()).device)
     for group in model.bucket_groups:
-        _Communication(
-            group, timer, watcher, start="start_grad_sync", finish="finish_grad_sync", handle="grad_reduce_handle",
-            phase="grad_reduce", total="grad_reduce_total",
-        )  # fmt: skip
-        _Communication(
-            group, timer, watcher, start="start_param_sync", finish="finish_param_sync", handle="param_gather_handle",
-            phase="param_gather", total="param_gather_total",
-        )  # fmt: skip
+        _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
+        _Communication(group, timer, watcher, what="param", phase="param_gather")
     if optimizer is None:
         return
     for leaf in leaves(optimizer):
@@ -92,15 +87,14 @@ class _Communication:
         timer: PhaseTimer,
         watcher: Watcher,
         *,
-        start: str,
-        finish: str,
-        handle: str,
-        phase: Phase,
-        total: TotalPhase,
+        what: Literal["grad", "param"],
+        phase: Literal["grad_reduce", "param_gather"],
     ) -> None:
+        # Of Megatron's: start_grad_sync, finish_grad_sync, grad_reduce_handle; start_param_sync and so on.
+        start, finish = f"start_{what}_sync", f"finish_{what}_sync"
         self._group, self._timer, self._watcher = group, timer, watcher
         self._start, self._finish = getattr(group, start), getattr(group, finish)
-        self._handle, self._phase, self._total = handle, phase, total
+        self._handle, self._phase, self._total = f"{phase}_handle", phase, TOTAL_OF[phase]
         self._span: Span | None = None
         setattr(group, start, self.start)
         setattr(group, finish, self.finish)

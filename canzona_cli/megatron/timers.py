@@ -16,7 +16,7 @@ import torch
 
 from canzona_cli.run.phases import Interval, Phase, StepTimeline, TotalPhase
 
-_TOTAL_OF: dict[str, TotalPhase] = {
+TOTAL_OF: dict[str, TotalPhase] = {
     "grad_reduce": "grad_reduce_total",
     "exchange": "exchange_total",
     "param_gather": "param_gather_total",
@@ -258,9 +258,9 @@ class PhaseTimer:
         spans = [(span.name, span.start, span.end) for span in step.spans if span.end is not None]
         for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
             phases[phase] += self._clock.elapsed(start, stop)
-            if phase in _TOTAL_OF:
+            if phase in TOTAL_OF:
                 # What the step waits for is part of the whole, launching and book-keeping included.
-                spans.append((_TOTAL_OF[phase], start, stop))
+                spans.append((TOTAL_OF[phase], start, stop))
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
         phases |= {name: _covered(found) for name, found in intervals.items()}
