@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -184,11 +183,6 @@ class PairInfo:
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """Tokens of each sequence, shape [sequences]."""
-
-    @cached_property
-    def max_token_id(self) -> int:
-        """Largest id in the .bin; reads all of it once."""
-        return self.scan_max_token_id()
 
     def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
         """Largest id in the .bin, in one pass of 16 Mi tokens at a time; tells the share done.

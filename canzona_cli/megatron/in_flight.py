@@ -14,22 +14,10 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class Watcher(Protocol):
-    """Ends a span when the collective behind a handle completes."""
-
-    def watch(self, span: Span, handle: Waitable) -> None: ...
-
-    def waited(self, span: Span) -> None:
-        """The training thread had to wait for the collective and has just gone on."""
-
-
-def watcher_for(device: torch.device) -> Watcher:
-    """The one for the device's communication library."""
-    return CudaWatcher() if device.type == "cuda" else HostWatcher()
-
-
 class HostWatcher:
-    """For gloo, whose threads say when a collective is done; no polling is needed.
+    """Ends a span when the collective behind a handle completes.
+
+    For gloo, whose threads say when a collective is done; no polling is needed.
 
     A reduce-scatter says nothing before it is waited for. Its span ends with that wait, an upper bound.
     """
@@ -53,6 +41,7 @@ class HostWatcher:
                 return
 
     def waited(self, span: Span) -> None:
+        """The training thread had to wait for the collective and has just gone on."""
         if span.end is None:
             span.end = time.perf_counter()
 
@@ -71,3 +60,11 @@ class CudaWatcher:
         span.end = event
 
     def waited(self, span: Span) -> None: ...
+
+
+Watcher = HostWatcher | CudaWatcher
+
+
+def watcher_for(device: torch.device) -> Watcher:
+    """The one for the device's communication library."""
+    return CudaWatcher() if device.type == "cuda" else HostWatcher()

@@ -63,7 +63,7 @@ def test_megatron_reads_back_ids_sequences_and_document_boundaries(tmp_path: Pat
     assert pair.documents == 100
     assert pair.sequences == len(expected)
     assert pair.tokens == sum(map(len, expected))
-    assert pair.max_token_id == max(max(s) for s in expected)
+    assert pair.scan_max_token_id() == max(max(s) for s in expected)
 
 
 def test_a_pair_megatron_wrote_is_understood(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_pair_megatron_wrote_is_understood(tmp_path: Path) -> None:
     builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
     pair = inspect_pair(tmp_path / "theirs")
-    assert (pair.tokens, pair.documents, pair.dtype, pair.max_token_id) == (4, 2, "int32", 70_000)
+    assert (pair.tokens, pair.documents, pair.dtype, pair.scan_max_token_id()) == (4, 2, "int32", 70_000)
 
 
 def test_the_split_is_the_one_megatron_makes(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_damaged_index_is_found_and_described(tmp_path: Path, offset: int, val
 def test_a_negative_id_is_found_by_the_scan(tmp_path: Path) -> None:
     prefix = write(tmp_path / "p", [[[5, -3]]], vocab_size=70_000)
     with pytest.raises(ConfigError, match="negative token id -3"):
-        _ = inspect_pair(prefix).max_token_id
+        inspect_pair(prefix).scan_max_token_id()
 
 
 @pytest.mark.parametrize("extension", ["bin", "idx"])
