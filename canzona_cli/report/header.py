@@ -1,13 +1,16 @@
 """How a run is described: what is trained, on what, in which layout, where it goes."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
-from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.words import clean, count, layout_words, plural, step_time
+
+if TYPE_CHECKING:
+    from canzona_cli.data.corpus import PreparedCorpus  # imports numpy
 
 
 def rank_word(device: Device | None) -> str:
@@ -49,7 +52,7 @@ def describe_optimizer(config: RunConfig) -> str:
     return f"{words}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
 
 
-def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
+def describe_data(config: RunConfig, corpus: "PreparedCorpus | None") -> str:
     """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     parts = [clean(source)]
@@ -78,7 +81,7 @@ def header_rows(
     config: RunConfig,
     layout: Layout,
     run_dir: Path,
-    corpus: PreparedCorpus | None,
+    corpus: "PreparedCorpus | None",
     *,
     plan: Obtained | None = None,
     earlier: Earlier | None = None,
