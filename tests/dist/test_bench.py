@@ -133,7 +133,7 @@ def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Sample
 def test_strategies_agree_unless_one_of_them_computes_something_else(
     lined: LineUp, together: dict[str, Samples]
 ) -> None:
-    assert disagreements(result_of(lined, together)) == ()
+    assert disagreements(result_of(lined, together)) == []
     config = configs(lined)["sc"]
     faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr))
     wrong = {**together, **held(lined, {"sc": faster})}
