@@ -28,7 +28,7 @@ from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import RunDirectory, check_free
-from canzona_cli.launch.supervisor import supervise
+from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.events import Note
 from canzona_cli.run.files import write_text_atomic
@@ -250,7 +250,7 @@ def _run_sitting(
             steps_per_turn=session.steps_per_turn,
         ).write(run.files)
         view = _RoundLines(say, name, turns=len(sitting.strategies), rounds=WARM_UP_ROUNDS + session.rounds)
-        outcome = supervise(run.files, command, view, ranks=range(config.gpus), say=say)
+        outcome = Supervision(run.files, command, view, ranks=range(config.gpus), say=say).run()
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
     if outcome.status == "failed":

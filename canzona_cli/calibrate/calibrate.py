@@ -17,7 +17,7 @@ from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.supervisor import supervise
+from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import cores
@@ -132,7 +132,7 @@ def calibrate(
         workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
         Orders(effort=effort, workers=workers).write(files)
         command = torchrun.build(config, layout, files.root, module=worker)
-        outcome = supervise(files, command, view, ranks=range(config.gpus))
+        outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)
         kept = outcome.status == "failed"
     finally:

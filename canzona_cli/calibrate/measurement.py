@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from canzona_cli.run.codec import parse
+from canzona_cli.run.codec import JsonLines, parse
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
-from canzona_cli.run.lines import JsonLines
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]

@@ -162,7 +162,7 @@ def _launch(
     from canzona_cli.launch import preflight, torchrun
     from canzona_cli.launch.resume import resumption
     from canzona_cli.launch.run_dir import check_free, prediction_here
-    from canzona_cli.launch.supervisor import supervise
+    from canzona_cli.launch.supervisor import Supervision
     from canzona_cli.report.train_live import make_view
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
@@ -192,7 +192,7 @@ def _launch(
             machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
         view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
-        outcome = supervise(
+        outcome = Supervision(
             run.files,
             command,
             view,
@@ -202,7 +202,7 @@ def _launch(
             requests=requests,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
             say=console.print if console.is_terminal else errors.print,
-        )
+        ).run()
     return outcome, run
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from canzona_cli.launch.view import TrainView
+from canzona_cli.run.codec import JsonLines, record_of
 from canzona_cli.run.events import describe, event_of
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.lines import JsonLines, record_of
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
 
 

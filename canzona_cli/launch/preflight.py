@@ -1,8 +1,6 @@
 """What this machine lacks for a run, found before anything is written or started. Imports no torch."""
 
-import errno
 import importlib.util
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -11,7 +9,7 @@ import psutil
 from canzona_cli.cluster.machine import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node
+from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken
 from canzona_cli.planner.memory import GIB, estimate
 
 
@@ -86,18 +84,13 @@ def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
     if not port.isdecimal() or int(port) > 65535:
         return  # what is no address at all, torchrun refuses
     local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((local, int(port)))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                yield Problem(
-                    key="cluster.rdzv_endpoint",
-                    value=endpoint,
-                    reason="another program on this machine uses this port" + _holder(int(port)),
-                    fix=f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
-                )
+    if taken(local, int(port)):
+        yield Problem(
+            key="cluster.rdzv_endpoint",
+            value=endpoint,
+            reason="another program on this machine uses this port" + _holder(int(port)),
+            fix=f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
+        )
 
 
 def _holder(port: int) -> str:

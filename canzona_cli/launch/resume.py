@@ -15,9 +15,8 @@ from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.lines import read_lines
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import layout_words
 

@@ -26,9 +26,8 @@ from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.plan import Plan
-from canzona_cli.run.codec import save
+from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
-from canzona_cli.run.lines import read_lines
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.launch.torchrun import node_count
+from canzona_cli.launch.torchrun import node_count, taken
 
 FIRST_PORT = 20_000
 """Meeting ports lie in the 10,000 from here, below those that the kernel gives to outgoing connections."""
@@ -157,7 +157,7 @@ def _endpoint(step: SlurmStep) -> str:
         return f"{host}:{FIRST_PORT + first}"
     for number in range(first, first + 100):
         port = FIRST_PORT + number % _PORTS
-        if _free(port):
+        if not taken("", port):
             return f"{host}:{port}"
     raise EnvironmentProblem(
         Problem(
@@ -167,16 +167,6 @@ def _endpoint(step: SlurmStep) -> str:
             fix=f"cluster.rdzv_endpoint={host}:PORT with a free port",
         )
     )
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))  # bound and never listening: nothing is reachable for a moment either
-        except OSError:
-            return False
-    return True
 
 
 def _address(host: str) -> str:

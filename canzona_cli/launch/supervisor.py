@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -40,87 +40,71 @@ _IN_A_HURRY = 2
 """How often a person has to ask to have everything ended at once; once more where a checkpoint is being written."""
 
 
-def supervise(
-    files: RunFiles,
-    command: LaunchCommand,
-    view: TrainView,
-    *,
-    ranks: range,
-    machines: Machines | None = None,
-    grace_s: float = STOP_GRACE_S,
-    hang_timeout_s: float | None = None,
-    requests: Requests | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Outcome:
-    """Run the command to its end, feeding the view, and say how it ended.
-
-    Machine 0 writes `result.json` whatever happens, also when this function raises. The view is closed.
-
-    Args:
-        files: The run directory, its inputs written.
-        ranks: This machine's ranks, in local order.
-        machines: This launcher among those of the run; None: it is the only one.
-        grace_s: Seconds between the first wish to stop and killing the workers.
-        hang_timeout_s: Seconds without progress on any rank after which the run has failed; None: never.
-        requests: What this process has been asked by signals so far; None: nothing.
-        say: Receives what the user must know at once.
-    """
-    outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
-    supervision = _Supervision(
-        files=files,
-        ranks=ranks,
-        machines=machines or Machines(files),
-        monitor=Monitor(files, view),
-        requests=requests or Requests(),
-        grace_s=grace_s,
-        say=say,
-    )
-    try:
-        outcome = supervision.run(command, hang_timeout_s=hang_timeout_s)
-        outcome = supervision.machines.conclude(outcome)
-        _close(view, outcome)
-    finally:
-        outcome = _with_numbers(outcome, supervision.monitor, files, ranks)
-        if supervision.machines.node_rank == 0:
-            _keep(files, outcome, say)
-    return outcome
-
-
-@dataclass(kw_only=True)
-class _Supervision:
+@dataclass
+class Supervision:
     """One run of torchrun on this machine, from its start until all its processes have gone."""
 
     files: RunFiles
+    """The run directory, its inputs written."""
+    command: LaunchCommand
+    view: TrainView
+    _: KW_ONLY
     ranks: range
-    machines: Machines
-    monitor: Monitor
-    requests: Requests
-    grace_s: float
-    say: Callable[[str], None]
-    asked: bool = False
-    """The workers have been asked to stop."""
-    forced: bool = False
-    """The workers are killed because somebody asked to stop."""
-    hang: HangReport | None = None
+    """This machine's ranks, in local order."""
+    machines: InitVar[Machines | None] = None
+    """This launcher among those of the run; None: it is the only one."""
+    grace_s: float = STOP_GRACE_S
+    """Seconds between the first wish to stop and killing the workers."""
+    hang_timeout_s: float | None = None
+    """Seconds without progress on any rank after which the run has failed; None: never."""
+    requests: Requests = field(default_factory=Requests)
+    """What this process has been asked by signals so far."""
+    say: Callable[[str], None] = lambda _: None
+    """Receives what the user must know at once."""
 
-    def run(self, command: LaunchCommand, *, hang_timeout_s: float | None) -> Outcome:
-        saves, node_rank = SaveWatch(self.files), self.machines.node_rank
-        with handled(self.requests.add), watched(self.ranks, timeout_s=hang_timeout_s) as watch:
+    def __post_init__(self, machines: Machines | None) -> None:
+        self._machines = machines or Machines(self.files)
+        self._monitor = Monitor(self.files, self.view)
+        self._asked = False
+        """The workers have been asked to stop."""
+        self._forced = False
+        """The workers are killed because somebody asked to stop."""
+        self._hang: HangReport | None = None
+
+    def run(self) -> Outcome:
+        """Run the command to its end, feeding the view, and say how it ended.
+
+        Machine 0 writes `result.json` whatever happens, also when this method raises. The view is closed.
+        """
+        outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
+        try:
+            outcome = self._run_here()
+            outcome = self._machines.conclude(outcome)
+            _close(self.view, outcome)
+        finally:
+            outcome = _with_numbers(outcome, self._monitor, self.files, self.ranks)
+            if self._machines.node_rank == 0:
+                _keep(self.files, outcome, self.say)
+        return outcome
+
+    def _run_here(self) -> Outcome:
+        saves, node_rank = SaveWatch(self.files), self._machines.node_rank
+        with handled(self.requests.add), watched(self.ranks, timeout_s=self.hang_timeout_s) as watch:
             if node_rank == 0:
                 self._tell("start workers", f"{len(self.ranks)} ranks", aloud=False)
-            agent = _start(command, watch, log=self.files.agent_log(node_rank))
+            agent = _start(self.command, watch, log=self.files.agent_log(node_rank))
             try:
                 while agent.poll() is None:
-                    self.monitor.poll()
+                    self._monitor.poll()
                     if self._hangs(watch) or self._stops(saves):
                         break
-                    if self.machines.others_failed():  # the launchers compare what they saw later, and find out why
+                    if self._machines.others_failed():  # the launchers compare what they saw later, and find out why
                         break
                     time.sleep(_POLL_S)
             finally:
                 _kill_tree(agent)
                 _kill_ranks(self.files, self.ranks)
-            self.monitor.poll()
+            self._monitor.poll()
         outcome = self._judge(agent.returncode)
         if node_rank == 0:
             end = Incident(time=time.time(), event="end", detail=outcome.status)
@@ -130,57 +114,57 @@ class _Supervision:
     def _hangs(self, watch: HangWatch | None) -> bool:
         """Whether the ranks hang; then they have written their stacks."""
         hang = None if watch is None else watch.look()
-        if watch is None or hang is None or (hang.elsewhere and self.machines.may_know_better()):
+        if watch is None or hang is None or (hang.elsewhere and self._machines.may_know_better()):
             return False
-        self.hang = hang
+        self._hang = hang
         try_append_json_line(self.files.events, hang.incident.line())
         watch.write_stacks()
         return True
 
     def _stops(self, saves: SaveWatch) -> bool:
         """Pass on a wish to stop; whether the workers are to be killed now."""
-        if self.requests.reason is not None and not self.asked:
-            self.asked = True
+        if self.requests.reason is not None and not self._asked:
+            self._asked = True
             if not self._ask(self.requests.reason):
                 return True
-        saving = self.asked and saves.look()
-        late = self.asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
+        saving = self._asked and saves.look()
+        late = self._asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
         if self.requests.interrupts >= _IN_A_HURRY + saving or late:
-            self.forced = True
+            self._forced = True
             after = f"no end after {self.grace_s:.0f} s: stopping the workers at once"
             self._tell("stop", after if late else "at once")
-        return self.forced
+        return self._forced
 
     def _ask(self, reason: StopReason) -> bool:
         """Ask the workers to stop after their step; False where there is no use in waiting for it."""
         try:
             self.files.request_stop(reason)
         except OSError as error:  # a disk that takes nothing would take no checkpoint either
-            self.forced = True
+            self._forced = True
             self._tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
             return False
-        self.monitor.poll()  # the lines since the last look may hold the first step
-        if not self.monitor.training:
-            self.forced = True
+        self._monitor.poll()  # the lines since the last look may hold the first step
+        if not self._monitor.training:
+            self._forced = True
             self._tell("stop", "stopping: training has not begun")
             return False
         self._tell("stop", f"stopping after this step, {self.grace_s:.0f} s at most (Ctrl-C again: at once)")
         return True
 
     def _judge(self, agent_code: int) -> Outcome:
-        node_rank = self.machines.node_rank
-        if self.hang is not None:
-            outcome = hung(self.files, self.hang, self.ranks, node_rank=node_rank)
+        node_rank = self._machines.node_rank
+        if self._hang is not None:
+            outcome = hung(self.files, self._hang, self.ranks, node_rank=node_rank)
         else:
             outcome = judge(
                 self.files,
                 self.ranks,
                 node_rank=node_rank,
                 agent_code=agent_code,
-                stopping=self.asked,
-                forced=self.forced,
+                stopping=self._asked,
+                forced=self._forced,
             )
-        if self.forced and not self.monitor.training:  # the files may hold the curve of an earlier launch
+        if self._forced and not self._monitor.training:  # the files may hold the curve of an earlier launch
             outcome = replace(outcome, message="stopped before training began")
         if outcome.status == "interrupted" and self.requests.reason == "preempted":
             outcome = unsaved(outcome, sound_checkpoint(self.files, thorough=node_rank == 0))

@@ -8,6 +8,7 @@ launchers that meet at a loopback address. Runs over several machines use `stati
 ranks, so that tensor-parallel groups stay inside a machine.
 """
 
+import errno
 import os
 import re
 import shlex
@@ -146,6 +147,17 @@ def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
         *("--rdzv-endpoint", cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER),
         *("--rdzv-id", cluster.rdzv_id or run_dir.name),
     ]
+
+
+def taken(host: str, port: int) -> bool:
+    """Whether another program on this machine uses this port; an empty host is every interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))  # bound and never listening: nothing is reachable for a moment either
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def on_one_machine(config: RunConfig) -> bool:

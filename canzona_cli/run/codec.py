@@ -1,7 +1,8 @@
 """How a run's records get to disk and back: frozen dataclasses on both sides, JSON between them, one word for damage.
 
 A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version. Reading
-checks every type; what a record does not know is ignored, so that newer versions may add to it.
+checks every type; what a record does not know is ignored, so that newer versions may add to it. A .jsonl file has a
+record per line, and half a line at its end where its writer was killed.
 """
 
 import json
@@ -108,6 +109,60 @@ def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
         return None if content is None else parse(kind, content)
     except Damaged:
         return None
+
+
+class JsonLines:
+    """The JSON objects added to a growing file since the last look. A line counts once it has its newline.
+
+    Args:
+        only_new: leave out the present content, which an earlier attempt wrote.
+    """
+
+    def __init__(self, path: Path, *, only_new: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if only_new and path.exists() else 0
+        self._partial = b""
+
+    def read(self) -> list[dict[str, object]]:
+        """New objects in their order; none while the file does not exist. Other lines are skipped."""
+        try:
+            if self._path.stat().st_size == self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *lines, self._partial = (self._partial + new).split(b"\n")
+        return [value for line in lines if (value := json_object(line)) is not None]
+
+
+def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
+    """The records of a whole file, and how many of its lines are damaged; nothing where there is no file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return [], 0
+    found = [record for line in lines if (record := record_of(kind, json_object(line))) is not None]
+    return found, len(lines) - len(found)
+
+
+def record_of[T](kind: type[T], line: dict[str, object] | None) -> T | None:
+    """A line as a record; None where it is none."""
+    try:
+        return None if line is None else parse(kind, line)
+    except Damaged:
+        return None
+
+
+def json_object(line: str | bytes) -> dict[str, object] | None:
+    """The JSON object in a line; None where it is none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 class _OtherVersion(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from canzona_cli.run.lines import record_of
+from canzona_cli.run.codec import record_of
 from canzona_cli.run.records import CheckpointEvent, Incident, StageEvent
 from canzona_cli.run.words import clean, size, step_time
 

@@ -123,7 +123,6 @@ class Training:
                 loss=math.nan if error.loss is None else error.loss,
                 grad_norm=math.nan,
                 lr=float(trainee.optimizer.param_groups[0]["lr"]),
-                stop=False,
             )
             progress = advanced(trainee, self.progress, refused)
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))

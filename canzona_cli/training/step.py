@@ -17,21 +17,27 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step found, the same on every rank."""
+class Agreed:
+    """What the ranks tell one another at the end of a step."""
 
     loss: float
-    grad_norm: float
-    lr: float
-    """The rate the step used."""
-    stop: bool
+    stop: bool = False
     """Somebody asked the run to stop after this step."""
     save: bool = False
     """A checkpoint is due after this step."""
-    skipped: bool = False
-    """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
     """Matrices, on all ranks, whose update was replaced by what their optimizer does when it fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(Agreed):
+    """What one step found, the same on every rank."""
+
+    grad_norm: float
+    lr: float
+    """The rate the step used."""
+    skipped: bool = False
+    """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own loss was not finite."""
 
@@ -72,13 +78,10 @@ def train_step(
     facts = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
     timer.end_step()
     return StepResult(
-        loss=facts.loss,
+        **vars(facts),
         grad_norm=float(grad_norm),
         lr=float(lr),
-        stop=facts.stop,
-        save=facts.save,
         skipped=not updated,
-        fallbacks=facts.fallbacks,
         bad_ranks=() if math.isfinite(facts.loss) else _bad_ranks(trainee, losses),
     )
 
@@ -124,17 +127,9 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     return mean, mean.detach().clone()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    loss: float
-    stop: bool
-    save: bool
-    fallbacks: int
-
-
 def _agree(
     trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
-) -> _Facts:
+) -> Agreed:
     """Average the losses of all last stages, spread requests, add up fallbacks, in one small reduction."""
     world, optimizer = trainee.world, trainee.optimizer
     facts = torch.zeros(5, device=world.device)
@@ -148,7 +143,7 @@ def _agree(
     with trainee.timer.waiting():
         torch.distributed.all_reduce(facts)
         total, count, stops, fallbacks, saves = facts.tolist()
-    return _Facts(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))
+    return Agreed(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))
 
 
 def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canzona_cli.launch import supervisor, torchrun
+from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.report.train_plain import PlainView
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
@@ -22,7 +23,7 @@ def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout
     run.write_inputs(config_yaml="", layout=layout, corpus=CORPUS, command=command)
     (run.path / "behaviour").write_text(behaviour)
     view = PlainView(config, layout, Console(width=120))
-    outcome = supervisor.supervise(
+    outcome = Supervision(
         run.files,
         command,
         view,
@@ -30,7 +31,7 @@ def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout
         grace_s=grace_s,
         hang_timeout_s=hang_timeout_s,
         say=lambda text: print(text, flush=True),
-    )
+    ).run()
     print(outcome)
     return outcome.exit_code
 

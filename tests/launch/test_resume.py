@@ -16,8 +16,8 @@ from canzona_cli.errors import CheckpointInvalid, ConfigError
 from canzona_cli.launch.resume import reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
+from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line, read_json
-from canzona_cli.run.lines import JsonLines
 from canzona_cli.run.records import RunResult
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config

@@ -99,10 +99,10 @@ def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
 
 
 def test_machine_0_takes_another_port_when_its_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_free", lambda port: port % 2 == 0)
+    monkeypatch.setattr(slurm, "taken", lambda host, port: port % 2 == 1)
     endpoint = adopt(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
     assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
-    monkeypatch.setattr(slurm, "_free", lambda port: False)
+    monkeypatch.setattr(slurm, "taken", lambda host, port: True)
     with pytest.raises(EnvironmentProblem, match="taken"):
         adopt(two_nodes(), replace(STEP, node_rank=0))
 
