@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.planner.plan import Algorithm
 from canzona_cli.run.phases import Phase
@@ -75,6 +76,11 @@ def algorithm(config: RunConfig) -> Algorithm:
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
     return Algorithm(name="adamw")
+
+
+def implementation(config: RunConfig) -> Implementation:
+    """Whose code runs a run's strategy."""
+    return "canzona" if execution_of(config).ours else "megatron"
 
 
 def label(a: Algorithm) -> str:

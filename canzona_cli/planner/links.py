@@ -44,7 +44,7 @@ class Transfer:
 
     def times(self, factor: float) -> "Transfer":
         """The same transfer, taking `factor` times as long."""
-        return replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
+        return self if factor == 1.0 else replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
 
 
 @dataclass(frozen=True, kw_only=True)

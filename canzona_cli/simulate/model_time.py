@@ -7,7 +7,7 @@ a link.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -60,12 +60,12 @@ class StageTime:
     hop: Transfer
     """Handing the residual stream to the next stage."""
 
-    @property
+    @cached_property
     def forward_s(self) -> float:
         """One micro-batch, tensor-parallel exchanges included."""
         return sum(module.forward_s + module.exchanges * self.exchange.seconds for module in self.modules)
 
-    @property
+    @cached_property
     def backward_s(self) -> float:
         return sum(
             module.backward_s + module.again_s + (module.exchanges + module.exchanges_again) * self.exchange.seconds

@@ -7,13 +7,12 @@ from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of,
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.buckets import align, bucket_elements, lay_out, owners, stage_parameters, stages
 from canzona_cli.planner.memory import estimate, plan_memory
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, Range
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.run.machine import cores
 from canzona_cli.run.prediction import Prediction
-from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.simulate import StrategyResult, simulate
 from canzona_cli.simulate.update import Workload
 
@@ -79,9 +78,52 @@ def simulate_strategy(
     costs = update_costs(with_strategy(config, strategy), matrices, "megatron")
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
     if strategy == "layerwise":
-        placed = layerwise(matrices, layout, bucket_elements(config, layout))
-        workload = replace(workload, assignment=placed.assignment, buckets=placed.buckets)
+        assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))
+        workload = replace(workload, assignment=assignment, buckets=buckets)
     return simulate(config, layout, workload)
+
+
+def layerwise(
+    matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None = None
+) -> tuple[Assignment, tuple[Bucket, ...]]:
+    """Where `LayerWiseDistributedOptimizer` of megatron-core 0.19 puts every matrix, and its buckets.
+
+    Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP rank of
+    an owner updates its matrices.
+
+    Args:
+        bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
+    """
+    shards = owners(layout)
+    owner_of = [0] * len(matrices)
+    found: list[Bucket] = []
+    for stage in stages(matrices):
+        parameters = stage_parameters(matrices, stage, layout.tp)
+        sizes = [parameter.elements for parameter in parameters]
+        for index, bucket in enumerate(lay_out(sizes, shards, bucket_elements if stage == 0 else None)):
+            ranges, names, used = [], [], 0
+            for owner, held in enumerate(bucket.shards):
+                position = owner * bucket.shard_elements
+                for number in held:
+                    parameter, start = parameters[number], align(position)
+                    position = start + parameter.elements
+                    used += parameter.elements
+                    names.append(parameter.name)
+                    ranges.append(Range(start=start, end=position, owner=owner, matrices=parameter.matrices))
+                    for matrix in parameter.matrices:
+                        owner_of[matrix] = owner
+            found.append(
+                Bucket(
+                    index=index,
+                    stage=stage,
+                    parameters=tuple(names),
+                    elements=bucket.elements,
+                    padding=bucket.elements - used,
+                    ranges=tuple(ranges),
+                    reduction="even",
+                )
+            )
+    return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(found)
 
 
 def with_cores(config: RunConfig) -> RunConfig:

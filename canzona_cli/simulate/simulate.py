@@ -17,7 +17,7 @@ from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, w
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import Implementation, memory_rate, step_factor
+from canzona_cli.planner.cost import implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
@@ -25,11 +25,13 @@ from canzona_cli.simulate.buffers import Buffers, Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import stage_time
 from canzona_cli.simulate.timeline import Timeline, crowded
-from canzona_cli.simulate.update import UpdateModel, Workload
+from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
+_ROUNDING = 1e-9
+"""Share of a time by which sums of the same numbers in another order may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class _Step:
         """By stage: when its last rank has finished its updates and what it gathers behind them."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
-            last[cell.stage] = max(last[cell.stage], end)
+            last[cell.team.stage] = max(last[cell.team.stage], end)
         return [end + gather_s for end, gather_s in zip(last, self.gather_s, strict=True)]
 
     @property
@@ -97,26 +99,26 @@ class _Step:
     def phases(self) -> list[dict[str, float]]:
         """By cell: seconds of each phase."""
         before = [self.iteration.phases(stage) for stage in range(len(self.gather_s))]
-        return [self._phases(number, before[cell.stage]) for number, cell in enumerate(self.cells)]
+        return [self._phases(number, before[cell.team.stage]) for number, cell in enumerate(self.cells)]
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, found = self.cells[number], dict(before)
         # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
-        gathered = self.done[cell.stage] - self.updated[number] if self.gather_s[cell.stage] else 0.0
-        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.stage]
+        gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
+        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage]
         found["exchange"] = cell.update.exchange_s
         found["exchange_total"] = cell.update.exchange_total_s
         found["matrix_update"] = cell.update.matrix_update_s
         found["adamw_update"] = cell.adamw_s
         found["param_gather"] += gathered
-        found["param_gather_total"] += gathered + self.early_s[cell.stage]
+        found["param_gather_total"] += gathered + self.early_s[cell.team.stage]
         found["other"] += self.end - self.updated[number] - gathered
         return found
 
     @property
     def slowest(self) -> int:
         """The cell that is done last."""
-        return self._last([end + self.gather_s[c.stage] for end, c in zip(self.updated, self.cells, strict=True)])
+        return self._last([end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)])
 
     @property
     def first(self) -> int:
@@ -136,14 +138,15 @@ class _Step:
 
     @staticmethod
     def _last(ends: Sequence[float]) -> int:
-        return max(range(len(ends)), key=lambda number: (ends[number], -number))
+        """The cell that ends last: the lowest rank of those within rounding, whichever way their sums were added."""
+        latest = (1 - _ROUNDING) * max(ends)
+        return next(number for number, end in enumerate(ends) if end >= latest)
 
 
 class _Simulation:
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
         self._config, self._layout, self._workload = config, layout, workload
         self._execution = execution_of(config)
-        self._implementation: Implementation = "canzona" if self._execution.ours else "megatron"
         self._owners = layout.dp * layout.cp
         cluster = config.cluster
         self._links = Links(cluster=cluster)
@@ -152,21 +155,14 @@ class _Simulation:
         # What all ranks do at the same time takes longer by this where cores are few.
         crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
         self._rate = memory_rate(cluster) / crowd
-        self._updates = UpdatePhase(
-            config,
-            layout,
-            workload,
-            UpdateModel(config, layout, workload.matrices, workload.costs, self._implementation),
-            cores=self._cores,
-            adamw_factor=self._factor("adamw_update"),
-        )
+        self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
         step = self._step()
         cells, slowest, first = step.cells, step.slowest, step.first
         exposed_s, optimizer_s = step.optimizer()
         shown = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
-        mean = self._mean([(cell.ranks, found) for cell, found in zip(cells, step.phases, strict=True)])
+        mean = self._mean([(cell.team.ranks, found) for cell, found in zip(cells, step.phases, strict=True)])
         return StrategyResult(
             strategy=self._workload.strategy,
             iteration_s=step.end,
@@ -215,11 +211,11 @@ class _Simulation:
         agree_s = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
         norm = self._factor("norm_clip")
         read_s, scaled_s = norm * NORM_BYTES / self._rate, norm * CLIP_BYTES / self._rate
-        normed = max(iteration.reduced_s[cell.stage] + cell.elements * read_s for cell in cells) + agree_s
+        normed = max(iteration.reduced_s[cell.team.stage] + cell.team.elements * read_s for cell in cells) + agree_s
         return _Step(
             iteration=iteration,
             cells=cells,
-            clipped=[normed + cell.elements * scaled_s for cell in cells],
+            clipped=[normed + cell.team.elements * scaled_s for cell in cells],
             gather_s=[0.0 if overlap_gather or not gathers else _gathered(own) for own in chunks],
             early_s=early_s,
             agree_s=agree_s,
@@ -242,7 +238,7 @@ class _Simulation:
         return sum(bucket.stage == stage for bucket in self._workload.buckets)
 
     def _factor(self, phase: Phase) -> float:
-        return step_factor(self._config.cluster, phase, self._implementation)
+        return step_factor(self._config.cluster, phase, implementation(self._config))
 
     def _zero_s(self, stage: int) -> float:
         """Gradient buffers are set to zero before the first forward."""
@@ -267,7 +263,7 @@ class _Simulation:
 
     def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""
-        return cell.host + self._layout.tp * (cell.owner + self._owners * cell.stage)
+        return cell.host + self._layout.tp * (cell.team.owner + self._owners * cell.team.stage)
 
     def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
         total = sum(ranks for ranks, _ in phases)
@@ -276,7 +272,7 @@ class _Simulation:
 
     def _events(self, step: _Step, number: int) -> list[SimulatedEvent]:
         cell, iteration, clipped = step.cells[number], step.iteration, step.clipped[number]
-        rank, stage = self._rank(cell), cell.stage
+        rank, stage = self._rank(cell), cell.team.stage
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
         # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
@@ -338,10 +334,10 @@ def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tupl
 
 
 def _balance(cells: Sequence[CellUpdate]) -> float:
-    total = math.fsum(cell.ranks * cell.update.matrix_update_s for cell in cells)
+    total = math.fsum(cell.team.ranks * cell.update.matrix_update_s for cell in cells)
     if total == 0:
         return 1.0
-    return max(cell.update.matrix_update_s for cell in cells) * sum(cell.ranks for cell in cells) / total
+    return max(cell.update.matrix_update_s for cell in cells) * sum(cell.team.ranks for cell in cells) / total
 
 
 def _gathered(chunks: Sequence[Chunk]) -> float:

@@ -19,8 +19,7 @@ from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memo
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
 from canzona_cli.run import phases
-from canzona_cli.simulate.baselines import layerwise
-from canzona_cli.simulate.predict import simulate_plan, simulate_strategy, with_cores
+from canzona_cli.simulate.predict import layerwise, simulate_plan, simulate_strategy, with_cores
 from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
@@ -224,8 +223,9 @@ def _compared(
         result = simulate_strategy(config, layout, strategy, plan.matrices)
         memory = estimate(with_strategy(config, strategy), layout).total
         if strategy == "layerwise":
-            mesh, placed = plan.subject.layout, layerwise(plan.matrices, layout, bucket_elements(config, layout))
-            owners = placed.loads(plan.matrices, plan.costs, stage, mesh.owners)
+            mesh = plan.subject.layout
+            assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
+            owners = assignment.loads(plan.matrices, plan.costs, stage, mesh.owners, 1)
             loads = [load for load in owners for _ in range(mesh.tp)]  # every TP rank repeats its owner's updates
     return Compared(
         result=result,

@@ -21,7 +21,7 @@ from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import Implementation, algorithm, memory_rate, step_factor
+from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import GroupTraffic, Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
@@ -87,18 +87,10 @@ class Pipeline[Moment](Protocol):
 class UpdateModel:
     """Prices updates and exchanges of a run's matrices."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        matrices: Sequence[Matrix],
-        costs: Sequence[float],
-        implementation: Implementation = "canzona",
-    ) -> None:
-        """`implementation` is who runs the strategy, see `cost.step_factor`."""
+    def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
-        self._updating = step_factor(config.cluster, "matrix_update", implementation)
-        self._exchanging = step_factor(config.cluster, "exchange", implementation)
+        self._updating = step_factor(config.cluster, "matrix_update", implementation(config))
+        self._exchanging = step_factor(config.cluster, "exchange", implementation(config))
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
         self._width, self._grad = exchange_bytes(config)
         self._buffer = element_bytes(config)[1]

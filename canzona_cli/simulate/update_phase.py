@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.cost import adamw_seconds
+from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.plan import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
@@ -36,11 +36,8 @@ class Team:
 class CellUpdate:
     """Ranks that behave alike in the update phase: one host of a team."""
 
-    stage: int
-    owner: int
+    team: Team
     host: int
-    ranks: int
-    elements: int
     adamw_s: float
     update: RankUpdate
 
@@ -54,27 +51,17 @@ class UpdatePhase:
     """What a strategy's ranks do between clipped gradients and updated weights, by rank.
 
     Args:
-        model: prices updates and exchanges of the workload's matrices.
         cores: that all ranks share; None where each has a device of its own.
-        adamw_factor: see `cost.step_factor`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        workload: Workload,
-        model: UpdateModel,
-        *,
-        cores: float | None,
-        adamw_factor: float,
-    ) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
         self._config, self._layout, self._execution = config, layout, execution_of(config)
-        self._workload, self._model = workload, model
+        self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """Of strategies that have hosts."""
         self._owners = layout.dp * layout.cp
-        self._cores, self._adamw_factor = cores, adamw_factor
+        self._cores = cores
+        self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
         """All cells; and by stage, for how long the gathering of AdamW's parameters ran under the updates.
@@ -87,7 +74,9 @@ class UpdatePhase:
         if self._cores is not None:
             return self._crowded(teams, gathered)
         cells = [cell for team in teams for cell in self._alone(team)]
-        return cells, [max(cell.update.matrix_update_s for cell in cells if cell.stage == stage) for stage in stages]
+        return cells, [
+            max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
+        ]
 
     def _teams(self, stage: int) -> list[Team]:
         tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
@@ -134,7 +123,7 @@ class UpdatePhase:
         else:
             updates = (self._model.duplicated(team.members),)
         adamw = self._adamw_s(team.stage)
-        return [self._cell(team, host, adamw, update) for host, update in enumerate(updates)]
+        return [CellUpdate(team=team, host=host, adamw_s=adamw, update=update) for host, update in enumerate(updates)]
 
     def _crowded(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
@@ -186,25 +175,15 @@ class UpdatePhase:
         cells = []
         for team, group, tasks in zip(teams, groups, adamw, strict=True):
             for host, result in enumerate(group.results(ran)):
-                cells.append(self._cell(team, host, ran[tasks[host]].end - ran[tasks[host]].start, result))
+                own = ran[tasks[host]]
+                cells.append(CellUpdate(team=team, host=host, adamw_s=own.end - own.start, update=result))
         windows = []
         for stage, task in enumerate(gathers):
-            last = max(cell.seconds for cell in cells if cell.stage == stage)
+            last = max(cell.seconds for cell in cells if cell.team.stage == stage)
             length = ran[task].end - ran[task].start
             within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
-
-    def _cell(self, team: Team, host: int, adamw_s: float, update: RankUpdate) -> CellUpdate:
-        return CellUpdate(
-            stage=team.stage,
-            owner=team.owner,
-            host=host,
-            ranks=team.ranks,
-            elements=team.elements,
-            adamw_s=adamw_s,
-            update=update,
-        )
 
     def _adamw_s(self, stage: int) -> float:
         """Of one rank's share of what AdamW updates."""

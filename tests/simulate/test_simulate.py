@@ -19,9 +19,9 @@ from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
-from canzona_cli.simulate.baselines import layerwise
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import Module, StageTime, slowest_passes, stage_time
+from canzona_cli.simulate.predict import layerwise
 from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
@@ -62,8 +62,8 @@ def inputs(
     else:
         workload = Workload(strategy=strategy, matrices=members, costs=costs)
         if strategy == "layerwise":
-            placed = layerwise(members, mesh, limit)
-            workload = replace(workload, assignment=placed.assignment, buckets=placed.buckets)
+            assignment, found = layerwise(members, mesh, limit)
+            workload = replace(workload, assignment=assignment, buckets=found)
     return config, mesh, workload
 
 

@@ -9,7 +9,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 
 from canzona_cli.planner.assign import balanced_cuts, even_start
 from canzona_cli.planner.buckets import stage_parameters
-from canzona_cli.simulate.baselines import layerwise
+from canzona_cli.simulate.predict import layerwise
 from tests.planner.planning import grid, transformer
 
 
@@ -30,18 +30,16 @@ def test_layerwise_is_megatrons_layout(seed: int) -> None:
         tensors, bucket, dp, DistributedDataParallelConfig()
     )
 
-    ours = layerwise(matrices, grid(tp, dp), bucket)
-    assert [one.elements for one in ours.buckets] == [end - start for start, end in theirs.bucket_indices]
-    assert sum(one.padding for one in ours.buckets) == theirs.bucket_indices[-1][1] - total
-    places = {
-        part.matrices: (one.index, part.start, part.end, part.owner) for one in ours.buckets for part in one.ranges
-    }
+    assignment, ours = layerwise(matrices, grid(tp, dp), bucket)
+    assert [one.elements for one in ours] == [end - start for start, end in theirs.bucket_indices]
+    assert sum(one.padding for one in ours) == theirs.bucket_indices[-1][1] - total
+    places = {part.matrices: (one.index, part.start, part.end, part.owner) for one in ours for part in one.ranges}
     for parameter, tensor in zip(parameters, tensors, strict=True):
         start, end, number = theirs.param_index_map[tensor]
         first, last = theirs.bucket_indices[number]
         owner = (start - first) * dp // (last - first)
         assert places[parameter.matrices] == (number, start - first, end - first, owner)
-        assert all(ours.owners[index] == owner for index in parameter.matrices)
+        assert all(assignment.cells[index].owner == owner for index in parameter.matrices)
 
 
 def test_even_start_is_the_share_a_piece_starts_in() -> None:
