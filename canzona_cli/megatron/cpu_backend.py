@@ -109,39 +109,21 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.tensor_parallel.random as mcore_random
 
     cuda = torch.cuda
-    factories = {
-        "tensor": "optimizer.optimizer (found_inf, loss scale), optimizer.clip_grads",
-        "zeros": "pipeline_parallel.schedules (token count), optimizer.clip_grads",
-        "ones": "transformer.utils (attention masks)",
-    }
-    return (
-        Replacement(
-            owner=cuda, name="current_device", make=_always(CPU), used_by="every `device=torch.cuda.current_device()`"
-        ),
-        Replacement(
-            owner=cuda, name="current_stream", make=_always(CpuStream()), used_by="distributed.param_and_grad_buffer"
-        ),
-        Replacement(owner=cuda, name="manual_seed", make=_manual_seed, used_by="tensor_parallel.random"),
-        Replacement(owner=cuda, name="get_rng_state", make=_get_rng_state, used_by="tensor_parallel.random"),
-        Replacement(
-            owner=mcore_random, name="_get_cuda_rng_state", make=_get_rng_state, used_by="tensor_parallel.random fork"
-        ),
-        Replacement(
-            owner=mcore_random, name="_set_cuda_rng_state", make=_set_rng_state, used_by="tensor_parallel.random fork"
-        ),
-        Replacement(
-            owner=torch.Tensor,
-            name="type",
-            make=_megatron_type_name,
-            used_by="optimizer.optimizer, optimizer.distrib_optimizer, optimizer.clip_grads",
-        ),
-        Replacement(
-            owner=torch.Tensor, name="cuda", make=_tensor_cuda, used_by="models.common.language_module (tied weights)"
-        ),
-        *(
-            Replacement(owner=torch, name=name, make=_factory_on_cpu, used_by=used_by)
-            for name, used_by in factories.items()
-        ),
+    table: tuple[tuple[ModuleType | type, str, Callable[[Callable[..., object]], Callable[..., object]], str], ...] = (
+        (cuda, "current_device", _always(CPU), "every `device=torch.cuda.current_device()`"),
+        (cuda, "current_stream", _always(CpuStream()), "distributed.param_and_grad_buffer"),
+        (cuda, "manual_seed", _manual_seed, "tensor_parallel.random"),
+        (cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
+        (mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
+        (mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
+        (torch.Tensor, "type", _megatron_type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
+        (torch.Tensor, "cuda", _tensor_cuda, "models.common.language_module (tied weights)"),
+        (torch, "tensor", _factory_on_cpu, "optimizer.optimizer (found_inf, loss scale), optimizer.clip_grads"),
+        (torch, "zeros", _factory_on_cpu, "pipeline_parallel.schedules (token count), optimizer.clip_grads"),
+        (torch, "ones", _factory_on_cpu, "transformer.utils (attention masks)"),
+    )
+    return tuple(
+        Replacement(owner=owner, name=name, make=make, used_by=used_by) for owner, name, make, used_by in table
     )
 
 
