@@ -65,7 +65,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     copy of up. selective recomputes core attention, full keeps only the layer's input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
-    tokens, stream = _tokens(config, layout), _stream(config, layout)
+    tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     if recompute == "full":
         return width * stream
     on_cpu, bf16 = config.cluster.device == "cpu", width < FP32
@@ -126,12 +126,12 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     """What a rank of `stage` needs while it computes."""
     model, width, t = config.model, element_bytes(config)[0], layout.tp
     weights = stage_weights(config, layout, stage)
-    tokens, layers = _tokens(config, layout), model.num_layers // layout.pp
+    tokens, layers = micro_batch_tokens(config, layout), model.num_layers // layout.pp
     in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
     activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
     logits = 0
     if stage == layout.pp - 1:
-        activations += _norm(config, _stream(config, layout))
+        activations += _norm(config, stream_elements(config, layout))
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
@@ -206,10 +206,12 @@ def _scores(config: RunConfig, layout: Layout) -> int:
     return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
 
 
-def _stream(config: RunConfig, layout: Layout) -> int:
-    """Elements of the residual stream of one micro-batch."""
-    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
+def stream_elements(config: RunConfig, layout: Layout) -> int:
+    """Of one micro-batch's residual stream, as one rank holds it."""
+    held = micro_batch_tokens(config, layout) * config.model.hidden_size
+    return held // (layout.tp if layout.sequence_parallel else 1)
 
 
-def _tokens(config: RunConfig, layout: Layout) -> int:
+def micro_batch_tokens(config: RunConfig, layout: Layout) -> int:
+    """Of a micro-batch on one rank."""
     return layout.micro_batch_size * config.train.seq_length // layout.cp

@@ -197,17 +197,20 @@ class Subject:
     profile: Mapping[str, Scalar]
     """The hardware figures that costs come from."""
 
-    def flat(self) -> dict[str, Scalar]:
-        """`layout.tp` and so on, in the order of the fields."""
-        parts = {
-            "model": self.model,
+    def content(self) -> dict[str, dict[str, Scalar]]:
+        """Each part as plain values, in the order of the fields."""
+        return {
+            "model": dict(self.model),
             "layout": asdict(self.layout),
             "optimizer": asdict(self.optimizer),
             "settings": asdict(self.settings),
-            "buffers": self.buffers,
-            "profile": self.profile,
+            "buffers": dict(self.buffers),
+            "profile": dict(self.profile),
         }
-        return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+
+    def flat(self) -> dict[str, Scalar]:
+        """`layout.tp` and so on."""
+        return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,17 +247,9 @@ class Plan:
 
     def content(self) -> dict[str, object]:
         """Everything the hash covers, as plain JSON values."""
-        subject = self.subject
         return {
             "version": self.version,
-            "subject": {
-                "model": dict(subject.model),
-                "layout": asdict(subject.layout),
-                "optimizer": asdict(subject.optimizer),
-                "settings": asdict(subject.settings),
-                "buffers": dict(subject.buffers),
-                "profile": dict(subject.profile),
-            },
+            "subject": self.subject.content(),
             "lower_bounds": list(self.lower_bounds),
             "matrices": [
                 {

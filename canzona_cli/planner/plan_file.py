@@ -9,8 +9,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.planner import make_plan, subject
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"

@@ -1,11 +1,15 @@
 """From a run to its `Plan`: matrices, costs, owners and hosts, buckets, micro-groups. No torch, no clock, no chance."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema.field import PLAN
+from canzona_cli.config.settings import affecting
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
@@ -19,9 +23,8 @@ from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
 from canzona_cli.planner.micro_groups import ExchangeCost, micro_groups
 from canzona_cli.planner.packing import lower_bound
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan import Mesh, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.subject import settings, subject
 
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
@@ -97,6 +100,50 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """As `make_plan`, whatever memory it takes: for comparisons."""
     return _plan(config, layout, shapes, _matrices(config, layout, shapes), None)
+
+
+def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
+    """The subject of the plan for a run.
+
+    Args:
+        shapes: the user's own, where these are planned instead of `config.model`.
+    """
+    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
+    return Subject(
+        model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
+        layout=Mesh.of(layout),
+        optimizer=algorithm(config),
+        settings=settings(config),
+        buffers=MappingProxyType(
+            {
+                "bucket_elements": bucket_elements(config, layout),
+                "precision": config.train.precision,
+                "grad_reduce_dtype": config.train.grad_reduce_dtype,
+            }
+        ),
+        profile=MappingProxyType(
+            {
+                name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+                for name in affecting(PLAN, "cluster")
+                for value in (getattr(config.cluster, name),)
+            }
+        ),
+    )
+
+
+def settings(config: RunConfig) -> PlanSettings:
+    """What the planner is asked for. Only asc and canzona have plans; sc and layerwise are compared with canzona's."""
+    engine = config.engine
+    return PlanSettings(
+        strategy="asc" if engine.strategy == "asc" else "canzona",
+        layout=engine.layout,
+        splitting=engine.splitting,
+        alpha=engine.alpha,
+        c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
+        grouping=engine.grouping,
+        reduction=engine.reduction,
+        exchange_dtype=engine.exchange_dtype,
+    )
 
 
 def update_costs(

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.planner.activations import micro_batch_tokens, stream_elements
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import Unit, matmul_rate, matmul_seconds, memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
@@ -119,7 +120,7 @@ def slowest_passes(config: RunConfig, layout: Layout) -> tuple[float, float]:
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     """The first layer's modules in forward order."""
     model, t, cluster = config.model, layout.tp, config.cluster
-    tokens, stream = _tokens(config, layout), _stream(config, layout)
+    tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
     pass_s, accumulate_s = _pass_s(config), _accumulate_s(config)
@@ -158,7 +159,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
-    moved_s = 2 * _pass_s(config) * _stream(config, layout)
+    moved_s = 2 * _pass_s(config) * stream_elements(config, layout)
     return Module(
         part="embedding",
         layer=-1,
@@ -174,11 +175,11 @@ def _embedding(config: RunConfig, layout: Layout) -> Module:
 def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     """`tied`: its weight is the embedding's on the same stage."""
     model, cluster = config.model, config.cluster
-    vocabulary, tokens = model.vocab_size // layout.tp, _tokens(config, layout)
+    vocabulary, tokens = model.vocab_size // layout.tp, micro_batch_tokens(config, layout)
     weights = vocabulary * model.hidden_size
     product = _product(config, tokens, model.hidden_size, vocabulary)
     logits = tokens * vocabulary / memory_rate(cluster)
-    moved_s = 2 * _pass_s(config) * _stream(config, layout)
+    moved_s = 2 * _pass_s(config) * stream_elements(config, layout)
     return Module(
         part="output",
         layer=model.num_layers,
@@ -190,16 +191,6 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
         exchanges=1 if layout.tp > 1 else 0,
         exchanges_again=0,
     )
-
-
-def _tokens(config: RunConfig, layout: Layout) -> int:
-    """Of a micro-batch on one rank."""
-    return layout.micro_batch_size * config.train.seq_length // layout.cp
-
-
-def _stream(config: RunConfig, layout: Layout) -> int:
-    """Elements of the residual stream that one rank holds."""
-    return _tokens(config, layout) * config.model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
 
 
 def _pass_s(config: RunConfig) -> float:
@@ -223,7 +214,7 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
         return Transfer()
     width, _ = element_bytes(config)
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    size = float(_tokens(config, layout) * config.model.hidden_size * width)
+    size = float(micro_batch_tokens(config, layout) * config.model.hidden_size * width)
     if layout.sequence_parallel:
         return links.all_gather(size, group)
     whole = links.all_reduce(size, group)
@@ -235,4 +226,4 @@ def _hop(config: RunConfig, layout: Layout) -> Transfer:
         return Transfer()
     width, _ = element_bytes(config)
     crosses = Groups.of(layout, config.cluster).stage_crosses
-    return Links(cluster=config.cluster).point_to_point(_stream(config, layout) * width, crosses=crosses)
+    return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)

@@ -20,7 +20,7 @@ from canzona_cli.planner.measures import communication, exchange_sent
 from canzona_cli.planner.memory import step_buffers
 from canzona_cli.planner.micro_groups import ExchangeCost, Job, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.planner import subject
 from canzona_cli.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model

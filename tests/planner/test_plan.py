@@ -16,8 +16,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner.plan import Plan, differences
 from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
-from canzona_cli.planner.planner import make_plan, plannable
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.planner import make_plan, plannable, subject
 from canzona_cli.simulate.study import study_run, with_shapes
 from tests import sizes
 from tests.commands.support import importable
