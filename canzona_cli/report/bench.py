@@ -28,7 +28,7 @@ from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
 from canzona_cli.run.statistics import Speedup
-from canzona_cli.run.why import explain
+from canzona_cli.run.why import StepComparison
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
 
 _SAID = ("device", "machine", "ranks")
@@ -255,14 +255,14 @@ def _losses(result: BenchResult, name: str) -> Text:
 def _why(result: BenchResult, name: str) -> str:
     found = result.strategies[name]
     cores = result.machine.get("cores") if result.device == "cpu" else None
-    why = explain(
-        found.measured.phases,
-        found.predicted.phases,
+    why = StepComparison(
+        measured=found.measured.phases,
+        predicted=found.predicted.phases,
         calibrated=result.calibrated,
         cores=cores if isinstance(cores, int) else None,
         world_size=result.layout.world_size,
         load_balance=found.predicted.load_balance,
-    )
+    ).why()
     return "no phase was measured" if why is None else why.text
 
 

@@ -17,7 +17,7 @@ from canzona_cli.run.codec import load, plain
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.prediction import Prediction, load_prediction
 from canzona_cli.run.statistics import OverRanks
-from canzona_cli.run.why import Why, explain
+from canzona_cli.run.why import StepComparison, Why
 
 NOTHING_S = 1e-6
 """Times below it have no relative error: nothing was done in them."""
@@ -98,15 +98,15 @@ class Breakdown(MeasuredBreakdown):
         """The phase that differs most from the plan, and the likely cause; None without a plan."""
         if self.planned is None:
             return None
-        return explain(
-            {name: phase for name, phase in self.phases.items() if phase is not None},
-            self.planned.phases,
+        return StepComparison(
+            measured={name: phase for name, phase in self.phases.items() if phase is not None},
+            predicted=self.planned.phases,
             ranks=[times.phases for times in sorted(self.ranks, key=lambda times: times.rank)],
             calibrated=self.planned.calibrated and not self.planned.mismatches,
             cores=self.planned.cores,
             world_size=self.layout.world_size,
             load_balance=self.planned.load_balance,
-        )
+        ).why()
 
     def as_json(self) -> dict[str, object]:
         """The content of breakdown.json, the prediction, and why they differ; additions keep `version`."""

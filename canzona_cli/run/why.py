@@ -30,50 +30,38 @@ class Why:
     text: str
 
 
-def explain(
-    measured: Mapping[str, OverRanks],
-    predicted: Mapping[str, float],
-    *,
-    ranks: Sequence[Mapping[str, float]] = (),
-    calibrated: bool,
-    cores: int | None,
-    world_size: int,
-    load_balance: float | None = None,
-) -> Why | None:
-    """What tells most about the difference between a measured and a predicted step; None without a measured step.
+@dataclass(frozen=True, kw_only=True)
+class StepComparison:
+    """A measured step next to its prediction."""
 
-    Args:
-        measured: by phase; `_total`s may be among them.
-        predicted: seconds by phase, mean over ranks; a phase that is missing takes no time.
-        ranks: by rank, its seconds by phase; without them no rank is named.
-        calibrated: whether the prediction rests on a profile that was measured.
-        cores: that the ranks of one machine share; None where each rank has a device of its own.
-        load_balance: planned, of matrix updates: max over mean of the ranks.
-    """
-    phases = [name for name in IN_STEP if name in measured or predicted.get(name)]
-    step = sum(measured[name].mean_s for name in phases if name in measured)
-    if step <= 0:
-        return None
-    facts = _Facts(measured, predicted, ranks, calibrated, cores, world_size, load_balance)
-    worst = max(phases, key=lambda name: abs(facts.took(name) - facts.planned(name)))
-    took, planned = facts.took(worst), facts.planned(worst)
-    if abs(took - planned) <= NEGLIGIBLE * step:
-        text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
-    else:
-        name = PHASES[worst].subject
-        text = f"{name} took {milliseconds(took)} ms, planned {milliseconds(planned)} ms: {facts.cause(worst)}"
-    return Why(phase=worst, measured_s=took, predicted_s=planned, text=text)
-
-
-@dataclass(frozen=True)
-class _Facts:
     measured: Mapping[str, OverRanks]
+    """By phase; `_total`s may be among them."""
     predicted: Mapping[str, float]
-    ranks: Sequence[Mapping[str, float]]
+    """Seconds by phase, mean over ranks; a phase that is missing takes no time."""
+    ranks: Sequence[Mapping[str, float]] = ()
+    """By rank, its seconds by phase; without them no rank is named."""
     calibrated: bool
+    """Whether the prediction rests on a profile that was measured."""
     cores: int | None
+    """Cores that the ranks of one machine share; None where each rank has a device of its own."""
     world_size: int
-    load_balance: float | None
+    load_balance: float | None = None
+    """Planned, of matrix updates: max over mean of the ranks."""
+
+    def why(self) -> Why | None:
+        """What tells most about the difference between the two; None without a measured step."""
+        phases = [name for name in IN_STEP if name in self.measured or self.predicted.get(name)]
+        step = sum(self.measured[name].mean_s for name in phases if name in self.measured)
+        if step <= 0:
+            return None
+        worst = max(phases, key=lambda name: abs(self.took(name) - self.planned(name)))
+        took, planned = self.took(worst), self.planned(worst)
+        if abs(took - planned) <= NEGLIGIBLE * step:
+            text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
+        else:
+            name = PHASES[worst].subject
+            text = f"{name} took {milliseconds(took)} ms, planned {milliseconds(planned)} ms: {self.cause(worst)}"
+        return Why(phase=worst, measured_s=took, predicted_s=planned, text=text)
 
     def took(self, phase: str) -> float:
         return self.measured[phase].mean_s if phase in self.measured else 0.0

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
@@ -135,33 +136,26 @@ class Journal:
     def stage(self, stage: Stage, detail: str = "") -> None:
         if self._heart is not None:  # every rank's, whether it writes or not
             self._heart.stage(stage)
-        if self._writes:
-            self._lines.append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
+        self._append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
         """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
-        if self._writes:
-            incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
-            self._lines.append(self._files.events, incident.line())
+        incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
+        self._append(self._files.events, incident.line())
 
     def checkpoint(self, event: CheckpointEvent) -> None:
         """A checkpoint is on the disk."""
-        if self._writes:
-            self._lines.append(self._files.events, plain(replace(event, time=time.time())))
+        self._append(self._files.events, plain(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
-        if not self._writes:
-            return
-        self._lines.append(self._files.metrics, plain(replace(metrics, time=time.time())))
+        self._append(self._files.metrics, plain(replace(metrics, time=time.time())))
         if self._board is not None:
             values = {key: getattr(metrics, key) for key in ("loss", "lr", "grad_norm", "tokens_per_s")}
             shown = {f"train/{key}": value for key, value in values.items() if value is not None}
             self._board.add(shown, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
-        if not self._writes:
-            return
-        self._lines.append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
+        self._append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
         if self._board is not None:
             self._board.add({"validation/loss": loss}, step)
 
@@ -176,6 +170,10 @@ class Journal:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+
+    def _append(self, path: Path, line: Mapping[str, object]) -> None:
+        if self._writes:
+            self._lines.append(path, line)
 
     def _warn(self, said: str) -> None:
         """Say it in this rank's log, and to whoever watches the run if events can be written at all."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks
-from canzona_cli.run.why import Why, explain
+from canzona_cli.run.why import StepComparison, Why
 
 PLAN = {
     "forward": 0.100,
@@ -34,15 +34,15 @@ def over(ranks: Sequence[Rank]) -> dict[str, OverRanks]:
 
 
 def why(ranks: Sequence[Rank], *, calibrated: bool = True, cores: int | None = None, named: bool = True) -> Why:
-    found = explain(
-        over(ranks),
-        PLAN,
+    found = StepComparison(
+        measured=over(ranks),
+        predicted=PLAN,
         ranks=ranks if named else (),
         calibrated=calibrated,
         cores=cores,
         world_size=len(ranks),
         load_balance=1.05,
-    )
+    ).why()
     assert found is not None
     return found
 
@@ -135,7 +135,7 @@ def test_input_that_is_waited_for() -> None:
 
 
 def test_without_a_measured_step_there_is_nothing_to_explain() -> None:
-    assert explain({}, PLAN, calibrated=True, cores=None, world_size=1) is None
+    assert StepComparison(measured={}, predicted=PLAN, calibrated=True, cores=None, world_size=1).why() is None
 
 
 @given(
@@ -157,15 +157,15 @@ def test_whatever_was_measured_the_largest_difference_is_named(
     named: bool,
 ) -> None:
     measured = over(ranks)
-    found = explain(
-        measured,
-        predicted,
+    found = StepComparison(
+        measured=measured,
+        predicted=predicted,
         ranks=ranks if named else (),
         calibrated=calibrated,
         cores=cores,
         world_size=len(ranks),
         load_balance=1.0,
-    )
+    ).why()
     step = sum(seconds.mean_s for name, seconds in measured.items() if name in IN_STEP)
     assert (found is None) == (step <= 0)
     if found is None:
