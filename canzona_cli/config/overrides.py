@@ -48,14 +48,12 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
         elif setting_of(key) is None:
             problems.append(unknown_key(key, text))
         elif (mapping := mapping_key(key)) is not None and not key.removeprefix(f"{mapping}.").isidentifier():
-            problems.append(_not_an_entry(key, text, mapping))
+            fix = f"write {mapping}.NAME=VALUE"
+            problems.append(Problem(key=key, value=text, reason="is not a valid Python argument name", fix=fix))
         elif key == "optimizer.name":
             fix = f"write optimizer={text}"
-            problems.append(
-                Problem(
-                    key=key, value=text, reason="is set by choosing an optimizer, with all of its settings", fix=fix
-                )
-            )
+            reason = "is set by choosing an optimizer, with all of its settings"
+            problems.append(Problem(key=key, value=text, reason=reason, fix=fix))
         else:
             parsed = _parse_value(key, text)
             if isinstance(parsed, Problem):
@@ -92,7 +90,8 @@ def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Pr
             Problem(key=group, value=option, reason=f"is given twice, first as {groups[group]}", fix="keep one of them")
         )
     elif not option or option.startswith(("[", "{", "$")) or ("," in option and "/" not in option):
-        problems.append(_sweep(group, text) if "," in option else _empty_group(group, text))
+        empty = Problem(key=group, value=text, reason="does not name an option", fix=f"write {group}=NAME")
+        problems.append(_sweep(group, text) if "," in option else empty)
     else:
         groups[group] = option
 
@@ -135,19 +134,6 @@ def _sweep(key: str, text: str) -> Problem:
         fix="start one run for each value"
         + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""),
     )
-
-
-def _not_an_entry(key: str, text: str, mapping: str) -> Problem:
-    return Problem(
-        key=key,
-        value=text,
-        reason="is not a valid Python argument name",
-        fix=f"write {mapping}.NAME=VALUE",
-    )
-
-
-def _empty_group(group: str, text: str) -> Problem:
-    return Problem(key=group, value=text, reason="does not name an option", fix=f"write {group}=NAME")
 
 
 def _not_an_override(argument: str) -> Problem:

@@ -162,18 +162,11 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
     """`_target_` keys and resolvers anywhere in a YAML tree."""
-    if isinstance(content, Mapping):
-        for name, value in content.items():
-            below = f"{key}.{name}" if key else str(name)
-            if name == "_target_":
-                yield target_problem(below, f"in {where}")
-            else:
-                yield from content_problems(value, where, below)
-    elif isinstance(content, list):
-        for value in content:
-            yield from content_problems(value, where, key)
-    elif isinstance(content, str) and (refused := resolver_problem(key, content)) is not None:
-        yield refused
+    for own, name, text in _texts(content, key, names=True):
+        if name == text == "_target_":
+            yield target_problem(own, f"in {where}")
+        elif name != "_target_" and (refused := resolver_problem(own, text)) is not None:
+            yield refused
 
 
 def target_problem(key: str, where: str) -> Problem:

@@ -10,6 +10,7 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     group_options,
     read_yaml,
+    shadowed,
     shown,
     user_recipes_dirs,
 )
@@ -50,7 +51,6 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     """The user's own recipes by name, then the built-in ones. Raises ConfigError for a folder that is not there."""
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
-    builtin_names = group_options("recipe", [builtin])
     found = []
     for name, path in group_options("recipe", dirs).items():
         try:
@@ -65,7 +65,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
                 name=name,
                 path=path,
                 builtin=ours,
-                shadows=not ours and name in builtin_names,
+                shadows=any(shadowed([path])),
                 model=_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
                 cluster=_named(tree.get("cluster")),

@@ -1,7 +1,5 @@
 """Parameters and FLOPs of the Qwen3 family (dense), from its shapes alone.
 
-Shapes per layer, as (rows, columns) with outputs first: q (heads * head_dim, hidden), k and v
-(groups * head_dim, hidden), proj (hidden, heads * head_dim), gate and up (ffn, hidden), down (hidden, ffn).
 Source: Qwen3 Technical Report, arXiv 2505.09388, and the published `config.json` files.
 """
 
@@ -10,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.model.geometry import layer_weights
 
 PUBLISHED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -31,17 +30,10 @@ class ParameterCount:
     embedding: int
     output: int
     """The output layer's own weight; 0 when it is the embedding's."""
-    attention: int
-    """q, k, v and proj of all layers."""
-    mlp: int
-    """gate, up and down of all layers."""
+    layer_matrices: int
+    """What a matrix optimizer updates: every 2-D weight but the embedding and the output layer."""
     norms: int
     """RMSNorm weights: two per layer, q and k norms, and the final one."""
-
-    @property
-    def layer_matrices(self) -> int:
-        """What a matrix optimizer updates: every 2-D weight but the embedding and the output layer."""
-        return self.attention + self.mlp
 
     @property
     def non_embedding(self) -> int:
@@ -52,16 +44,6 @@ class ParameterCount:
     def total(self) -> int:
         """Every weight once; a tied output layer is not counted again."""
         return self.non_embedding + self.embedding + self.output
-
-
-def attention_parameters(model: ModelConfig) -> int:
-    """q, k, v and proj of one layer."""
-    return 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_query_groups)
-
-
-def mlp_parameters(model: ModelConfig) -> int:
-    """gate, up and down of one layer."""
-    return 3 * model.hidden_size * model.ffn_hidden_size
 
 
 def norm_parameters(model: ModelConfig) -> int:
@@ -75,8 +57,7 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
     return ParameterCount(
         embedding=vocabulary,
         output=0 if model.tied_embeddings else vocabulary,
-        attention=model.num_layers * attention_parameters(model),
-        mlp=model.num_layers * mlp_parameters(model),
+        layer_matrices=model.num_layers * sum(weight.rows * weight.cols for weight in layer_weights(model)),
         norms=model.num_layers * norm_parameters(model) + model.hidden_size,
     )
 
