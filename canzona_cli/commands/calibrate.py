@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import progress, show, warn
+from canzona_cli.commands.output import progress, show, warn_about
 
 
 def calibrate(
@@ -39,12 +39,11 @@ def calibrate(
     from canzona_cli.calibrate.measurement import FULL, QUICK
     from canzona_cli.calibrate.profile_file import check_writable, default_path, write_profile
     from canzona_cli.calibrate.whole_steps import ShortBenches, with_steps
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
-    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=False)))
+    warn_about(composed, training=False)
     config, layout = prepared(composed.config)
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)

@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from canzona_cli.config.compose import Composed
+
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
     """Print a mapping as JSON, anything else as a page."""
@@ -32,6 +34,13 @@ def warn(warnings: Iterable[str]) -> None:
     errors = Console(stderr=True, highlight=False)
     for warning in dict.fromkeys(warnings):
         errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None:
+    """Warn of what composing a run found, of what its cluster profile is not good for, and of `notes`."""
+    from canzona_cli.cluster.machine import profile_warnings
+
+    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
 
 
 def progress(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import show, warn, write_out
+from canzona_cli.commands.output import show, warn_about, write_out
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 
@@ -51,7 +51,6 @@ def plan(
         return
 
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
     from canzona_cli.planner.plan_file import default_path
@@ -63,7 +62,7 @@ def plan(
     except ConfigError as error:
         raise ConfigError(*map(_with_hint, error.problems)) from None
     config, notes = plannable(composed.config, composed.explicit)
-    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=False), *notes))
+    warn_about(composed, *notes, training=False)
     _check_places(dry_run, out, plot)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.commands.output import warn_about
 from canzona_cli.config.completion import complete_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -67,13 +68,11 @@ def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDirs = 
 
     Null values are chosen when a run starts.
     """
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run, dump_resolved
     from canzona_cli.config.recipes import shown
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
-    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
-        typer.echo(f"warning: {warning}", err=True)
+    warn_about(composed)
     typer.echo("# Composed, later files over earlier ones, from")
     for file in composed.files:
         typer.echo(f"#   {shown(file)}")

@@ -32,7 +32,7 @@ def report(
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
-        from canzona_cli.report.run_compare import ComparedView
+        from canzona_cli.report.run import ComparedView
         from canzona_cli.run.compare import compare_runs
 
         compared = compare_runs(run_dirs[0], run_dirs[1])

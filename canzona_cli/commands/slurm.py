@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.commands.output import warn_about
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +95,6 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
     Raises:
         ConfigError: the mistakes of both at once.
     """
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.launch.slurm_job import check
@@ -110,8 +110,7 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
         raise ConfigError(*problems, *error.problems) from error
     if problems:
         raise ConfigError(*problems)
-    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
-        typer.echo(f"warning: {warning}", err=True)
+    warn_about(composed)
     return composed.config
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import warn
+from canzona_cli.commands.output import warn, warn_about
 from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     from rich.console import Console
 
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.launch.slurm import adopt, current_step
     from canzona_cli.launch.stop import Preempted, before_workers
@@ -72,7 +71,7 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides, recipes_dirs=recipes_dir or [])
-    warn((*composed.warnings, *profile_warnings(composed.config.cluster)))
+    warn_about(composed)
     config, layout = resolve(composed.config)
     adopted = adopt(config, current_step())
     config = adopted.config
@@ -163,7 +162,7 @@ def _launch(
     from canzona_cli.launch.resume import resumption
     from canzona_cli.launch.run_dir import check_free, prediction_here
     from canzona_cli.launch.supervisor import Supervision
-    from canzona_cli.report.train_live import make_view
+    from canzona_cli.report.train_views import make_view
 
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)

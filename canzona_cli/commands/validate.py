@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.commands.output import warn_about
 
 
 def validate(
@@ -21,7 +22,6 @@ def validate(
     from rich.text import Text
 
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.cluster.machine import profile_warnings
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.model.qwen3 import parameter_count
@@ -38,8 +38,7 @@ def validate(
     from canzona_cli.run.words import count
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
-    for warning in (*composed.warnings, *profile_warnings(composed.config.cluster)):
-        Console(stderr=True, highlight=False).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    warn_about(composed)
     config, layout = resolve(composed.config)
     plan = obtain_plan(config, layout)
     corpus = None

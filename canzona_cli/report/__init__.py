@@ -7,7 +7,7 @@
 | `header` | how a run is described, in the same words everywhere |
 | `errors` | errors of all commands |
 | `train_*` | `canzona train`: the live view, plain lines for pipes, the dry run |
-| `run*` | `canzona report`: a run afterwards, its breakdown, two runs compared, traces |
+| `run*` | `canzona report`: a run afterwards or two side by side, its breakdown, traces |
 | `plan*`, `bench*`, `checkpoint*`, `calibrate`, `data`, `doctor`, `recipes` | the command of that name |
 
 Nothing here measures, simulates or reads run directories.

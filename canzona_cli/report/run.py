@@ -1,6 +1,6 @@
-"""`canzona report RUN`: how a run ended, the first error, the loss, the breakdown."""
+"""`canzona report`: how a run ended, the first error, the loss, the breakdown; or two runs side by side."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -9,14 +9,21 @@ from rich.text import Text
 from canzona_cli.report.charts import line_chart
 from canzona_cli.report.page import Page, Screen, labelled, wrapped
 from canzona_cli.report.run_breakdown import BreakdownView
-from canzona_cli.report.train_state import relative_change
+from canzona_cli.report.tables import Table
+from canzona_cli.report.train_state import loss_change
+from canzona_cli.run.compare import Compared, ratio
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import clean, duration, guarded, number, plural
+from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size
 
+_LONGEST_VALUE = 36
 _MOST_WARNINGS = 5
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red"}
+
+_Row = tuple[str, str, str, str]
+"""What, of run A, of run B, how they compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,89 @@ class RunView(Page):
             if len(points) == 1 or first is None or last is None:
                 yield label, f"{number(last, '.4f') if last is not None else 'not finite'} at step {end:,.0f}"
                 continue
-            change = number(relative_change(first, last), "+.1f")
-            losses = f"{number(first, '.4f')} {arrow} {number(last, '.4f')} ({change}%)"
-            yield label, f"{losses}, steps {begin:,.0f} {arrow} {end:,.0f}"
+            yield label, f"{loss_change(first, last, arrow)}, steps {begin:,.0f} {arrow} {end:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedView(Page):
+    """Settings, losses, phases, figures of two runs; B / A is above 1 where run B takes more."""
+
+    compared: Compared
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        compared = self.compared
+        for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
+            planned = "" if plan is None else f", plan {plan[:8]}"
+            text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
+            yield wrapped(text, first=f"  {letter}  ")
+        yield Text()
+        if compared.a.config is None or compared.b.config is None:
+            yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
+        elif compared.settings:
+            settings = ((clean(key), *map(_value, values)) for key, values in compared.settings.items())
+            yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
+        else:
+            yield Text("  all settings are equal")
+        yield Text()
+        yield _table("loss", self._losses(), last="B to A")
+        if compared.phases:
+            yield Text()
+            yield _table("phase, ms (mean)", self._phases())
+            yield Text()
+            yield _table("", self._figures())
+        notes = [f"{letter}: {note}" for letter, run in (("A", compared.a), ("B", compared.b)) for note in run.notes]
+        if notes:
+            yield Text()
+        for note in notes:
+            yield wrapped(clean(note), "yellow", first="  ! ")
+
+    def _losses(self) -> Iterator[_Row]:
+        compared = self.compared
+        for what, loss in (("first", compared.first), ("last", compared.last)):
+            if loss is None:
+                yield f"{what} common step", MISSING, MISSING, MISSING
+            else:
+                change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
+                yield f"step {loss.step:,} ({what} of both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
+        a, b = compared.best_validation
+        change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
+        yield "best validation", number(a, ".4f"), number(b, ".4f"), change
+
+    def _phases(self) -> Iterator[_Row]:
+        for name, (a, b) in self.compared.phases.items():
+            label = name if name == "step" else LABELS.get(name, clean(name))
+            yield label, milliseconds(a), milliseconds(b), number(ratio((a, b)), ".2f")
+
+    def _figures(self) -> Iterator[_Row]:
+        figures = self.compared.figures
+        for name, label, spec in (
+            ("tokens_per_s", "tokens/s", ",.0f"),
+            ("tokens_per_s_per_gpu", "tokens/s per rank", ",.0f"),
+            ("mfu", "MFU", ".1%"),
+            ("load_balance", "load balance", ".2f"),
+        ):
+            a, b = figures[name]
+            yield label, number(a, spec), number(b, spec), number(ratio((a, b)), ".2f")
+        a, b = figures["peak_memory_bytes"]
+        yield "peak memory", size(a), size(b), number(ratio((a, b)), ".2f")
+
+
+def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
+    table = Table(title)
+    for name in ("A", "B"):
+        table.add_column(name, justify="right", overflow="fold")
+    if last:
+        table.add_numbers(last)
+    for row in rows:
+        table.add_row(*row[: len(table.columns)], style="dim" if row[0].startswith(" ") else "")
+    return table
+
+
+def _value(value: object) -> str:
+    """As it is typed; a long table by its length."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
+    if len(shown) <= _LONGEST_VALUE:
+        return shown
+    return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."

@@ -206,14 +206,18 @@ class TrainState:
         )
 
     def validation_change(self, arrow: str) -> str:
-        """`9.7213 -> 4.3121 (-55.6%)`; the first is the loss before training."""
+        """From the loss before training to the newest."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]
         if len(self.validations) == 1:
             return number(first, ".4f")
-        change = number(relative_change(first, last), "+.1f")
-        return f"{number(first, '.4f')} {arrow} {number(last, '.4f')} ({change}%)"
+        return loss_change(first, last, arrow)
+
+
+def loss_change(first: float, last: float, arrow: str) -> str:
+    """`9.7213 -> 4.3121 (-55.6%)`."""
+    return f"{number(first, '.4f')} {arrow} {number(last, '.4f')} ({number(relative_change(first, last), '+.1f')}%)"
 
 
 def relative_change(first: float, last: float) -> float:

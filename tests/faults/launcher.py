@@ -10,7 +10,7 @@ from rich.console import Console
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.supervisor import Supervision
-from canzona_cli.report.train_plain import PlainView
+from canzona_cli.report.train_views import PlainView
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 

@@ -1,0 +1,254 @@
+"""A run on its way: on a terminal a frame that redraws itself below what scrolls by, in pipes and logs plain lines."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.data.corpus import PreparedCorpus
+from canzona_cli.launch.view import Earlier, TrainView
+from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.report.charts import bar
+from canzona_cli.report.header import header_rows
+from canzona_cli.report.page import labelled, wrapped
+from canzona_cli.report.train_frame import Frame
+from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change
+from canzona_cli.run.events import Note
+from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
+
+_REFRESHES_PER_SECOND = 4
+_STATUS_STYLE: Mapping[RunStatus, str] = {
+    "done": "bold green",
+    "failed": "bold red",
+    "interrupted": "bold yellow",
+    "preempted": "bold yellow",
+}
+_SECONDS_BETWEEN_LINES = 2.0
+_LINES_BETWEEN_TITLES = 50
+_TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'step':>8} {'left':>7}"
+
+
+def make_view(config: RunConfig, layout: Layout, console: Console) -> TrainView:
+    """The view that suits the console: live where the cursor can move, plain lines in pipes and dumb terminals."""
+    if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
+        return LiveView(config, layout, console)
+    return PlainView(config, layout, console)
+
+
+class _Watching(TrainView):
+    """What both views share: the run's state, and what its header says. A view prints the rows in its own way."""
+
+    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
+        self.state = TrainState(config=config, layout=layout, clock=clock)
+        self._console = console
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def header(
+        self,
+        *,
+        run_dir: Path,
+        corpus: PreparedCorpus | None = None,
+        plan: Obtained | None = None,
+        earlier: Earlier | None = None,
+    ) -> None:
+        config, layout, ascii_only = self.state.config, self.state.layout, self._console.options.ascii_only
+        rows = header_rows(config, layout, run_dir, corpus, plan=plan, earlier=earlier, ascii_only=ascii_only)
+        if earlier is not None:
+            with self._lock:
+                self.state.go_on(earlier)
+        self._print_header(rows)
+
+    def _print_header(self, rows: list[tuple[str, str]]) -> None:
+        raise NotImplementedError
+
+
+class LiveView(_Watching):
+    """Redraws four times a second at any terminal width; the last frame stays.
+
+    Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them. It is
+    never held while printing, because rich's drawing thread takes its own lock first and then this one.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
+        super().__init__(config, layout, console, clock=clock)
+        self._preparing: tuple[str, float] | None = None
+        self._live = Live(
+            self, console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=False, vertical_overflow="crop"
+        )
+
+    def _print_header(self, rows: list[tuple[str, str]]) -> None:
+        styled = ((label, Text(value, style="bold" if label == "recipe" else "")) for label, value in rows)
+        self._console.print(*labelled(styled, 11))
+        self._console.print()
+
+    def progress(self, what: str, fraction: float) -> None:
+        share = min(1.0, max(0.0, real(fraction) or 0.0))
+        with self._lock:
+            ended = share >= 1 and self._preparing is not None
+            self._preparing = None if share >= 1 else (what, share)
+        if ended:
+            self._finished(what, "")
+        self._begin()
+
+    def stage(self, event: StageEvent) -> None:
+        with self._lock:
+            self._preparing = None
+            ended = self.state.add_stage(event)
+        if ended is not None and ended.name not in REPEATED_STAGES:
+            self._finished(ended.name, duration(self.state.clock() - ended.started))
+        self._begin()
+
+    def step(self, metrics: StepMetrics) -> None:
+        with self._lock:
+            self.state.add_step(metrics)
+        self._begin()
+
+    def validation(self, validation: ValidationLoss) -> None:
+        with self._lock:
+            self.state.add_validation(validation)
+        self._begin()
+
+    def note(self, note: Note) -> None:
+        text = Text(f"  {note.text}", style="yellow" if note.warning else "dim")
+        self._console.print(wrapped(text, rest="    "))
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        if self._closed:
+            return
+        with self._lock:
+            self._closed = True
+        if self._live.is_started:
+            self._live.stop()
+        self._console.print(wrapped(closing(self.state, status, message), _STATUS_STYLE[status], first="  "))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._lock:
+            if self._preparing is not None and not self._closed:
+                what, share = self._preparing
+                drawn = bar(share, 20, ascii_only=options.ascii_only)
+                line = Text(f"  {clean(what)}  {drawn:<20}  {100 * share:3.0f}%", no_wrap=True)
+                line.truncate(options.max_width)
+                yield line
+            else:
+                yield from Frame(state=self.state, closed=self._closed).__rich_console__(console, options)
+
+    def _begin(self) -> None:
+        # Started late: what is printed before the first record scrolls by undisturbed.
+        if not self._closed and not self._live.is_started:
+            self._live.start(refresh=True)
+
+    def _finished(self, name: str, took: str) -> None:
+        mark = "+" if self._console.options.ascii_only else "✓"
+        line = Text.assemble(("  " + mark, "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
+        line.truncate(self._console.width)
+        self._console.print(line)
+
+
+class PlainView(_Watching):
+    """Prints each logged step, but at most one line in two seconds; every validation and the last step always."""
+
+    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
+        super().__init__(config, layout, console, clock=clock)
+        self._printed_at: float | None = None
+        self._lines = 0
+        self._unprinted = False
+        self._guarded: list[str] = []
+        self._progress_at: float | None = None
+
+    def _print_header(self, rows: list[tuple[str, str]]) -> None:
+        for label, value in rows:
+            self._print(f"{label:<10} {value}")
+
+    def progress(self, what: str, fraction: float) -> None:
+        now, done = self.state.clock(), fraction >= 1
+        if self._progress_at is None or done or now - self._progress_at >= 5 * _SECONDS_BETWEEN_LINES:
+            self._progress_at = None if done else now
+            self._print(f"{self._time()} {clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%")
+
+    def stage(self, event: StageEvent) -> None:
+        ended = self.state.add_stage(event)
+        stage = self.state.stages[-1]
+        # Of the stages that alternate, only the first: steps and validations speak for themselves.
+        if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
+            detail = f": {clean(stage.detail)}" if stage.detail else ""
+            self._print(f"{self._time()} {clean(stage.name)}{detail}")
+
+    def step(self, metrics: StepMetrics) -> None:
+        state = self.state
+        state.add_step(metrics)
+        now = state.clock()
+        due = self._printed_at is None or now - self._printed_at >= _SECONDS_BETWEEN_LINES
+        if due or state.step >= state.total:
+            self._print_step(now)
+        else:
+            self._unprinted = True
+
+    def validation(self, validation: ValidationLoss) -> None:
+        state, known = self.state, len(self.state.validations)
+        state.add_validation(validation)
+        if len(state.validations) == known:
+            return
+        if self._unprinted:
+            self._print_step(state.clock())
+        (_, first), (step, loss) = state.validations[0], state.validations[-1]
+        change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
+        self._print(f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}")
+
+    def note(self, note: Note) -> None:
+        self._print(f"{self._time()} {'warning: ' if note.warning else ''}{note.text}")
+
+    def close(self, status: RunStatus = "done", message: str = "") -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._unprinted:
+            self._print_step(self.state.clock())
+        self._print(f"{self._time()} {closing(self.state, status, message)}")
+
+    def _print_step(self, now: float) -> None:
+        state, last = self.state, self.state.last
+        if self._lines % _LINES_BETWEEN_TITLES == 0:
+            self._print(_TITLES)
+        self._lines += 1
+        self._printed_at, self._unprinted = now, False
+        self._print(
+            f"{self._time()} {f'{state.step:,}/{state.total:,}':>13} {number(state.loss, '.4f'):>9} "
+            f"{number(last and last.lr, '.2e'):>9} {number(last and last.grad_norm, '.3f'):>9} "
+            f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
+        )
+        for text in state.guarded:
+            if text not in self._guarded:
+                self._print(f"{self._time()} {text}")
+        self._guarded = state.guarded
+
+    def _time(self) -> str:
+        return f"{_clock(self.state.elapsed):>8}"
+
+    def _print(self, line: str) -> None:
+        # soft_wrap: a log keeps its lines whole whatever width the console guesses.
+        self._console.print(Text(line.rstrip()), soft_wrap=True)
+
+
+def closing(state: TrainState, status: RunStatus, message: str) -> str:
+    """How the run ended, in one line."""
+    elapsed = duration(state.elapsed)
+    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
+    if status == "done":
+        return f"done, {state.step:,} steps in {elapsed}{remarks}"
+    return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"
+
+
+def _clock(seconds: float | None) -> str:
+    """`2:05`, `3:20:11`: fixed and narrow, for columns."""
+    if seconds is None:
+        return MISSING
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
