@@ -44,15 +44,10 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes on the rank that needs most, and what its GPU has."""
+class _Memory:
+    """Bytes on the rank that needs most, by part, and what its GPU has."""
 
     parts: Mapping[str, int]
-    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
-    once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
-    is the least of the engine's own buffers; how much more a plan takes is known once there is one."""
-    worst_rank: str
-    """Which rank that is: `every rank`, or `pp stage 0`."""
     capacity: int
     """Memory of the cluster profile's GPU less what it reserves."""
 
@@ -61,13 +56,25 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate(_Memory):
+    """Bytes on the rank that needs most, and what its GPU has."""
+
+    parts: Mapping[str, int]
+    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
+    once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
+    is the least of the engine's own buffers; how much more a plan takes is known once there is one."""
+    worst_rank: str
+    """Which rank that is: `every rank`, or `pp stage 0`."""
+
+    @property
     def state(self) -> int:
         """What stays from step to step: weights, gradient buffers and optimizer state."""
         return self.parts["weights"] + self.parts["gradients"] + self.parts["optimizer"]
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,24 +94,15 @@ class StepBuffers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanMemory:
+class PlanMemory(_Memory):
     """Bytes on the rank that needs most."""
 
     parts: Mapping[str, int]
     """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
     What is never alive together counts once, see `activations.Transient`."""
     worst: Place
-    capacity: int
     buffers: StepBuffers
     """Of that rank."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity
 
 
 @dataclass(frozen=True, kw_only=True)

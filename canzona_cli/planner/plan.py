@@ -14,8 +14,6 @@ from canzona_cli.config.schema import BufferLayout, Grouping, Layout, Precision,
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
-Mode = Literal["hosted"]
-"""How a matrix is updated; later: gram_sharded."""
 VERSION = 2
 """Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
@@ -222,8 +220,6 @@ class Plan:
     costs: tuple[float, ...]
     """Seconds of one update, by matrix."""
     assignment: Assignment
-    execution: tuple[Mode, ...]
-    """How each matrix is updated."""
     buckets: tuple[Bucket, ...]
     """Of the matrices; AdamW's parameters stay in Megatron's own buffers."""
     groups: tuple[MicroGroup, ...]
@@ -257,11 +253,9 @@ class Plan:
                     "seconds": cost,
                     "owner": cell.owner,
                     "host": cell.host,
-                    "execution": execution,
+                    "execution": "hosted",
                 }
-                for matrix, cost, cell, execution in zip(
-                    self.matrices, self.costs, self.assignment.cells, self.execution, strict=True
-                )
+                for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
             "buckets": [
                 {
@@ -271,10 +265,7 @@ class Plan:
                 }
                 for bucket in self.buckets
             ],
-            "micro_groups": [
-                {"stage": group.stage, "owner": group.owner, "index": group.index, "matrices": list(group.matrices)}
-                for group in self.groups
-            ],
+            "micro_groups": [{**vars(group), "matrices": list(group.matrices)} for group in self.groups],
         }
 
     def to_json(self, **extra: object) -> str:
@@ -377,7 +368,8 @@ class _MatrixEntry(Matrix):
     seconds: float
     owner: int
     host: int
-    execution: Mode
+    execution: Literal["hosted"]
+    """How it is updated; there is one way so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +411,6 @@ class _Content:
             matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in self.matrices),
             costs=tuple(entry.seconds for entry in self.matrices),
             assignment=Assignment(cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in self.matrices)),
-            execution=tuple(entry.execution for entry in self.matrices),
             buckets=tuple(entry.bucket() for entry in self.buckets),
             groups=self.micro_groups,
         )

@@ -184,7 +184,6 @@ def _plan(
         matrices=members,
         costs=costs,
         assignment=assignment,
-        execution=tuple("hosted" for _ in members),
         buckets=ReductionModel(config, layout).choose(
             buckets(members, assignment, layout, asked, limit), asked, scratch=c_max_bytes is None
         ),

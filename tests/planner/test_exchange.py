@@ -149,7 +149,6 @@ def cases(draw: st.DrawFn) -> Case:
         matrices=tuple(matrices),
         costs=tuple(1.0 for _ in matrices),
         assignment=Assignment(cells=tuple(cells)),
-        execution=tuple("hosted" for _ in matrices),
         buckets=(),
         groups=tuple(groups),
         lower_bounds=(1.0,),
