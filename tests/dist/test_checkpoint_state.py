@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "shampoo": ("optimizer=shampoo", "optimizer.precondition_frequency=2"),
 }
 LAYOUTS = {
-    "dp4": ("gpus=4",),
+    "dp4": ("gpus=4", "parallel.pp=1"),
     "tp4": ("gpus=4", "parallel.tp=4"),
     "pp2 tp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
     "pp2": ("gpus=2", "parallel.pp=2"),
