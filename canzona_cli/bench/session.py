@@ -30,10 +30,9 @@ from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import RunDirectory, check_free
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
-from canzona_cli.run.events import Note
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.machine import cores
-from canzona_cli.run.records import StageEvent, StepMetrics
+from canzona_cli.run.records import Note, StageEvent, StepMetrics
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict
 

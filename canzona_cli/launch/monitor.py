@@ -5,9 +5,8 @@ from contextlib import suppress
 
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.codec import JsonLines, record_of
-from canzona_cli.run.events import describe, event_of
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss, describe, event_of
 
 
 class Monitor:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.run.events import Note
-from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 
 
 @dataclass(frozen=True, kw_only=True)

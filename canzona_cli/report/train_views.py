@@ -18,8 +18,7 @@ from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.train_frame import Frame
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change
-from canzona_cli.run.events import Note
-from canzona_cli.run.records import RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
 
 _REFRESHES_PER_SECOND = 4

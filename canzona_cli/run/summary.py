@@ -8,10 +8,9 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
-from canzona_cli.run.events import describe, event_of
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.prediction import load_prediction
-from canzona_cli.run.records import RankError, RankResult, RunResult, StepMetrics, ValidationLoss
+from canzona_cli.run.records import RankError, RankResult, RunResult, StepMetrics, ValidationLoss, describe, event_of
 from canzona_cli.run.words import plural
 
 VERSION = 1

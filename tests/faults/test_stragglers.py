@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.run.events import describe
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import Heart
+from canzona_cli.run.records import describe
 from canzona_cli.training import stragglers
 from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.pulse import Pulse

@@ -18,8 +18,7 @@ from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.report.charts import bar, line_chart, sparkline
 from canzona_cli.report.train_state import History, TrainState
 from canzona_cli.report.train_views import LiveView, PlainView, make_view
-from canzona_cli.run.events import Note
-from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.records import Note, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 from tests.waiting import PATIENCE_S
