@@ -32,8 +32,15 @@ Named = dict[str, torch.Tensor]
 
 
 def case(*overrides: str) -> tuple[RunConfig, Layout]:
-    """`SMALL` under Muon and canzona; two micro-batches for two data-parallel ranks."""
-    fixed = (*SMALL, "optimizer=muon", "engine.strategy=canzona", "train.precision=fp32")
+    """`SMALL` under Muon and canzona; two micro-batches for two data-parallel ranks, as all ranks are unless told."""
+    fixed = (
+        *SMALL,
+        "parallel.tp=1",
+        "parallel.pp=1",
+        "optimizer=muon",
+        "engine.strategy=canzona",
+        "train.precision=fp32",
+    )
     return fit.resolve(compose_run([*fixed, *overrides], training=False).config)
 
 

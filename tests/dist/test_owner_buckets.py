@@ -133,7 +133,7 @@ def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Re
 def test_four_owners_get_sums_within_the_rounding_of_three_additions(
     reduction: Reduction, precision: tuple[str, ...], roundings: int
 ) -> None:
-    config, layout = case("gpus=4", "parallel.pp=1", *precision)
+    config, layout = case("gpus=4", *precision)
     plan = planned(config, layout, reduction)
     run_ranks(4, lambda: _two_steps(config, layout, plan, roundings=roundings))
 
@@ -169,7 +169,7 @@ def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
     """Attention cannot be cut along the sequence without Transformer Engine, so gradients are made up."""
-    config, layout = case("gpus=4", "parallel.pp=1")
+    config, layout = case("gpus=4")
     layout = replace(layout, dp=2, cp=2)
     plan = planned(config, layout)
     assert {part.owner for bucket in plan.buckets for part in bucket.ranges} == {0, 1, 2, 3}
