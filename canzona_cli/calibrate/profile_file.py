@@ -81,7 +81,7 @@ def _header(found: Calibration) -> Iterator[str]:
     workers = on.get("workers")
     if workers is not None:
         yield f"# {on.get('ranks', '?')} ranks, {workers} computing at a time, {on.get('threads', '?')} threads each."
-    yield "# Medians; +- is half the interquartile range, of so many repetitions over all ranks."
+    yield "# Medians. +- 3% of 40: half the interquartile range, over 40 repetitions on all ranks."
     for warning in found.warnings:
         yield f"# Warning: {warning}"
     for skipped in found.record.skipped:

@@ -176,7 +176,7 @@ def _check_version(content: object, version: int | None) -> None:
         return
     found = content.get("version")
     if found is None:
-        raise Damaged("it has no version, as files of canzona's have")
+        raise Damaged("it has no version number")
     if found != version:
         raise _OtherVersion(f"has version {found}, this canzona reads version {version}")
 

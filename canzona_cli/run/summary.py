@@ -44,7 +44,7 @@ class RunSummary:
     breakdown: Breakdown | None
     config: RunConfig | None
     warnings: tuple[str, ...] = field(default=())
-    """What was said aloud while it ran: slow ranks, spikes of the loss, saves that failed."""
+    """The warnings it gave while it ran: slow ranks, spikes of the loss, saves that failed."""
     notes: tuple[str, ...] = field(default=())
     """What is missing or damaged, and why that is so."""
 

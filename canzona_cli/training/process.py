@@ -24,7 +24,7 @@ the first sign of life."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
-    """Do this rank's work and exit; the exit code also stands in the rank's result file."""
+    """Do this rank's work and exit; the exit code is also in the rank's result file."""
     os.umask(os.umask(0o077) | 0o002)  # nothing of a run is for everybody to write, its logs and traces included
     logging.basicConfig(level=logging.WARNING)
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -10,7 +10,7 @@ from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.files import RunFiles
 
 ALL_RANKS = 8
-"""Up to so many ranks, each is profiled; in a larger job rank 0 alone: a trace takes megabytes and time to write."""
+"""With at most this many ranks, each is profiled; otherwise rank 0 alone, because traces take megabytes and time."""
 
 
 class StepProfiler:

@@ -72,9 +72,9 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether to save after this step, by steps or by time; what rank 0 says counts.
 
-        While the save before is still being written, one that is due by time is put off to the first step after it, and
-        that is said: a slow disk then costs checkpoints, not training time. Nothing is put off at the last step, nor
-        what is due by steps: those steps were asked for (`keep_every` counts on them), so training waits.
+        While the previous save is still being written, one that is due by time waits for the first step after it, and
+        an event says so: a slow disk then costs checkpoints, not training time. Saves due by steps are never put off,
+        because `keep_every` counts on those very steps: training waits instead. Nor is the last one.
         """
         config = self._trainee.config
         settings = config.checkpoint
