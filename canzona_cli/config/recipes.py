@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from canzona_cli.config.secrets import content_problems
 from canzona_cli.errors import ConfigError, Problem, closest
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
@@ -99,6 +98,8 @@ def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
     path = Path(asked).expanduser()
     if not path.is_file():
         raise ConfigError(_no_such_file(group, asked, path, dirs))
+    from canzona_cli.config.secrets import content_problems  # it knows every setting: help and completion do without
+
     unsafe = list(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
     if unsafe:
         raise ConfigError(*unsafe)

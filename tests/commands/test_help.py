@@ -53,8 +53,8 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
-        (["--help"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table")),
-        (["--version"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table")),
+        (["--help"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table", "canzona_cli.config.schema")),
+        (["--version"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table", "canzona_cli.config.schema")),
         (["recipes", "list"], HEAVY),
         (["recipes", "show", "tiny"], HEAVY),
         (["validate", "recipe=tiny"], HEAVY),
