@@ -11,7 +11,7 @@ import torch
 
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import Heart
-from canzona_cli.run.records import describe
+from canzona_cli.run.records import describe, event_of
 from canzona_cli.training import stragglers
 from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.pulse import Pulse
@@ -64,7 +64,9 @@ def test_a_slow_rank_is_named_once(
     passes = 512 // 64 // 2 // (4 // tp)
     sleep_s = ranks[slow][1]
     assert event["own_s"] > sleep_s * passes > event["peers_s"]
-    note = describe(event)
+    read = event_of(event)
+    assert read is not None
+    note = describe(read)
     assert note is not None
     assert note.warning
     assert note.text.startswith(f"rank {slow} is slow: ")
