@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,6 +59,26 @@ def canzona_process(
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+def imports_none_of(names: Sequence[str], *arguments: str) -> None:
+    """Asserts that the command succeeds in a Python of its own, and has none of these modules in it at its end."""
+    script = (
+        "import sys, atexit; from canzona_cli.app import main\n"
+        f"sys.argv = ['canzona', *{list(arguments)!r}]\n"
+        f"atexit.register(lambda: print('LOADED', [name for name in {tuple(names)!r} if name in sys.modules]))\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=importable(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED []"
 
 
 def importable() -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,9 +10,8 @@ import pytest
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.config.compose import dump_resolved
 from tests.checkpoint.checkpoints import RANKS, header, save, shard
-from tests.commands.support import canzona, importable
+from tests.commands.support import canzona, imports_none_of
 from tests.run.runs import CONFIG, LAYOUT
-from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -176,20 +173,4 @@ def test_a_run_that_has_not_been_saved_yet_has_an_empty_list(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
 def test_neither_torch_nor_numpy_is_imported(run: Path, command: str) -> None:
-    script = (
-        "import sys, atexit; from canzona_cli.app import main\n"
-        f"sys.argv = ['canzona', 'checkpoint', {command!r}, {str(run)!r}]\n"
-        "heavy = ('torch', 'megatron', 'numpy', 'safetensors')\n"
-        "atexit.register(lambda: print('LOADED', [name for name in heavy if name in sys.modules]))\n"
-        "main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=importable(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "LOADED []"
+    imports_none_of(("torch", "megatron", "numpy", "safetensors"), "checkpoint", command, str(run))

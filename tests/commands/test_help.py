@@ -1,14 +1,10 @@
 """Help, version and misuse: quick to import, clear, and with the right exit code."""
 
-import subprocess
-import sys
-
 import pytest
 
 from canzona_cli import __version__
 from canzona_cli.app import COMMANDS
-from tests.commands.support import canzona, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, imports_none_of
 
 HEAVY = ("torch", "megatron", "numpy")
 
@@ -62,19 +58,4 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
     ],
 )
 def test_imports_only_what_it_needs(arguments: list[str], unneeded: tuple[str, ...]) -> None:
-    script = (
-        "import sys, atexit; from canzona_cli.app import main\n"
-        f"sys.argv = ['canzona', *{arguments!r}]\n"
-        f"atexit.register(lambda: print('LOADED', [name for name in {unneeded!r} if name in sys.modules]))\n"
-        "main()"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=importable(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "LOADED []"
+    imports_none_of(unneeded, *arguments)

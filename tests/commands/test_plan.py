@@ -3,13 +3,11 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands.support import canzona, canzona_process, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, canzona_process, importable, imports_none_of
 
 LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
 SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
@@ -313,20 +311,4 @@ def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
 
 
 def test_planning_imports_neither_torch_nor_numpy() -> None:
-    script = (
-        "import sys, atexit; from canzona_cli.app import main\n"
-        f"sys.argv = ['canzona', *{[*LARGE, '--dry-run']!r}]\n"
-        "heavy = ('torch', 'megatron', 'numpy', 'matplotlib')\n"
-        "atexit.register(lambda: print('LOADED', [name for name in heavy if name in sys.modules]))\n"
-        "main()"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=importable(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "LOADED []"
+    imports_none_of(("torch", "megatron", "numpy", "matplotlib"), *LARGE, "--dry-run")
