@@ -10,6 +10,8 @@ Status = Literal["ok", "info", "warn", "fail"]
 Group = Literal["python", "torch", "gpu", "machine", "storage", "network", "slurm", "environment"]
 
 VERSION = 1
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for its workers; left over in a shell, they confuse whatever starts there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,19 @@ class Finding:
     """What that means for training, in one line."""
     fix: str = ""
     """What to do about it; there is one for every warn and fail."""
+
+
+def info(group: Group, name: str, value: str, meaning: str) -> Finding:
+    """Worth knowing, neither good nor bad."""
+    return Finding(group=group, name=name, status="info", value=value, meaning=meaning)
+
+
+def judged(
+    group: Group, name: str, fine: bool, value: str, meaning: str, fix: str = "", *, otherwise: Status = "warn"
+) -> Finding:
+    """ok where it is fine; else as bad as `otherwise`, with its fix."""
+    status: Status = "ok" if fine else otherwise
+    return Finding(group=group, name=name, status=status, value=value, meaning=meaning, fix="" if fine else fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """This machine without torch: its processor and GPUs, and whether a calibrated profile was measured on another one.
 
-GPUs are read by NVML, the driver's own library, else from /proc. CUDA_VISIBLE_DEVICES is honoured as CUDA reads it: the
-first entry that names no device hides all that follow it.
+GPUs are read by nvidia-smi, which comes with the driver, else from /proc. CUDA_VISIBLE_DEVICES is honoured as CUDA
+reads it: the first entry that names no device hides all that follow it.
 """
 
-import ctypes
 import hashlib
 import os
 import platform
@@ -17,11 +16,10 @@ from pathlib import Path
 import psutil
 
 from canzona_cli.config.schema import ClusterConfig, Device
-from canzona_cli.run.machine import cores
+from canzona_cli.run.machine import cores, tool_output
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_NVML_LIBRARY = "libnvidia-ml.so.1"
-_NVML_NAME_BYTES = 96
+_SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _MACHINE_ID = Path("/etc/machine-id")
 
@@ -70,12 +68,16 @@ def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
 
 def processor_name() -> str:
     """As the system calls it; the bare architecture where it does not."""
+    return cpu_fact("model name") or platform.processor() or platform.machine()
+
+
+def cpu_fact(*names: str) -> str:
+    """What the kernel says of the first core under any of these names; empty where it says nothing."""
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return name or platform.processor() or platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def gpu_name() -> str:
@@ -85,10 +87,15 @@ def gpu_name() -> str:
 
 def torch_version() -> str:
     """Of the installed package, without importing it."""
+    return installed_version("torch") or "none"
+
+
+def installed_version(package: str) -> str | None:
+    """Of a package, without importing it; None where it is not installed."""
     try:
-        return metadata.version("torch")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 def fingerprint() -> str:
@@ -126,6 +133,8 @@ class GpuInfo:
     """0 where nothing tells (only /proc is there)."""
     uuid: str = ""
     """`GPU-...`; empty where nothing tells."""
+    driver: str = ""
+    """Version of the driver; empty where nothing tells."""
 
 
 def visible_gpus() -> int:
@@ -140,11 +149,9 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
 
 def installed_gpus() -> tuple[GpuInfo, ...]:
     """All GPUs of the machine, in PCI order; empty without an NVIDIA driver."""
-    for probe in (_nvml, _proc):
-        found = probe()
-        if found is not None:
-            return found
-    return ()
+    fields = ",".join(_SMI_FIELDS)
+    found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
+    return read_proc(_PROC_GPUS) if found is None else found
 
 
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
@@ -183,46 +190,16 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
     return None
 
 
-def _nvml() -> tuple[GpuInfo, ...] | None:
-    """By the driver's own library; None when it is absent or does not answer."""
-    try:
-        nvml = ctypes.CDLL(_NVML_LIBRARY)
-    except OSError:
+def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
+    """What `nvidia-smi` lists, a line a GPU; None without it."""
+    if listing is None:
         return None
-    try:
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        try:
-            return tuple(_nvml_devices(nvml))
-        finally:
-            nvml.nvmlShutdown()
-    except (AttributeError, OSError):  # a library too old for these entry points, or a driver that refuses them
-        return None
-
-
-class _NvmlMemory(ctypes.Structure):
-    """nvmlMemory_t of nvml.h."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def _nvml_devices(nvml: ctypes.CDLL) -> Iterator[GpuInfo]:
-    count = ctypes.c_uint()
-    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        raise OSError("nvmlDeviceGetCount failed")
-    for index in range(count.value):
-        handle, memory = ctypes.c_void_p(), _NvmlMemory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
-            raise OSError("nvmlDeviceGetHandleByIndex failed")
-        name, uuid = ctypes.create_string_buffer(_NVML_NAME_BYTES), ctypes.create_string_buffer(_NVML_NAME_BYTES)
-        nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(_NVML_NAME_BYTES))
-        nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(_NVML_NAME_BYTES))
-        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-        yield GpuInfo(name=name.value.decode(), memory_bytes=memory.total, uuid=uuid.value.decode())
-
-
-def _proc() -> tuple[GpuInfo, ...] | None:
-    return read_proc(_PROC_GPUS) if _PROC_GPUS.is_dir() else None
+    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
+    return tuple(
+        GpuInfo(name=row[0], memory_bytes=int(row[1]) << 20 if row[1].isdecimal() else 0, uuid=row[2], driver=row[3])
+        for row in rows
+        if len(row) == len(_SMI_FIELDS)
+    )
 
 
 def read_proc(root: Path) -> tuple[GpuInfo, ...]:

@@ -25,6 +25,7 @@ from canzona_cli.data.locks import Busy, exclusive, lock_path
 from canzona_cli.data.sources import InputFormat, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.run.machine import existing_folder
 
 _MAX_VOCAB_SIZE = 1 << 20
 _TRIED_WITH = ("qwen3-tiny", 256)
@@ -149,9 +150,7 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
 
 
 def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> list[Problem]:
-    folder = prefix.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = existing_folder(prefix.parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "is not writable" if folder.is_dir() else "is not a folder"
         reason = f"cannot be written: {folder} {what}"

@@ -3,17 +3,15 @@
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from canzona_cli.cluster.machine import profile_mismatches
+from canzona_cli.cluster.machine import installed_version, profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
 from canzona_cli.data.corpus import PreparedCorpus
@@ -28,6 +26,7 @@ from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.run.machine import existing_folder, tool_output
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict
@@ -178,9 +177,7 @@ def check_free(config: RunConfig, *, goes_on: bool = False) -> None:
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not goes_on and holds_run(RunFiles(path)):
         raise _already_used(path, config)
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = existing_folder(path)
     if not existing.is_dir():
         raise _not_writable(path, config, f"{existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -199,12 +196,6 @@ def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Pre
 
 def describe_environment() -> dict[str, object]:
     """Versions, host and the allow-listed environment variables of this launch."""
-    versions: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "time": time.time(),
         "host": socket.gethostname(),
@@ -212,7 +203,7 @@ def describe_environment() -> dict[str, object]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "cores": os.cpu_count(),
-        "versions": versions,
+        "versions": {name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         "git_revision": _git_revision(),
         "variables": {name: os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
     }
@@ -275,14 +266,5 @@ def _git_revision() -> str | None:
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():
         return None
-    try:
-        revision = subprocess.run(
-            ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return revision.stdout.strip()
+    revision = tool_output("git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40")
+    return None if revision is None else revision.strip()

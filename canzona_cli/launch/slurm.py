@@ -7,7 +7,6 @@ would run on its first machine alone. Nothing that the user has set is changed.
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, taken
+from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
 """Meeting ports lie in the 10,000 from here, below those that the kernel gives to outgoing connections."""
@@ -173,13 +173,8 @@ def _address(host: str) -> str:
     """A name or address of a node that connections can be made to: its name, else what Slurm itself calls it by."""
     if _resolves(host):
         return host
-    try:
-        shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", host], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        shown = ""
-    found = re.search(r"\bNodeAddr=(\S+)", shown)
+    shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
+    found = re.search(r"\bNodeAddr=(\S+)", shown or "")
     if found is not None and _resolves(found.group(1)):
         return found.group(1)
     raise EnvironmentProblem(

@@ -1,7 +1,9 @@
 """Facts of this machine that need no library."""
 
 import os
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 
@@ -17,3 +19,21 @@ def clock_name() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
         return socket.gethostname()
+
+
+def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | None:
+    """Standard output of a command-line tool; None when it is missing, fails or hangs."""
+    path = shutil.which(tool)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run((path, *arguments), capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def existing_folder(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists: where it would be created. It may be a file, in the way."""
+    path = path.expanduser().absolute()
+    return next(place for place in (path, *path.parents) if place.exists())

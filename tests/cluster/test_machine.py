@@ -15,6 +15,7 @@ from canzona_cli.cluster.machine import (
     profile_gaps,
     profile_mismatches,
     read_proc,
+    read_smi,
     select,
 )
 from canzona_cli.config.schema import ClusterConfig
@@ -100,6 +101,16 @@ def test_proc_files(tmp_path: Path) -> None:
         (folder / "information").write_text(f"Model: \t\t NVIDIA L4\nIRQ:   \t\t 31\nGPU UUID: \t {uuid}\n")
     assert [gpu.uuid for gpu in read_proc(tmp_path)] == ["GPU-1", "GPU-2"]
     assert read_proc(tmp_path)[0].name == "NVIDIA L4"
+
+
+def test_the_listing_of_nvidia_smi() -> None:
+    listing = "NVIDIA H100 80GB HBM3, 81559, GPU-1, 580.65.06\nNVIDIA GB10, [N/A], GPU-2, 580.65.06\n"
+    assert read_smi(listing) == (
+        GpuInfo(name="NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, uuid="GPU-1", driver="580.65.06"),
+        GpuInfo(name="NVIDIA GB10", memory_bytes=0, uuid="GPU-2", driver="580.65.06"),
+    )
+    assert read_smi("No devices were found\n") == ()
+    assert read_smi(None) is None, "then the kernel is asked"
 
 
 def test_this_machine_agrees_with_its_driver() -> None:
