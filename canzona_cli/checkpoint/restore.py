@@ -267,19 +267,14 @@ def _from_units(matrix: Matrix, reader: Reader) -> dict[str, torch.Tensor]:
 
 
 def _lacking(what: str) -> Problem:
-    return Problem(
-        key="checkpoint.resume",
-        value=what,
-        reason="the checkpoint does not have it: it was written by another model or optimizer",
-        fix="resume with the recipe that the run was started with, or start a new run with run.dir=DIR",
-    )
+    reason = "the checkpoint does not have it: it was written by another model or optimizer"
+    fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
+    return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
 
 
 def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
-    return Problem(
-        key="engine.splitting",
-        value=matrix.name,
-        reason=f"{manifest.optimizer} keeps state of whole matrices, and the checkpoint's are split as "
-        f"{manifest.splitting}",
-        fix=f"engine.splitting={manifest.splitting}",
+    reason = (
+        f"{manifest.optimizer} keeps state of whole matrices, and the checkpoint's are split as {manifest.splitting}"
     )
+    fix = f"engine.splitting={manifest.splitting}"
+    return Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix)

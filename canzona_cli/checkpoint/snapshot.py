@@ -177,15 +177,9 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
             return value
         if value is None or isinstance(value, bool | int | float | str):
             return value
-    raise ConfigError(
-        Problem(
-            key="optimizer.source",
-            value=str(key),
-            reason=f"the optimizer keeps a {type(value).__name__} for {name} under this key, "
-            "which a checkpoint cannot store",
-            fix="keep dense tensors, numbers or text, under text keys without a slash and other than `master`",
-        )
-    )
+    reason = f"the optimizer keeps a {type(value).__name__} for {name} under this key, which a checkpoint cannot store"
+    fix = "keep dense tensors, numbers or text, under text keys without a slash and other than `master`"
+    raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 
 def _describe(

@@ -80,19 +80,15 @@ def _cgroup_cores() -> float | None:
 
 def limits(*, gpus: int) -> Iterator[Finding]:
     """Resource limits that large jobs run into."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most_files = _limit(hard) if hard != resource.RLIM_INFINITY else 65536
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    meaning, fix = "every pair of ranks holds connections open", f"ulimit -n {most_files}"
-    yield judged("machine", "open files", _ample(soft), _limit(soft), meaning, fix)
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    meaning, fix = (
-        "threads count too: each rank starts tens of them",
-        "ulimit -u 4096, or ask the administrator for more",
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else hard}"
+    yield judged("machine", "open files", _ample(soft), _limit(soft), "every pair of ranks holds connections open", fix)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    meaning = "threads count too: each rank starts tens of them"
+    fix = "ulimit -u 4096, or ask the administrator for more"
     yield judged("machine", "processes", _ample(soft), _limit(soft), meaning, fix)
     if gpus:
-        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         low = soft != resource.RLIM_INFINITY
         meaning = "InfiniBand under NCCL wants it unlimited (ulimit -l)" if low else "as InfiniBand wants it"
         yield info("machine", "locked memory", _limit(soft), meaning)

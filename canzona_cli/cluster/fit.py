@@ -12,6 +12,7 @@ from operator import itemgetter
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
 from canzona_cli.planner.planner import make_plan
@@ -206,33 +207,22 @@ def _no_batch(config: RunConfig) -> Problem:
     train = config.train
     dps = sorted({dp for _, _, dp in _meshes(config)})
     if not dps:
-        return Problem(
-            key="gpus",
-            value=config.gpus,
-            reason="no tensor and pipeline sizes that the model and the other settings allow divide it",
-            fix="leave parallel.* null, or use another number of GPUs",
-        )
+        reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
+        return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
     micro = train.micro_batch_size or 1
     steps = [dp * micro for dp in dps]
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
-        return Problem(
-            key="train.global_batch_size",
-            value=train.global_batch_size,
-            reason=f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})",
-            fix=f"use {above}, or fewer GPUs",
-        )
+        reason = f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})"
+        return problem_with(config, "train.global_batch_size", reason, f"use {above}, or fewer GPUs")
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
-    return Problem(
-        key="train.batch_tokens",
-        value=train.batch_tokens,
-        reason=(
-            f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
-            f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
-        ),
-        fix=f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs",
+    reason = (
+        f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
+        f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
     )
+    fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
+    return problem_with(config, "train.batch_tokens", reason, fix)
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
@@ -243,18 +233,17 @@ def _does_not_fit(config: RunConfig) -> Problem:
     # A narrow miss must not read as "needs 73.6 and has 73.6".
     digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
     needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
-    return Problem(
-        key="gpus",
-        value=config.gpus,
-        reason=(
-            f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
-            f"{has}; that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
-            f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
-        ),
-        fix=("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)
-        if ways
-        else "use a smaller model, or a cluster profile with more memory",
+    reason = (
+        f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
+        f"{has}; that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
+        f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
+    fix = (
+        ("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)
+        if ways
+        else "use a smaller model, or a cluster profile with more memory"
+    )
+    return problem_with(config, "gpus", reason, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
@@ -79,28 +80,15 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def _values(config: RunConfig) -> Iterator[Problem]:
-    fraction = config.data.validation_fraction
-    if fraction == 0 and config.train.eval_interval > 0:
-        yield Problem(
-            key="data.validation_fraction",
-            value=fraction,
-            reason="leaves nothing to validate on",
-            fix="hold some documents out, or switch validation off with train.eval_interval=0",
-        )
+    if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
+        fix = "hold some documents out, or switch validation off with train.eval_interval=0"
+        yield problem_with(config, "data.validation_fraction", "leaves nothing to validate on", fix)
     if config.optimizer.min_lr > config.optimizer.lr:
-        yield Problem(
-            key="optimizer.min_lr",
-            value=config.optimizer.min_lr,
-            reason=f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate",
-            fix=f"use optimizer.min_lr={config.optimizer.lr / 10:g}",
-        )
+        reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
+        yield problem_with(config, "optimizer.min_lr", reason, f"use optimizer.min_lr={config.optimizer.lr / 10:g}")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
-        yield Problem(
-            key="name",
-            value=config.name,
-            reason="must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores",
-            fix="for example name=my-run",
-        )
+        reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
+        yield problem_with(config, "name", reason, "for example name=my-run")
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -109,63 +97,42 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
     assert schedule.warmup_steps is not None
     assert schedule.decay_steps is not None
     if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
-        yield Problem(
-            key="schedule.decay_steps",
-            value=schedule.decay_steps,
-            reason=f"would end the decay before the warm-up of {schedule.warmup_steps} steps",
-            fix=f"use schedule.decay_steps={steps} or leave it null",
-        )
+        reason = f"would end the decay before the warm-up of {schedule.warmup_steps} steps"
+        yield problem_with(config, "schedule.decay_steps", reason, f"use schedule.decay_steps={steps} or leave it null")
     elif schedule.warmup_steps >= steps:
-        yield Problem(
-            key="schedule.warmup_steps",
-            value=schedule.warmup_steps,
-            reason=f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached",
-            fix=f"use schedule.warmup_steps={steps // 10}",
-        )
+        reason = f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached"
+        fix = f"use schedule.warmup_steps={steps // 10}"
+        yield Problem(key="schedule.warmup_steps", value=schedule.warmup_steps, reason=reason, fix=fix)
     elif schedule.decay == "wsd" and schedule.wsd_decay_steps is not None:
         room = schedule.decay_steps - schedule.warmup_steps
         if schedule.wsd_decay_steps > room:
-            yield Problem(
-                key="schedule.wsd_decay_steps",
-                value=schedule.wsd_decay_steps,
-                reason=f"only {room} steps are left after the warm-up",
-                fix=f"use schedule.wsd_decay_steps={max(room // 10, 1)}",
-            )
+            reason = f"only {room} steps are left after the warm-up"
+            fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}"
+            yield Problem(key="schedule.wsd_decay_steps", value=schedule.wsd_decay_steps, reason=reason, fix=fix)
 
 
 def _planning(config: RunConfig) -> Iterator[Problem]:
     engine = config.engine
     if engine.reduction == "even" and engine.layout != "aligned":
-        yield Problem(
-            key="engine.reduction",
-            value="even",
-            reason=f"needs equal shards, and engine.layout={engine.layout} makes uneven ones",
-            fix="use engine.layout=aligned, or engine.reduction=null to have it chosen",
-        )
+        reason = f"needs equal shards, and engine.layout={engine.layout} makes uneven ones"
+        fix = "use engine.layout=aligned, or engine.reduction=null to have it chosen"
+        yield problem_with(config, "engine.reduction", reason, fix)
 
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
-    optimizer, strategy = config.optimizer.name, config.engine.strategy
     if execution_of(config) is not Execution.LAYERWISE:
         return
+    optimizer = config.optimizer.name
     if optimizer != "muon":
         why = {
             "soap": "ignores optimizer.precondition_frequency",
             "shampoo": "does not support Shampoo",
         }.get(optimizer, "does not accept custom classes")
-        yield Problem(
-            key="engine.strategy",
-            value=strategy,
-            reason=f"is Megatron's own layer-wise optimizer, which {why}",
-            fix="use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon",
-        )
+        fix = "use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon"
+        yield problem_with(config, "engine.strategy", f"is Megatron's own layer-wise optimizer, which {why}", fix)
     elif config.train.precision != "bf16":
-        yield Problem(
-            key="train.precision",
-            value=config.train.precision,
-            reason="Megatron's layer-wise optimizer needs bf16 weights",
-            fix="use train.precision=bf16, or engine.strategy=sc",
-        )
+        reason = "Megatron's layer-wise optimizer needs bf16 weights"
+        yield problem_with(config, "train.precision", reason, "use train.precision=bf16, or engine.strategy=sc")
 
 
 def _custom(config: RunConfig) -> Iterator[Problem]:
@@ -179,117 +146,65 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="optimizer.source", reason="a custom optimizer needs a class", fix=f"write {form}")
         return
     if not colon or not place or not name.isidentifier():
-        yield Problem(
-            key="optimizer.source",
-            value=custom.source,
-            reason="does not name a file or module and a class in it",
-            fix=f"write {form}",
-        )
+        reason = "does not name a file or module and a class in it"
+        yield problem_with(config, "optimizer.source", reason, f"write {form}")
     elif place.endswith(".py"):
         if not Path(place).is_file():
-            yield Problem(
-                key="optimizer.source",
-                value=custom.source,
-                reason=f"there is no file {place} in {Path.cwd()}",
-                fix="give its path from here, or its whole path",
-            )
+            fix = "give its path from here, or its whole path"
+            yield problem_with(config, "optimizer.source", f"there is no file {place} in {Path.cwd()}", fix)
     elif not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
-        yield Problem(
-            key="optimizer.source",
-            value=custom.source,
-            reason=f"would run code from {package}, which optimizer.allow does not list",
-            fix=f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]",
-        )
+        reason = f"would run code from {package}, which optimizer.allow does not list"
+        fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
+        yield problem_with(config, "optimizer.source", reason, fix)
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
-        yield Problem(
-            key=f"optimizer.options.{key}",
-            value=custom.options[key],
-            reason=f"{key} is set by canzona itself",
-            fix=f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices",
-        )
+        reason = f"{key} is set by canzona itself"
+        fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
+        yield Problem(key=f"optimizer.options.{key}", value=custom.options[key], reason=reason, fix=fix)
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     if config.model.head_dim % 2:
-        yield Problem(
-            key="model.head_dim",
-            value=config.model.head_dim,
-            reason="must be even: rotary embedding rotates pairs of dimensions",
-            fix=f"use model.head_dim={config.model.head_dim + 1}",
-        )
+        reason = "must be even: rotary embedding rotates pairs of dimensions"
+        yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
         if not data.path:
-            yield Problem(
-                key="data.path",
-                reason="prepared data needs a path",
-                fix="make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)",
-            )
+            fix = "make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)"
+            yield Problem(key="data.path", reason="prepared data needs a path", fix=fix)
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
-        yield Problem(
-            key="data.tokenizer_vocab_size",
-            value=data.tokenizer_vocab_size,
-            reason=f"produces token ids beyond the model's vocabulary of {vocabulary}",
-            fix=f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}",
-        )
+        reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
+        fix = f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}"
+        yield problem_with(config, "data.tokenizer_vocab_size", reason, fix)
     elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
-        yield Problem(
-            key="data.tokenizer_vocab_size",
-            value=data.tokenizer_vocab_size,
-            reason=f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document",
-            fix="use data.tokenizer_vocab_size=16384",
-        )
+        reason = f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document"
+        yield problem_with(config, "data.tokenizer_vocab_size", reason, "use data.tokenizer_vocab_size=16384")
     elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
-        yield Problem(
-            key="model.vocab_size",
-            value=vocabulary,
-            reason=f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids",
-            fix="use model.vocab_size=384",
-        )
+        reason = f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids"
+        yield problem_with(config, "model.vocab_size", reason, "use model.vocab_size=384")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.reserved_gib >= cluster.memory_gib:
-        yield Problem(
-            key="cluster.reserved_gib",
-            value=cluster.reserved_gib,
-            reason=f"leaves nothing of cluster.memory_gib={cluster.memory_gib}",
-            fix="lower it, or raise cluster.memory_gib",
-        )
+        reason = f"leaves nothing of cluster.memory_gib={cluster.memory_gib}"
+        yield problem_with(config, "cluster.reserved_gib", reason, "lower it, or raise cluster.memory_gib")
     if cluster.device == "cpu" and cluster.transformer_engine:
-        yield Problem(
-            key="cluster.transformer_engine",
-            value=True,
-            reason="Transformer Engine needs a GPU",
-            fix="use cluster.transformer_engine=false",
-        )
+        fix = "use cluster.transformer_engine=false"
+        yield problem_with(config, "cluster.transformer_engine", "Transformer Engine needs a GPU", fix)
     if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
-        yield Problem(
-            key="cluster.rdzv_endpoint",
-            value=cluster.rdzv_endpoint,
-            reason="is not of the form host:port",
-            fix="for example cluster.rdzv_endpoint=node0:29500",
-        )
+        fix = "for example cluster.rdzv_endpoint=node0:29500"
+        yield problem_with(config, "cluster.rdzv_endpoint", "is not of the form host:port", fix)
     if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
-        yield Problem(
-            key="cluster.rdzv_id",
-            value=cluster.rdzv_id,
-            reason="must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores",
-            fix="for example cluster.rdzv_id=my-run",
-        )
+        reason = "must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores"
+        yield problem_with(config, "cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
-        yield Problem(
-            key="cluster.node_rank",
-            value=cluster.node_rank,
-            reason=f"machines are numbered from 0 to {cluster.nodes - 1}",
-            fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}",
-        )
+        reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
+        yield problem_with(config, "cluster.node_rank", reason, f"use cluster.node_rank=0 to {cluster.nodes - 1}")
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
@@ -298,12 +213,9 @@ def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
     for key in ("trace_steps", "profile_steps"):
         asked = getattr(config.run, key)
         if asked is not None and not 1 <= asked[0] <= asked[1] <= last:
-            yield Problem(
-                key=f"run.{key}",
-                value=f"[{asked[0]},{asked[1]}]",
-                reason=f"must be the first and last step to record, in this order, within steps 1 to {last}",
-                fix=f"for example run.{key}=[{min(3, last)},{min(5, last)}]",
-            )
+            reason = f"must be the first and last step to record, in this order, within steps 1 to {last}"
+            fix = f"for example run.{key}=[{min(3, last)},{min(5, last)}]"
+            yield Problem(key=f"run.{key}", value=f"[{asked[0]},{asked[1]}]", reason=reason, fix=fix)
 
 
 def _measurements(config: RunConfig) -> Iterator[Problem]:
@@ -311,28 +223,19 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
     table = config.cluster.matmul_tflops
     sizes = [size for size, _ in table]
     if sizes != sorted(set(sizes)) or any(size < 1 or not 0 < rate < math.inf for size, rate in table):
-        yield Problem(
-            key="cluster.matmul_tflops",
-            value=[list(entry) for entry in table],
-            reason="must be pairs of a matrix size, in ascending order, and a rate above 0 in TFLOP/s",
-            fix="for example cluster.matmul_tflops=[[2048,540],[8192,800]]",
-        )
+        reason = "must be pairs of a matrix size, in ascending order, and a rate above 0 in TFLOP/s"
+        fix = "for example cluster.matmul_tflops=[[2048,540],[8192,800]]"
+        yield Problem(key="cluster.matmul_tflops", value=[list(entry) for entry in table], reason=reason, fix=fix)
     for name, rows, cols, seconds in config.cluster.measured_updates:
         if rows < 1 or cols < 1 or not 0 < seconds < math.inf:
-            yield Problem(
-                key="cluster.measured_updates",
-                value=[name, rows, cols, seconds],
-                reason="must be an algorithm, rows and columns of at least 1, and seconds above 0",
-                fix="for example cluster.measured_updates=[[muon/standard/5,4096,4096,0.004]]",
-            )
+            reason = "must be an algorithm, rows and columns of at least 1, and seconds above 0"
+            fix = "for example cluster.measured_updates=[[muon/standard/5,4096,4096,0.004]]"
+            yield Problem(key="cluster.measured_updates", value=[name, rows, cols, seconds], reason=reason, fix=fix)
     for kind, ranks, size, seconds, busy in config.cluster.collectives:
         if kind not in get_args(Collective) or ranks < 2 or size < 0 or not 0 < seconds < math.inf or busy < 0:
-            yield Problem(
-                key="cluster.collectives",
-                value=[kind, ranks, size, seconds, busy],
-                reason=(
-                    f"must be one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds above 0, and "
-                    "the number of processor cores it keeps busy"
-                ),
-                fix="for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]",
+            reason = (
+                f"must be one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds above 0, and "
+                "the number of processor cores it keeps busy"
             )
+            fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
+            yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)

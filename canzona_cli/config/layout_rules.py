@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import Problem
 
 
@@ -54,12 +55,9 @@ def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
 def _parallelism(config: RunConfig) -> Iterator[Problem]:
     model, parallel, train = config.model, config.parallel, config.train
     if model.num_attention_heads % model.num_query_groups:
-        yield Problem(
-            key="model.num_query_groups",
-            value=model.num_query_groups,
-            reason=f"does not divide the {model.num_attention_heads} attention heads",
-            fix=f"use one of {_listed(divisors(model.num_attention_heads))}",
-        )
+        reason = f"does not divide the {model.num_attention_heads} attention heads"
+        fix = f"use one of {_listed(divisors(model.num_attention_heads))}"
+        yield problem_with(config, "model.num_query_groups", reason, fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp
     if tp is not None:
         yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
@@ -71,49 +69,31 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         product = " * ".join(used) + (f" = {spread}" if len(used) > 1 else "")
         above = -(-config.gpus // spread) * spread
         below = above - spread
-        yield Problem(
-            key="gpus",
-            value=config.gpus,
-            reason=f"is not a multiple of {product}, the ranks one copy of the model takes",
-            fix=f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size",
-        )
+        reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
+        fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
+        yield problem_with(config, "gpus", reason, fix)
     te = config.cluster.transformer_engine
     if cp > 1 and not te:
-        yield Problem(
-            key="parallel.cp",
-            value=cp,
-            reason="context parallelism needs Transformer Engine's attention, which this cluster profile does not use",
-            fix="set parallel.cp=1, or cluster.transformer_engine=true where it is installed",
-        )
+        reason = "context parallelism needs Transformer Engine's attention, which this cluster profile does not use"
+        fix = "set parallel.cp=1, or cluster.transformer_engine=true where it is installed"
+        yield problem_with(config, "parallel.cp", reason, fix)
     if cp > 1 and train.seq_length % (2 * cp):
-        yield Problem(
-            key="train.seq_length",
-            value=train.seq_length,
-            reason=f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention",
-            fix=f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}",
-        )
+        reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
+        fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
+        yield problem_with(config, "train.seq_length", reason, fix)
     if parallel.sequence_parallel:
         if not te:
-            yield Problem(
-                key="parallel.sequence_parallel",
-                value=True,
-                reason="sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use",
-                fix="set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed",
-            )
+            reason = "sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use"
+            fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
+            yield problem_with(config, "parallel.sequence_parallel", reason, fix)
         if tp == 1:
-            yield Problem(
-                key="parallel.sequence_parallel",
-                value=True,
-                reason="there is nothing to shard over with parallel.tp=1",
-                fix="set parallel.sequence_parallel=false, or a larger parallel.tp",
-            )
+            reason = "there is nothing to shard over with parallel.tp=1"
+            fix = "set parallel.sequence_parallel=false, or a larger parallel.tp"
+            yield problem_with(config, "parallel.sequence_parallel", reason, fix)
         if tp is not None and tp > 1 and train.seq_length % (tp * cp):
-            yield Problem(
-                key="train.seq_length",
-                value=train.seq_length,
-                reason=f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism",
-                fix=f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}",
-            )
+            reason = f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism"
+            fix = f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}"
+            yield problem_with(config, "train.seq_length", reason, fix)
 
 
 def _machines(config: RunConfig) -> Iterator[Problem]:
@@ -122,26 +102,15 @@ def _machines(config: RunConfig) -> Iterator[Problem]:
     if nodes is None:
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
-            yield Problem(
-                key="gpus",
-                value=gpus,
-                reason=f"is not a whole number of machines with {per_node} {ranks} each",
-                fix=f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node",
-            )
+            fix = f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node"
+            yield problem_with(config, "gpus", f"is not a whole number of machines with {per_node} {ranks} each", fix)
     elif gpus % nodes:
-        yield Problem(
-            key="cluster.nodes",
-            value=nodes,
-            reason=f"does not divide {gpus} {ranks} evenly",
-            fix="torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null",
-        )
+        fix = "torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null"
+        yield problem_with(config, "cluster.nodes", f"does not divide {gpus} {ranks} evenly", fix)
     elif gpus // nodes > per_node:
-        yield Problem(
-            key="cluster.nodes",
-            value=nodes,
-            reason=f"puts {gpus // nodes} ranks on a machine that has {per_node}",
-            fix=f"use cluster.nodes={-(-gpus // per_node)} or leave it null",
-        )
+        reason = f"puts {gpus // nodes} ranks on a machine that has {per_node}"
+        fix = f"use cluster.nodes={-(-gpus // per_node)} or leave it null"
+        yield problem_with(config, "cluster.nodes", reason, fix)
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -158,12 +127,9 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     if batch % step:
         what = " * ".join(f"{name} {n}" for name, n in (("dp", dp), ("micro-batch", micro)) if n is not None and n > 1)
         above = -(-batch // step) * step
-        yield Problem(
-            key="train.global_batch_size",
-            value=batch,
-            reason=f"is not a multiple of {what}" + (f" = {step}" if " * " in what else ""),
-            fix=f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else ""),
-        )
+        reason = f"is not a multiple of {what}" + (f" = {step}" if " * " in what else "")
+        fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
+        yield problem_with(config, "train.global_batch_size", reason, fix)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

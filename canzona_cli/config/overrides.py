@@ -71,12 +71,8 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     own = sections().get(key)
     if own is not None:
         some = settings()[f"{key}.{sorted(own)[0]}"].key
-        return Problem(
-            key=key,
-            value=text,
-            reason=f"is a section{where}, not a setting",
-            fix=f"for example {some}=VALUE",
-        )
+        reason = f"is a section{where}, not a setting"
+        return Problem(key=key, value=text, reason=reason, fix=f"for example {some}=VALUE")
     group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
     meant = group or closest_key(key) or closest(key, GROUPS)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
@@ -108,12 +104,8 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         if _takes_text(key):
             return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar
         reason = str(error).splitlines()[0].rstrip(".")
-        return Problem(
-            key=key,
-            value=text,
-            reason=f"cannot be read: {reason[:1].lower()}{reason[1:]}",
-            fix=f"write a plain value: {key}=VALUE",
-        )
+        reason = f"cannot be read: {reason[:1].lower()}{reason[1:]}"
+        return Problem(key=key, value=text, reason=reason, fix=f"write a plain value: {key}=VALUE")
     if override.is_sweep_override():
         return _sweep(key, text)
     value = override.value()
@@ -127,13 +119,10 @@ def _takes_text(key: str) -> bool:
 
 
 def _sweep(key: str, text: str) -> Problem:
-    return Problem(
-        key=key,
-        value=text,
-        reason="asks for several runs; one command starts one run",
-        fix="start one run for each value"
-        + (f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""),
+    fix = "start one run for each value" + (
+        f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""
     )
+    return Problem(key=key, value=text, reason="asks for several runs; one command starts one run", fix=fix)
 
 
 def _not_an_override(argument: str) -> Problem:
@@ -147,9 +136,6 @@ def _not_an_override(argument: str) -> Problem:
 def _not_a_change(key: str, text: str) -> Problem:
     bare = key.lstrip("+~")
     known = bare if bare in settings() or bare in GROUPS else closest_key(bare)
-    return Problem(
-        key=key,
-        value=text,
-        reason=f"{key[: len(key) - len(bare)]} would add or remove a setting, and canzona's settings are fixed",
-        fix=f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists",
-    )
+    reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, and canzona's settings are fixed"
+    fix = f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists"
+    return Problem(key=key, value=text, reason=reason, fix=fix)

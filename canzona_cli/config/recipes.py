@@ -18,14 +18,9 @@ def builtin_recipes_dir() -> Path:
     for folder in (package / "_recipes", package.parent / "recipes"):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError(
-        Problem(
-            key="recipes",
-            value=str(package / "_recipes"),
-            reason="this installation of canzona has no recipes",
-            fix="reinstall it: pip install --force-reinstall --no-deps canzona",
-        )
-    )
+    reason = "this installation of canzona has no recipes"
+    fix = "reinstall it: pip install --force-reinstall --no-deps canzona"
+    raise ConfigError(Problem(key="recipes", value=str(package / "_recipes"), reason=reason, fix=fix))
 
 
 def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
@@ -113,12 +108,8 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
         return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
     meant = closest_option(asked, options)
     there = f"there are {', '.join(options)}"
-    return Problem(
-        key=group,
-        value=asked,
-        reason=f"there is no such {group}",
-        fix=f"did you mean {meant}? ({there})" if meant else there,
-    )
+    fix = f"did you mean {meant}? ({there})" if meant else there
+    return Problem(key=group, value=asked, reason=f"there is no such {group}", fix=fix)
 
 
 def read_yaml(path: Path) -> dict[str, object]:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from canzona_cli.config.schema import CustomConfig, RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import Problem
 
 HIDDEN = "***"
@@ -97,12 +98,9 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
             what = "holds the value of an environment variable that is named like a secret"
         else:
             continue
-        yield Problem(
-            key=key,
-            value=HIDDEN,
-            reason=f"{what}, and config.yaml in the run directory would show it to whoever can read that",
-            fix="leave it out; let the code that needs it read it from an environment variable",
-        )
+        reason = f"{what}, and config.yaml in the run directory would show it to whoever can read that"
+        fix = "leave it out; let the code that needs it read it from an environment variable"
+        yield Problem(key=key, value=HIDDEN, reason=reason, fix=fix)
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
@@ -115,20 +113,14 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
         strange = sorted({char for char in text if not char.isprintable() and not (char in "\n\t" and key in _PROSE)})
         if strange:
             named = ", ".join(char.encode("unicode_escape").decode("ascii") for char in strange[:4])
-            yield Problem(
-                key=key,
-                value=text,
-                reason=f"has characters that are not printable ({named}); they could hide what a terminal, a file name "
-                "or a command really says",
-                fix="leave them out",
+            reason = (
+                f"has characters that are not printable ({named}); they could hide what a terminal, a file name "
+                "or a command really says"
             )
+            yield Problem(key=key, value=text, reason=reason, fix="leave them out")
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
-            yield Problem(
-                key=key,
-                value=text,
-                reason="begins with a dash, so a command would take it for an option",
-                fix="begin with a letter",
-            )
+            reason = "begins with a dash, so a command would take it for an option"
+            yield Problem(key=key, value=text, reason=reason, fix="begin with a letter")
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
@@ -142,22 +134,14 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
     if training and isinstance(custom, CustomConfig) and custom.source and not custom.built_in:
         own = {"optimizer.source", "optimizer.allow"}
         if not own & set(explicit):
-            yield Problem(
-                key="optimizer.source",
-                value=custom.source,
-                reason="a recipe asks to run this code, and code is only run when the command line asks for it",
-                fix=f"if you trust it: optimizer.source={custom.source}",
-            )
+            reason = "a recipe asks to run this code, and code is only run when the command line asks for it"
+            yield problem_with(config, "optimizer.source", reason, f"if you trust it: optimizer.source={custom.source}")
     for key in _FOLDERS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None and key not in explicit and ".." in Path(value).parts:
-            yield Problem(
-                key=key,
-                value=value,
-                reason="a recipe leads out of the folder it is used in",
-                fix=f"if it is meant: {key}={value} on the command line",
-            )
+            fix = f"if it is meant: {key}={value} on the command line"
+            yield Problem(key=key, value=value, reason="a recipe leads out of the folder it is used in", fix=fix)
 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
@@ -171,11 +155,7 @@ def content_problems(content: object, where: str, key: str = "") -> Iterator[Pro
 
 def target_problem(key: str, where: str) -> Problem:
     """`_target_` would let a recipe name code to run."""
-    return Problem(
-        key=key,
-        reason=f"_target_ {where} would run code; a recipe only holds values",
-        fix="remove it",
-    )
+    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe only holds values", fix="remove it")
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
@@ -185,13 +165,11 @@ def resolver_problem(key: str, value: str) -> Problem | None:
     """
     if "${" not in _REFERENCE.sub("", value):
         return None
-    return Problem(
-        key=key,
-        value=value,
-        reason="only other settings can be referred to; environment variables and other resolvers would end up, "
-        "secrets included, in the run directory's config.yaml",
-        fix=f'let the shell fill it in: {key}="$VARIABLE"',
+    reason = (
+        "only other settings can be referred to; environment variables and other resolvers would end up, "
+        "secrets included, in the run directory's config.yaml"
     )
+    return Problem(key=key, value=value, reason=reason, fix=f'let the shell fill it in: {key}="$VARIABLE"')
 
 
 class RedactingFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.schema.field import Affects, Example, Range, Unit
+from canzona_cli.errors import Problem
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
 
@@ -77,6 +78,14 @@ def mapping_key(key: str) -> str | None:
     return next(
         (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
     )
+
+
+def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
+    """What is wrong with a setting of a run, shown with the value that it has."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return Problem(key=key, value=value, reason=reason, fix=fix)
 
 
 @cache

@@ -197,11 +197,8 @@ def _composition_problem(error: Exception, where: str) -> Problem:
         if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
     ]
     text = " ".join(kept[:4]).replace(f"recipe/{_GIVEN}", where)
-    return Problem(
-        key=where,
-        reason=f"cannot be composed: {text.rstrip('.')}",
-        fix="see `canzona recipes show qwen3-tiny` for the files a recipe is made of",
-    )
+    fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
+    return Problem(key=where, reason=f"cannot be composed: {text.rstrip('.')}", fix=fix)
 
 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:

@@ -118,12 +118,9 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
                     yield unknown_key(key, inner, where=f" (in {where})")
                 elif name == "optimizer" and optimizer is not None and optimizer not in known[key].optimizers:
                     having = " or ".join(sorted(known[key].optimizers))
-                    yield Problem(
-                        key=key,
-                        value=inner,
-                        reason=f"{optimizer} has no such setting; it belongs to {having}",
-                        fix=f"remove it, or choose optimizer={sorted(known[key].optimizers)[0]}",
-                    )
+                    reason = f"{optimizer} has no such setting; it belongs to {having}"
+                    fix = f"remove it, or choose optimizer={sorted(known[key].optimizers)[0]}"
+                    yield Problem(key=key, value=inner, reason=reason, fix=fix)
 
 
 def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
@@ -168,24 +165,17 @@ def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -
     wanted = "a list of valid entries"
     if setting.kind == "mapping":
         wanted = "a number, text, true, false, or a list of them"
-    return Problem(
-        key=key,
-        value=texts.get(key, "null" if value is None else value),
-        reason=f"is not {wanted}{'' if typed else f' (in {where})'}",
-        fix=_example(setting),
-    )
+    reason = f"is not {wanted}{'' if typed else f' (in {where})'}"
+    fix = _example(setting)
+    return Problem(key=key, value=texts.get(key, "null" if value is None else value), reason=reason, fix=fix)
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
     meant = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = ", or null to have it chosen" if setting.optional else ""
-    return Problem(
-        key=setting.key,
-        value=value,
-        reason="is not one of its choices",
-        fix=f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}",
-    )
+    fix = f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}"
+    return Problem(key=setting.key, value=value, reason="is not one of its choices", fix=fix)
 
 
 def _missing(key: str, where: str) -> Problem:

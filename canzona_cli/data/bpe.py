@@ -60,14 +60,9 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
             child.wait()
     if child.returncode != 0:
         last = err.decode(errors="replace").strip().splitlines() or [f"it ended with {child.returncode}"]
-        raise EnvironmentProblem(
-            Problem(
-                key="--tokenizer",
-                value="bpe",
-                reason=f"the process that trains it died: {last[-1]}",
-                fix="-9 means the machine ran out of memory: try a smaller --vocab-size, or a ready tokenizer.json",
-            )
-        )
+        reason = f"the process that trains it died: {last[-1]}"
+        fix = "-9 means the machine ran out of memory: try a smaller --vocab-size, or a ready tokenizer.json"
+        raise EnvironmentProblem(Problem(key="--tokenizer", value="bpe", reason=reason, fix=fix))
     return bpe_from_json(out.decode())
 
 

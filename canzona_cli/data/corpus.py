@@ -164,14 +164,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="data.cache_dir",
-                value=str(folder),
-                reason=f"the cache for prepared corpora cannot be created: {error.strerror}",
-                fix="use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder",
-            )
-        ) from error
+        reason = f"the cache for prepared corpora cannot be created: {error.strerror}"
+        fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder"
+        raise EnvironmentProblem(Problem(key="data.cache_dir", value=str(folder), reason=reason, fix=fix)) from error
 
 
 def _in_words(progress: Progress) -> tuple[str, float]:

@@ -124,14 +124,9 @@ def stdlib_sources() -> list[Source]:
         if _is_utf8(root / name)
     ]
     if not sources:
-        raise EnvironmentProblem(
-            Problem(
-                key="INPUT",
-                value="stdlib",
-                reason=f"this Python has no standard library sources in {root}",
-                fix="install them (Debian: libpython3-stdlib), or prepare text of your own with canzona data prepare",
-            )
-        )
+        reason = f"this Python has no standard library sources in {root}"
+        fix = "install them (Debian: libpython3-stdlib), or prepare text of your own with canzona data prepare"
+        raise EnvironmentProblem(Problem(key="INPUT", value="stdlib", reason=reason, fix=fix))
     return sources
 
 

@@ -68,14 +68,9 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
             with exclusive(lock_path(prefix)):
                 return build_pair(sources, prefix, request, on_progress)
         except Busy:
-            raise ConfigError(
-                Problem(
-                    key="--output",
-                    value=str(prefix),
-                    reason="another canzona process is writing it",
-                    fix="wait for it, or choose another --output",
-                )
-            ) from None
+            reason = "another canzona process is writing it"
+            fix = "wait for it, or choose another --output"
+            raise ConfigError(Problem(key="--output", value=str(prefix), reason=reason, fix=fix)) from None
         except OSError as error:
             raise disk_problem(prefix, error) from error
 

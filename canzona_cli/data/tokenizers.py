@@ -143,16 +143,13 @@ def tokenizer_file(spec: str) -> Path:
         path = path / "tokenizer.json"
     if path.is_file():
         return path
-    raise ConfigError(
-        Problem(
-            key="--tokenizer",
-            value=spec,
-            reason="there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)",
-            fix=f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
-            if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
-            else "give byte, bpe, or the path of a tokenizer.json",
-        )
+    reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
+    fix = (
+        f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
+        if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
+        else "give byte, bpe, or the path of a tokenizer.json"
     )
+    raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
@@ -171,14 +168,9 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
     try:
         backend = RustTokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises bare Exception
-        raise ConfigError(
-            Problem(
-                key="--tokenizer",
-                value=str(path),
-                reason=f"is not a tokenizer file: {str(error).splitlines()[0]}",
-                fix="give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)",
-            )
-        ) from error
+        reason = f"is not a tokenizer file: {str(error).splitlines()[0]}"
+        fix = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix)) from error
     return JsonTokenizer(
         kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod, path), backend=backend
     )
@@ -197,22 +189,10 @@ def _find_eod(backend: "RustTokenizer", wanted: str | None, path: Path) -> int:
     special = [added.content for added in backend.get_added_tokens_decoder().values()]
     if wanted is not None:
         near = get_close_matches(wanted, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
-        raise ConfigError(
-            Problem(
-                key="--eod",
-                value=wanted,
-                reason=f"{path} has no such token",
-                fix=f"did you mean {' or '.join(near)}?" if near else _offer(special),
-            )
-        )
-    raise ConfigError(
-        Problem(
-            key="--tokenizer",
-            value=str(path),
-            reason="it has none of the usual end-of-document tokens",
-            fix=_offer(special),
-        )
-    )
+        fix = f"did you mean {' or '.join(near)}?" if near else _offer(special)
+        raise ConfigError(Problem(key="--eod", value=wanted, reason=f"{path} has no such token", fix=fix))
+    reason = "it has none of the usual end-of-document tokens"
+    raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_offer(special)))
 
 
 def _offer(special: Sequence[str]) -> str:

@@ -110,15 +110,12 @@ class Machines:
             if isinstance(tokens, dict) and tokens.get(str(self.node_rank)) == token:
                 return str(meeting["endpoint"])
             time.sleep(_POLL_S)
-        raise EnvironmentProblem(
-            Problem(
-                key="run.dir",
-                value=str(self._files.root),
-                reason=f"machine 0 did not start this run here within {patience_s:.0f} s",
-                fix="start machine 0 too, with a directory that every machine shares, "
-                f"and only one launcher with cluster.node_rank={self.node_rank}",
-            )
+        reason = f"machine 0 did not start this run here within {patience_s:.0f} s"
+        fix = (
+            "start machine 0 too, with a directory that every machine shares, "
+            f"and only one launcher with cluster.node_rank={self.node_rank}"
         )
+        raise EnvironmentProblem(Problem(key="run.dir", value=str(self._files.root), reason=reason, fix=fix))
 
     def others_failed(self) -> bool:
         """Whether another machine failed so long ago that waiting for the workers here is useless."""

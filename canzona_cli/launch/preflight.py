@@ -8,6 +8,7 @@ import psutil
 
 from canzona_cli.cluster.machine import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken
 from canzona_cli.planner.memory import GIB, estimate
@@ -36,40 +37,25 @@ def check_nodes(config: RunConfig) -> None:
         return
     problems = []
     if cluster.rdzv_endpoint is None:
-        problems.append(
-            Problem(
-                key="cluster.rdzv_endpoint",
-                reason=f"the run spans {nodes} machines, and no address is set where they meet",
-                fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
-                f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone",
-            )
+        reason = f"the run spans {nodes} machines, and no address is set where they meet"
+        fix = (
+            "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
+            f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone"
         )
+        problems.append(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
     if cluster.node_rank is None:
-        problems.append(
-            Problem(
-                key="cluster.node_rank",
-                reason=f"the run spans {nodes} machines, and the number of this one is not set",
-                fix="in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: cluster.node_rank=0 here, "
-                + ("1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"),
-            )
+        reason = f"the run spans {nodes} machines, and the number of this one is not set"
+        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: cluster.node_rank=0 here, " + (
+            "1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"
         )
+        problems.append(Problem(key="cluster.node_rank", reason=reason, fix=fix))
     elif not 0 <= cluster.node_rank < nodes:
-        problems.append(
-            Problem(
-                key="cluster.node_rank",
-                value=cluster.node_rank,
-                reason=f"the machines of this run are numbered 0 to {nodes - 1}",
-                fix="give each machine its own number in that range",
-            )
-        )
+        reason = f"the machines of this run are numbered 0 to {nodes - 1}"
+        fix = "give each machine its own number in that range"
+        problems.append(problem_with(config, "cluster.node_rank", reason, fix))
     if config.run.dir is None:
-        problems.append(
-            Problem(
-                key="run.dir",
-                reason=f"the {nodes} machines of the run would each create their own directory",
-                fix="run.dir=DIR, a directory that every machine shares",
-            )
-        )
+        reason = f"the {nodes} machines of the run would each create their own directory"
+        problems.append(Problem(key="run.dir", reason=reason, fix="run.dir=DIR, a directory that every machine shares"))
     if problems:
         raise ConfigError(*problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
@@ -85,12 +71,9 @@ def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
         return  # what is no address at all, torchrun refuses
     local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
     if taken(local, int(port)):
-        yield Problem(
-            key="cluster.rdzv_endpoint",
-            value=endpoint,
-            reason="another program on this machine uses this port" + _holder(int(port)),
-            fix=f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT",
-        )
+        reason = "another program on this machine uses this port" + _holder(int(port))
+        fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
+        yield Problem(key="cluster.rdzv_endpoint", value=endpoint, reason=reason, fix=fix)
 
 
 def _holder(port: int) -> str:
@@ -110,19 +93,11 @@ def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     else:
         yield from _host_memory(config, layout)
     if config.cluster.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
-        yield Problem(
-            key="cluster.transformer_engine",
-            value=True,
-            reason="Transformer Engine is not installed here",
-            fix="pip install 'canzona[te]', or cluster.transformer_engine=false",
-        )
+        fix = "pip install 'canzona[te]', or cluster.transformer_engine=false"
+        yield problem_with(config, "cluster.transformer_engine", "Transformer Engine is not installed here", fix)
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(
-            key="run.tensorboard",
-            value=True,
-            reason="TensorBoard is not installed here",
-            fix="pip install 'canzona[tensorboard]', or run.tensorboard=false: metrics.jsonl holds the same numbers",
-        )
+        fix = "pip install 'canzona[tensorboard]', or run.tensorboard=false: metrics.jsonl holds the same numbers"
+        yield problem_with(config, "run.tensorboard", "TensorBoard is not installed here", fix)
 
 
 def _gpus(config: RunConfig) -> Iterator[Problem]:
@@ -138,12 +113,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     ]
     if here:
         ways.insert(0, f"gpus={here} asks for what is here")
-    yield Problem(
-        key="gpus",
-        value=config.gpus,
-        reason=f"{config.name} needs {needed} GPUs{per_machine}, and {found}",
-        fix=";\n".join(ways),
-    )
+    yield problem_with(config, "gpus", f"{config.name} needs {needed} GPUs{per_machine}, and {found}", ";\n".join(ways))
 
 
 def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:
@@ -151,12 +121,9 @@ def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     needed = int((estimate(config, layout).total + config.cluster.reserved_gib * GIB) * ranks)
     available = psutil.virtual_memory().available
     if needed > available:
-        yield Problem(
-            key="gpus",
-            value=config.gpus,
-            reason=(
-                f"{ranks} CPU ranks need about {needed / GIB:.1f} GiB in all, "
-                f"and {available / GIB:.1f} GiB of this machine's memory are free"
-            ),
-            fix="fewer ranks, a smaller model, a smaller train.micro_batch_size, or train.recompute=full",
+        reason = (
+            f"{ranks} CPU ranks need about {needed / GIB:.1f} GiB in all, "
+            f"and {available / GIB:.1f} GiB of this machine's memory are free"
         )
+        fix = "fewer ranks, a smaller model, a smaller train.micro_batch_size, or train.recompute=full"
+        yield problem_with(config, "gpus", reason, fix)

@@ -80,14 +80,9 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
         return None
     own = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not own and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
-        raise ConfigError(
-            Problem(
-                key=_KEY,
-                value=asked,
-                reason=f"belongs to another run, and {files.root} has checkpoints of its own",
-                fix="run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one",
-            )
-        )
+        reason = f"belongs to another run, and {files.root} has checkpoints of its own"
+        fix = "run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one"
+        raise ConfigError(Problem(key=_KEY, value=asked, reason=reason, fix=fix))
     return _checked(config, layout, checkpoint, own=own)
 
 
@@ -145,14 +140,9 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
         return
     other = next_free(files.root)
-    raise ConfigError(
-        Problem(
-            key="run.dir",
-            value=str(config.run.dir),
-            reason=f"the run in it has finished all {result.step:,} steps",
-            fix=f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another",
-        )
-    )
+    reason = f"the run in it has finished all {result.step:,} steps"
+    fix = f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another"
+    raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
 def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
@@ -178,14 +168,9 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
         problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
     if progress.samples % layout.global_batch_size:
-        problems.append(
-            Problem(
-                key="train.global_batch_size",
-                value=layout.global_batch_size,
-                reason=f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size",
-                fix="use the batch size it was saved with, or one that divides that number",
-            )
-        )
+        reason = f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size"
+        fix = "use the batch size it was saved with, or one that divides that number"
+        problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
     if problems:
         raise ConfigError(*problems)
     return Resumption(

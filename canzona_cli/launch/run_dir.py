@@ -162,14 +162,9 @@ class RunDirectory:
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:
-            raise EnvironmentProblem(
-                Problem(
-                    key="run.dir",
-                    value=str(self.path),
-                    reason=f"the run's files cannot be written: {error.strerror or error}",
-                    fix="free some space, or run.dir=DIR on another disk",
-                )
-            ) from None
+            reason = f"the run's files cannot be written: {error.strerror or error}"
+            fix = "free some space, or run.dir=DIR on another disk"
+            raise EnvironmentProblem(Problem(key="run.dir", value=str(self.path), reason=reason, fix=fix)) from None
 
 
 def check_free(config: RunConfig, *, goes_on: bool = False) -> None:

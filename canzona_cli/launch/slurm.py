@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, taken
 from canzona_cli.run.machine import tool_output
@@ -121,27 +122,23 @@ def first_host(node_list: str) -> str:
 def _check_shape(config: RunConfig, step: SlurmStep) -> None:
     nodes = node_count(config)
     if step.tasks > step.nodes:
-        raise ConfigError(
-            Problem(
-                key="srun",
-                value=f"{step.tasks} tasks",
-                reason=f"this Slurm step starts canzona train {step.tasks} times on {_machines(step.nodes)}, "
-                "but one canzona train starts all ranks of its machine",
-                fix="srun --ntasks-per-node=1 canzona train ...",
-            )
+        reason = (
+            f"this Slurm step starts canzona train {step.tasks} times on {_machines(step.nodes)}, "
+            "but one canzona train starts all ranks of its machine"
         )
+        fix = "srun --ntasks-per-node=1 canzona train ..."
+        raise ConfigError(Problem(key="srun", value=f"{step.tasks} tasks", reason=reason, fix=fix))
     if step.nodes != nodes:
         unit = "GPU" if config.cluster.device == "cuda" else "rank"
-        raise ConfigError(
-            Problem(
-                key="gpus",
-                value=config.gpus,
-                reason=f"the run needs {_machines(nodes)} of up to {config.cluster.gpus_per_node} {unit}s, "
-                f"and this Slurm step has {step.nodes}",
-                fix=f"srun --nodes={nodes} --ntasks-per-node=1 in a job of that size, "
-                f"or `canzona slurm --submit` with these settings; cluster.nodes={step.nodes} spreads it over all",
-            )
+        reason = (
+            f"the run needs {_machines(nodes)} of up to {config.cluster.gpus_per_node} {unit}s, "
+            f"and this Slurm step has {step.nodes}"
         )
+        fix = (
+            f"srun --nodes={nodes} --ntasks-per-node=1 in a job of that size, "
+            f"or `canzona slurm --submit` with these settings; cluster.nodes={step.nodes} spreads it over all"
+        )
+        raise ConfigError(problem_with(config, "gpus", reason, fix))
 
 
 def _machines(count: int) -> str:
@@ -177,13 +174,9 @@ def _address(host: str) -> str:
     found = re.search(r"\bNodeAddr=(\S+)", shown or "")
     if found is not None and _resolves(found.group(1)):
         return found.group(1)
-    raise EnvironmentProblem(
-        Problem(
-            key="cluster.rdzv_endpoint",
-            reason=f"Slurm calls machine 0 {host}, and this machine cannot resolve that name",
-            fix="cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach",
-        )
-    )
+    reason = f"Slurm calls machine 0 {host}, and this machine cannot resolve that name"
+    fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
+    raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
 
 
 def _resolves(host: str) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
@@ -70,14 +71,9 @@ def template_text() -> str:
     for folder in (package / "_scripts", package.parent / "scripts"):
         if (folder / TEMPLATE).is_file():
             return (folder / TEMPLATE).read_text(encoding="utf-8")
-    raise EnvironmentProblem(
-        Problem(
-            key="scripts",
-            value=str(package / "_scripts" / TEMPLATE),
-            reason="this installation of canzona has no sbatch script",
-            fix="reinstall it: pip install --force-reinstall --no-deps canzona",
-        )
-    )
+    reason = "this installation of canzona has no sbatch script"
+    fix = "reinstall it: pip install --force-reinstall --no-deps canzona"
+    raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / TEMPLATE), reason=reason, fix=fix))
 
 
 def check(options: JobOptions) -> None:
@@ -106,14 +102,8 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     if options.job_name is None:
         check(JobOptions(job_name=name))
     if options.array is not None and config.run.dir is not None:
-        raise ConfigError(
-            Problem(
-                key="run.dir",
-                value=config.run.dir,
-                reason="all tasks of the array would use this one directory",
-                fix=f"leave it out: each task then has {config.run.root}/{config.name}-JOB_TASK",
-            )
-        )
+        fix = f"leave it out: each task then has {config.run.root}/{config.name}-JOB_TASK"
+        raise ConfigError(problem_with(config, "run.dir", "all tasks of the array would use this one directory", fix))
     directives: dict[str, str | None] = {
         "job-name": name,
         "nodes": str(node_count(config)),
@@ -170,13 +160,8 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
         EnvironmentProblem: there is no sbatch here, or Slurm refuses the job.
     """
     if shutil.which("sbatch") is None:
-        raise EnvironmentProblem(
-            Problem(
-                key="sbatch",
-                reason="is not installed here, or not in PATH",
-                fix="submit from a login node; without --submit the script is printed, and you can copy it there",
-            )
-        )
+        fix = "submit from a login node; without --submit the script is printed, and you can copy it there"
+        raise EnvironmentProblem(Problem(key="sbatch", reason="is not installed here, or not in PATH", fix=fix))
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -206,12 +191,9 @@ def _problems(options: JobOptions) -> Iterator[Problem]:
             yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
     limit = None if options.time is None else _seconds(options.time)
     if limit is not None and limit <= options.signal_before:
-        yield Problem(
-            key="--time",
-            value=options.time,
-            reason=f"ends before the job begins to train, as it is asked to save {options.signal_before} s before",
-            fix="a longer --time, or a shorter --signal-before",
-        )
+        reason = f"ends before the job begins to train, as it is asked to save {options.signal_before} s before"
+        fix = "a longer --time, or a shorter --signal-before"
+        yield Problem(key="--time", value=options.time, reason=reason, fix=fix)
 
 
 def _seconds(time: str) -> int | None:
