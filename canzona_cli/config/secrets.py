@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from canzona_cli.config.schema import CustomConfig, RunConfig
-from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import Problem
 
 HIDDEN = "***"
@@ -135,7 +134,8 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
         own = {"optimizer.source", "optimizer.allow"}
         if not own & set(explicit):
             reason = "a recipe asks to run this code, and code is only run when the command line asks for it"
-            yield problem_with(config, "optimizer.source", reason, f"if you trust it: optimizer.source={custom.source}")
+            fix = f"if you trust it: optimizer.source={custom.source}"
+            yield Problem(key="optimizer.source", value=custom.source, reason=reason, fix=fix)
     for key in _FOLDERS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
