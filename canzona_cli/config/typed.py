@@ -129,32 +129,22 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
         return _missing(key, where)
     setting = settings()[key]
     shown = texts.get(key, value)
-    place = "" if key in texts else f" (in {where})"
     if setting.kind == "choice":
         return _not_a_choice(setting, shown)
-    null = ", or null to have it chosen" if setting.optional else ""
+    place = "" if key in texts else f" (in {where})"
     if value is None:
         return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
-    if setting.kind == "integer":
-        reason = f"is {_type_words(value)}, not a whole number{place}"
-        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-            return Problem(key=key, value=shown, reason=reason, fix=f"write {key}={int(value)}")
-        return Problem(key=key, value=shown, reason=reason, fix=f"give a whole number{null}")
-    if setting.kind == "number":
-        return Problem(
-            key=key, value=shown, reason=f"is {_type_words(value)}, not a number{place}", fix=_example(setting)
-        )
-    if setting.kind == "boolean":
-        fix = f"write {key}=true or {key}=false{null}"
-        return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not true or false{place}", fix=fix)
     if setting.kind == "list":
         return _bad_inside(key, value, texts, where)
-    if setting.kind == "mapping":
-        reason = f"is {_type_words(value)}, not a mapping of names to values{place}"
-        return Problem(key=key, value=shown, reason=reason, fix=_example(setting))
-    return Problem(
-        key=key, value=shown, reason=f"is {_type_words(value)}, not text{place}", fix=f"quote it: {key}=\"'...'\""
-    )
+    null = ", or null to have it chosen" if setting.optional else ""
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    wanted, fix = {
+        "integer": ("a whole number", f"write {key}={value:.0f}" if whole else f"give a whole number{null}"),
+        "number": ("a number", _example(setting)),
+        "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
+        "mapping": ("a mapping of names to values", _example(setting)),
+    }.get(setting.kind, ("text", f"quote it: {key}=\"'...'\""))
+    return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {wanted}{place}", fix=fix)
 
 
 def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
@@ -198,12 +188,5 @@ def _example(setting: Setting) -> str:
 
 
 def _type_words(value: object) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int):
-        return "a whole number"
-    if isinstance(value, float):
-        return "a floating-point number"
-    if isinstance(value, str):
-        return "text"
-    return "a list" if isinstance(value, list) else "a mapping"
+    words = {bool: "a boolean", int: "a whole number", float: "a floating-point number", str: "text", list: "a list"}
+    return words.get(type(value), "a mapping")

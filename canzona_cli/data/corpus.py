@@ -4,11 +4,12 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
 from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
@@ -208,18 +209,12 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
     return largest
 
 
-def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> list[Problem]:
+def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
     least = corpus.max_token_id + 1
-    if least <= config.model.vocab_size:
-        return []
-    return [
-        Problem(
-            key="model.vocab_size",
-            value=config.model.vocab_size,
-            reason=f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, more than the embedding has",
-            fix=f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)",
-        )
-    ]
+    if least > config.model.vocab_size:
+        reason = f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, more than the embedding has"
+        fix = f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)"
+        yield problem_with(config, "model.vocab_size", reason, fix)
 
 
 def padded_vocab_size(least: int) -> int:
@@ -232,31 +227,18 @@ def _held_out(config: RunConfig) -> float:
     return config.data.validation_fraction if validates else 0.0
 
 
-def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) -> list[Problem]:
+def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) -> Iterator[Problem]:
     """A sample is `seq_length` tokens and the one after them; each split needs at least one of its own."""
     needed = config.train.seq_length + 1
-    share = _held_out(config)
     if corpus.tokens < needed:
-        return [
-            Problem(
-                key="train.seq_length",
-                value=config.train.seq_length,
-                reason=f"the data has only {corpus.tokens:,} tokens, less than one sample",
-                fix="prepare more text, or use a shorter train.seq_length",
-            )
-        ]
-    if corpus.train_tokens < needed or (share > 0 and corpus.validation_tokens < needed):
+        reason = f"the data has only {corpus.tokens:,} tokens, less than one sample"
+        fix = "prepare more text, or use a shorter train.seq_length"
+        yield problem_with(config, "train.seq_length", reason, fix)
+    elif corpus.train_tokens < needed or (_held_out(config) > 0 and corpus.validation_tokens < needed):
         which = "training" if corpus.train_tokens < needed else "validation"
         left = min(corpus.train_tokens, corpus.validation_tokens)
-        return [
-            Problem(
-                key="data.validation_fraction",
-                value=config.data.validation_fraction,
-                reason=f"leaves {left:,} tokens for {which}, but a sample needs {needed:,}",
-                fix=_better_fraction(pair, needed),
-            )
-        ]
-    return []
+        reason = f"leaves {left:,} tokens for {which}, but a sample needs {needed:,}"
+        yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:

@@ -58,7 +58,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
         problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
     problems += _tokenizer_problems(request)
     problems += _output_problems(prefix, sources, request)
-    environment = _place_problems(prefix, sources, request)
+    environment = [*_place_problems(prefix, sources, request)]
     if problems:
         raise ConfigError(*problems, *environment)
     if environment:
@@ -93,70 +93,62 @@ def train_command(built: Built) -> str:
     return shlex.join(words)
 
 
-def _tokenizer_problems(request: PrepareRequest) -> list[Problem]:
-    problems: list[Problem] = []
+def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
     is_file = request.tokenizer not in ("byte", "bpe")
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
         reason = f"only a bpe is trained to a chosen size; {request.tokenizer} has its own"
-        problems.append(Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or --tokenizer bpe"))
+        yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or --tokenizer bpe")
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
-        reason = (
-            f"a byte-level bpe has {MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries (256 bytes and the end of a document)"
-        )
-        problems.append(
-            Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
-        )
+        entries = f"{MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries"
+        reason = f"a byte-level bpe has {entries} (256 bytes and the end of a document)"
+        yield Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
-        problems.append(Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out"))
+        yield Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out")
     elif is_file:
         try:
             load_json_tokenizer(request.tokenizer, request.eod)
         except ConfigError as error:
-            problems.extend(error.problems)
+            yield from error.problems
     if request.workers is not None and request.workers < 1:
-        problems.append(
-            Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
-        )
-    return problems
+        yield Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
 
 
-def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> list[Problem]:
-    key, shown = "--output", request.output
-    if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
-        example = prefix / "corpus"
-        reason = "is a folder; the output is a prefix that several file names share"
-        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {example}")]
-    if prefix.suffix in (".bin", ".idx"):
-        reason = "has an extension; the output is a prefix to which .bin and .idx are added"
-        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix.with_suffix('')}")]
-    there = [path for path in pair_files(prefix) if path.exists()]
+def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
+    there = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
     inputs = {source.path.resolve() for source in sources if source.path is not None}
-    if clash := [path for path in there if path.resolve() in inputs]:
-        reason = f"would replace the input {clash[0]}"
-        return [Problem(key=key, value=shown, reason=reason, fix=f"--output {prefix}-tokens")]
-    if there and not request.overwrite:
+    clash = [path for path in there if path.resolve() in inputs]
+    if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
+        reason = "is a folder; the output is a prefix that several file names share"
+        fix = f"--output {prefix / 'corpus'}"
+    elif prefix.suffix in (".bin", ".idx"):
+        reason = "has an extension; the output is a prefix to which .bin and .idx are added"
+        fix = f"--output {prefix.with_suffix('')}"
+    elif clash:
+        reason, fix = f"would replace the input {clash[0]}", f"--output {prefix}-tokens"
+    elif there and not request.overwrite:
         reason = f"already exists: {', '.join(path.name for path in there)}"
-        return [
-            Problem(key=key, value=shown, reason=reason, fix="--overwrite to replace it, or choose another --output")
-        ]
-    return []
+        fix = "--overwrite to replace it, or choose another --output"
+    else:
+        return
+    yield Problem(key="--output", value=request.output, reason=reason, fix=fix)
 
 
-def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> list[Problem]:
+def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "is not writable" if folder.is_dir() else "is not a folder"
-        reason = f"cannot be written: {folder} {what}"
-        return [Problem(key="--output", value=str(prefix), reason=reason, fix="choose a writable folder")]
     # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
     needed = 2 * sum(source.size or 0 for source in sources) if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
-    if disk.total > 0 and needed > disk.free:  # file systems without a disk report 0
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "is not writable" if folder.is_dir() else "is not a folder"
+        reason, fix = f"cannot be written: {folder} {what}", "choose a writable folder"
+    elif disk.total > 0 and needed > disk.free:  # file systems without a disk report 0
         reason = f"the disk is too full: {needed / 2**20:,.0f} MiB needed, {disk.free / 2**20:,.0f} MiB free"
-        return [Problem(key="--output", value=str(prefix), reason=reason, fix="make room, or choose another disk")]
-    return []
+        fix = "make room, or choose another disk"
+    else:
+        return
+    yield Problem(key="--output", value=str(prefix), reason=reason, fix=fix)
 
 
 @contextmanager

@@ -30,14 +30,10 @@ def hold(files: RunFiles, config: RunConfig) -> IO[str]:
     except BlockingIOError:
         host, _, pid = lock.read(200).strip().partition(" ")
         lock.close()
-        raise ConfigError(
-            Problem(
-                key="run.dir",
-                value=str(config.run.dir or files.root),
-                reason=f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it",
-                fix="wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run",
-            )
-        ) from None
+        place = str(config.run.dir or files.root)
+        reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it"
+        fix = "wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run"
+        raise ConfigError(Problem(key="run.dir", value=place, reason=reason, fix=fix)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             lock.close()

@@ -72,20 +72,15 @@ class Machines:
         others = range(1, self._nodes)
         start, told = time.monotonic(), False
         while absent := [number for number in others if not self._arrival(number).exists()]:
-            waited = time.monotonic() - start
+            waited, numbers = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
-                raise EnvironmentProblem(
-                    Problem(
-                        key="cluster.node_rank",
-                        value=", ".join(map(str, absent)),
-                        reason=f"these of the run's {self._nodes} machines did not arrive in "
-                        f"{self._files.root} within {patience_s:.0f} s",
-                        fix="start `canzona train` on each, with a directory that every machine shares",
-                    )
-                )
+                within = f"{self._files.root} within {patience_s:.0f} s"
+                reason = f"these of the run's {self._nodes} machines did not arrive in {within}"
+                fix = "start `canzona train` on each, with a directory that every machine shares"
+                raise EnvironmentProblem(Problem(key="cluster.node_rank", value=numbers, reason=reason, fix=fix))
             if waited > 2 and not told:
                 told = True
-                say(f"waiting for machine {', '.join(map(str, absent))} of {self._nodes}")
+                say(f"waiting for machine {numbers} of {self._nodes}")
             time.sleep(_POLL_S)
         tokens = {str(number): (read_json(self._arrival(number)) or {}).get("token") for number in others}
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})

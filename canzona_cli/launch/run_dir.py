@@ -14,6 +14,7 @@ from typing import IO
 from canzona_cli.cluster.machine import installed_version, profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
+from canzona_cli.config.settings import problem_with
 from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.attempts import set_aside
@@ -79,9 +80,7 @@ class RunDirectory:
                 return _claim(path, config, must_be_new=True)
             except FileExistsError:  # another launch of this very second
                 continue
-        raise EnvironmentProblem(
-            Problem(key="run.root", value=str(root), reason="a thousand runs started here within this second")
-        )
+        raise EnvironmentProblem(problem_with(config, "run.root", "a thousand runs started here within this second"))
 
     def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
@@ -232,28 +231,16 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on:
 
 
 def _already_used(path: Path, config: RunConfig) -> ConfigError:
-    other = next_free(path)
     result = "finished" if RunFiles(path).result.exists() else "unfinished or still going"
-    return ConfigError(
-        Problem(
-            key="run.dir",
-            value=str(config.run.dir or path),
-            reason=f"it already holds a run ({result}), and runs do not share a directory",
-            fix=f"run.dir={other}, or leave run.dir out: each run then gets its own directory",
-        )
-    )
+    reason = f"it already holds a run ({result}), and runs do not share a directory"
+    fix = f"run.dir={next_free(path)}, or leave run.dir out: each run then gets its own directory"
+    return ConfigError(Problem(key="run.dir", value=str(config.run.dir or path), reason=reason, fix=fix))
 
 
 def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProblem:
-    key, other = ("run.root", "run.root=DIR") if config.run.dir is None else ("run.dir", "run.dir=DIR")
-    return EnvironmentProblem(
-        Problem(
-            key=key,
-            value=str(config.run.root if config.run.dir is None else config.run.dir),
-            reason=f"the run directory {path} cannot be created there: {reason}",
-            fix=f"{other} with a directory you may write to",
-        )
-    )
+    key = "run.root" if config.run.dir is None else "run.dir"
+    reason = f"the run directory {path} cannot be created there: {reason}"
+    return EnvironmentProblem(problem_with(config, key, reason, f"{key}=DIR with a directory you may write to"))
 
 
 def _git_revision() -> str | None:

@@ -156,14 +156,9 @@ def _endpoint(step: SlurmStep) -> str:
         port = FIRST_PORT + number % _PORTS
         if not taken("", port):
             return f"{host}:{port}"
-    raise EnvironmentProblem(
-        Problem(
-            key="cluster.rdzv_endpoint",
-            value=f"{host}:{FIRST_PORT + first}",
-            reason="this port and the hundred after it are taken",
-            fix=f"cluster.rdzv_endpoint={host}:PORT with a free port",
-        )
-    )
+    tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
+    reason = "this port and the hundred after it are taken"
+    raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", value=tried, reason=reason, fix=fix))
 
 
 def _address(host: str) -> str:
