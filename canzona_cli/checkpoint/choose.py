@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.manifest import MANIFEST, step_of
-from canzona_cli.checkpoint.store import CheckpointStore, Found, judge
+from canzona_cli.checkpoint.store import CheckpointStore, Found, is_checkpoint, judge
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import RunFiles
 
@@ -41,22 +40,16 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
     if where is None:
         where = _newest_run(runs)
     path = Path(where).absolute()
-    if step_of(path.name) is not None or (path / MANIFEST).exists():
-        if not path.is_dir():
-            raise ConfigError(Problem(key=_KEY, value=where, reason="there is no such checkpoint", fix=_FIX))
-        return Chosen(root=path.parent, found=(judge(path.name, path),))
-    if not path.is_dir():
-        raise ConfigError(Problem(key=_KEY, value=where, reason="there is no such directory", fix=_FIX))
-    files = RunFiles(path)
-    if not files.checkpoints.is_dir():
-        store = CheckpointStore(path)
+    reason = "there is no such checkpoint" if is_checkpoint(path) else "there is no such directory"
+    if path.is_dir():
+        if is_checkpoint(path):
+            return Chosen(root=path.parent, found=(judge(path.name, path),))
+        files, store = RunFiles(path), CheckpointStore.under(path)
         found = store.found()
-        if not found and not files.config.exists():
-            raise ConfigError(
-                Problem(key=_KEY, value=where, reason="contains neither a run nor a checkpoint", fix=_FIX)
-            )
-        return Chosen(root=path if found else files.checkpoints, found=found)
-    return Chosen(root=files.checkpoints, found=CheckpointStore(files.checkpoints).found())
+        if found or files.checkpoints.is_dir() or files.config.exists():
+            return Chosen(root=store.root if found else files.checkpoints, found=found)
+        reason = "contains neither a run nor a checkpoint"
+    raise ConfigError(Problem(key=_KEY, value=where, reason=reason, fix=_FIX))
 
 
 def _newest_run(runs: Path) -> Path:

@@ -41,6 +41,11 @@ class CheckpointStore:
 
     root: Path
 
+    @classmethod
+    def under(cls, path: Path) -> "CheckpointStore":
+        """That of the run directory `path`, or, where it is none, the folder itself."""
+        return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+
     def found(self) -> tuple[Found, ...]:
         """Every checkpoint, in the order of steps."""
         return self._steadily(lambda: tuple(self._backwards())[::-1])
@@ -150,6 +155,11 @@ class CheckpointStore:
         return identities
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is meant as one checkpoint: by its name, or by what is in it."""
+    return step_of(path.name) is not None or (path / MANIFEST).exists()
+
+
 def judge(name: str, path: Path) -> Found:
     """A checkpoint by its manifest and the sizes of its files."""
     step = step_of(name) or 0
@@ -189,10 +199,9 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
         reason = "is neither a folder nor the name of a checkpoint"
         raise ConfigError(_nothing(resume, reason, _there(store)))
     path = path.resolve()
-    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+    if is_checkpoint(path):
         return _usable(judge(path.name, path), by_path=True)
-    other = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    found = _usable(other.latest(), by_path=True)
+    found = _usable(CheckpointStore.under(path).latest(), by_path=True)
     if found is None:
         fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
         raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix))

@@ -26,10 +26,8 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_values(config),
         *layout_problems(config),
         *_schedule(config),
-        *_planning(config),
         *(_engine(config) if training else ()),
         *(_custom(config) if training else ()),
-        *_model(config),
         *_data(config),
         *_cluster(config),
         *_measurements(config),
@@ -89,6 +87,13 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
         yield problem_with(config, "name", reason, "for example name=my-run")
+    if config.model.head_dim % 2:
+        reason = "must be even: rotary embedding rotates pairs of dimensions"
+        yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
+    if config.engine.reduction == "even" and config.engine.layout != "aligned":
+        reason = f"needs equal shards, and engine.layout={config.engine.layout} makes uneven ones"
+        fix = "use engine.layout=aligned, or engine.reduction=null to have it chosen"
+        yield problem_with(config, "engine.reduction", reason, fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -109,14 +114,6 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             reason = f"only {room} steps are left after the warm-up"
             fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}"
             yield Problem(key="schedule.wsd_decay_steps", value=schedule.wsd_decay_steps, reason=reason, fix=fix)
-
-
-def _planning(config: RunConfig) -> Iterator[Problem]:
-    engine = config.engine
-    if engine.reduction == "even" and engine.layout != "aligned":
-        reason = f"needs equal shards, and engine.layout={engine.layout} makes uneven ones"
-        fix = "use engine.layout=aligned, or engine.reduction=null to have it chosen"
-        yield problem_with(config, "engine.reduction", reason, fix)
 
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
@@ -161,12 +158,6 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
         yield Problem(key=f"optimizer.options.{key}", value=custom.options[key], reason=reason, fix=fix)
-
-
-def _model(config: RunConfig) -> Iterator[Problem]:
-    if config.model.head_dim % 2:
-        reason = "must be even: rotary embedding rotates pairs of dimensions"
-        yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:

@@ -1,13 +1,22 @@
 """The list of recipes agrees with what runs are composed of; nothing of a composition stays behind."""
 
+import inspect
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.tree import list_recipes
+from canzona_cli.config.recipes import builtin_recipes_dir
+from canzona_cli.config.tree import composed, list_recipes
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -50,3 +59,27 @@ def test_hydra_forgets_a_given_file_and_writes_nothing(tmp_path: Path, monkeypat
     before = {*ConfigStore.instance().repo}
     assert compose_run([f"recipe={path}"]).config.gpus == 4
     assert {*ConfigStore.instance().repo} == before
+
+
+@pytest.mark.parametrize(
+    ("private", "parameters"),
+    [
+        (ConfigLoaderImpl.__init__, "self config_search_path"),
+        (ConfigLoaderImpl._compose_config_from_defaults_list, "self defaults repo"),
+        (CachingConfigRepository.__init__, "self delegate"),
+        (ConfigSearchPathImpl.append, "self provider path anchor"),
+        (create_defaults_list, "repo config_name overrides_list prepend_hydra skip_missing"),
+    ],
+)
+def test_what_we_use_of_hydras_inside_is_as_we_use_it(private: Callable[..., object], parameters: str) -> None:
+    assert [*inspect.signature(private).parameters] == parameters.split()
+
+
+@pytest.mark.parametrize("recipe", ["qwen3-tiny", "qwen3-32b"])
+def test_composing_by_hydras_inside_gives_what_its_public_function_gives(recipe: str) -> None:
+    folder = builtin_recipes_dir()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        public = OmegaConf.to_container(compose("config", overrides=[f"recipe={recipe}"]), resolve=False)
+    tree, files = composed({"recipe": recipe}, {}, (folder,))
+    assert tree == public
+    assert files[-1] == folder / "recipe" / f"{recipe}.yaml"
