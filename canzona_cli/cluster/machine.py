@@ -10,6 +10,7 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -147,8 +148,9 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
     return select(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+@cache
 def installed_gpus() -> tuple[GpuInfo, ...]:
-    """All GPUs of the machine, in PCI order; empty without an NVIDIA driver."""
+    """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once: it may take a second."""
     fields = ",".join(_SMI_FIELDS)
     found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     return read_proc(_PROC_GPUS) if found is None else found
