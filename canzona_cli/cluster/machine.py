@@ -152,7 +152,7 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
 def installed_gpus() -> tuple[GpuInfo, ...]:
     """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once: it may take a second."""
     fields = ",".join(_SMI_FIELDS)
-    found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
+    found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
     return read_proc(_PROC_GPUS) if found is None else found
 
 
