@@ -5,13 +5,14 @@ Looking is all `verify` does: nothing is built and nothing runs. What a look can
 `tests/dist`.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
 import io
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def reads(digest: str) -> Check:
     return check
 
 
-def source_digest(code: object) -> str:
+@functools.cache
+def source_digest(code: Hashable) -> str:
     """Of the code without comments and blank lines."""
     return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
 

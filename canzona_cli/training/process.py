@@ -44,6 +44,8 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     Journal(files, writes=rank == 0).stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
     _hush()
     try:
+        import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
+
         ending = work(files, record, rank)
     except BaseException as error:
         code = record.failed(error)

@@ -51,15 +51,20 @@ class Curve:
 
 def train(cache: Path, *overrides: str) -> list[Curve]:
     """Train `SMALL` with `overrides` on as many ranks as `gpus` says; the curve every rank saw."""
-    composed = compose_run([*SMALL, f"data.cache_dir={cache}", *overrides])
-    return run_ranks(composed.config.gpus, partial(_train_rank, cache, overrides))
+    config, layout, corpus = prepare(cache, *overrides)
+    return run_ranks(config.gpus, partial(_train_rank, config, layout, corpus, cache / "indices"))
 
 
 def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
     """What a worker has before its first step."""
-    config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
-    corpus = ensure_corpus(config)
+    config, layout, corpus = prepare(cache, *overrides)
     return build(config, layout), corpus
+
+
+def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
+    """What the launcher of a run of `SMALL` hands to its workers."""
+    config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
+    return config, layout, ensure_corpus(config)
 
 
 def build(config: RunConfig, layout: Layout) -> Trainee:
@@ -69,9 +74,9 @@ def build(config: RunConfig, layout: Layout) -> Trainee:
     return assemble_trainee(config, join(config, layout), plan)
 
 
-def _train_rank(cache: Path, overrides: tuple[str, ...]) -> Curve:
-    trainee, corpus = assemble(cache, *overrides)
-    datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")
+def _train_rank(config: RunConfig, layout: Layout, corpus: PreparedCorpus, indices: Path) -> Curve:
+    trainee = build(config, layout)
+    datasets = build_datasets(config, corpus, cache=indices)
     assert datasets.validation is not None
     before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
     batches = BatchStream(datasets.train, trainee.world)

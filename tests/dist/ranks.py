@@ -1,6 +1,6 @@
 """Real gloo ranks for tests: forked from one process that has already imported torch and Megatron.
 
-Importing Megatron takes seconds of a core; forking takes milliseconds. Each rank is a process of its own with its own
+Importing them takes seconds of a core; forking takes milliseconds. Each rank is a process of its own with its own
 process group over loopback, exactly as under torchrun.
 """
 
@@ -17,8 +17,12 @@ from multiprocessing.connection import Connection
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+import torch._dynamo  # which every rank would import anew with its first torch optimizer
 
+from canzona_cli.megatron import contract
 from tests.waiting import PATIENCE_S
+
+contract.verify()  # reads much source, once here and not on every rank
 
 # Forking is only safe while this process has no thread pool of its own.
 torch.set_num_threads(1)
