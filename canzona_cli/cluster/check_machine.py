@@ -120,7 +120,7 @@ def storage(*, run_root: Path, cache: Path, gpus: int) -> Iterator[Finding]:
 
 
 def _place(name: str, path: Path, meaning: str, fix: str, *, unwritable: Status = "warn") -> Finding:
-    existing = existing_folder(path)
+    existing = existing_folder(path.expanduser().absolute())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         value = f"{path}: {existing} cannot be written"
         return judged("storage", name, False, value, meaning, fix, otherwise=unwritable)
