@@ -91,7 +91,6 @@ def reads(digest: str) -> Check:
     return check
 
 
-@functools.cache
 def source_digest(code: Hashable) -> str:
     """Of the code without comments and blank lines."""
     return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
@@ -148,17 +147,18 @@ def _lacks(kind: str, wanted: tuple[str, ...], known: object) -> str | None:
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
 
-def _words(code: object) -> list[str]:
+@functools.cache
+def _words(code: Hashable) -> tuple[str, ...]:
     """Source of `code` as tokens, without comments and line breaks; blocks open and close by name."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
     blocks = (tokenize.INDENT, tokenize.DEDENT)
-    return [
+    return tuple(
         tokenize.tok_name[token.type] if token.type in blocks else token.string
         for token in tokenize.generate_tokens(source.readline)
         if token.type not in left_out
-    ]
+    )
 
 
 def _pinned() -> Iterator[Pinned]:

@@ -13,12 +13,12 @@ from canzona_cli.run.files import RunFiles
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 
-STEPS = 60
+STEPS = 30
 EVERY = 5
 """Steps between two checkpoints."""
 SHORT = (
     f"train.steps={STEPS}",
-    "train.eval_interval=20",
+    "train.eval_interval=10",
     "train.eval_batches=1",
     "schedule.warmup_steps=2",
     f"checkpoint.every_steps={EVERY}",
@@ -64,7 +64,7 @@ def validations(files: RunFiles) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize(
     ("case", "kill_after"),
-    [("muon, one rank", 10), *(pytest.param(case, 30, marks=pytest.mark.sweep) for case in list(CASES)[1:])],
+    [("muon, one rank", 10), *(pytest.param(case, 15, marks=pytest.mark.sweep) for case in list(CASES)[1:])],
 )
 def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(
     start: Start, record_fault: RecordFault, case: str, kill_after: int
