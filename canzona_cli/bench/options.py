@@ -55,10 +55,7 @@ def read_options(
         EnvironmentProblem: a plot is asked for, but matplotlib is not installed.
     """
     names = _words(strategies)
-    if plot is not None and find_spec("matplotlib") is None:
-        raise EnvironmentProblem(
-            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
-        )
+    require_matplotlib(plot)
     counts, wrong_counts = _counts(gpus or SIMULATED_GPUS)
     problems = (
         *_unknown(names),
@@ -111,9 +108,22 @@ def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
         )
 
 
-def _places(out: Path | None, plot: Path | None) -> Iterator[Problem]:
+def require_matplotlib(plot: Path | None) -> None:
+    """Raises EnvironmentProblem where a plot is asked for and nothing can draw it."""
+    if plot is not None and find_spec("matplotlib") is None:
+        raise EnvironmentProblem(
+            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
+        )
+
+
+def plot_problems(plot: Path | None) -> Iterator[Problem]:
+    """Pictures are PNG files."""
     if plot is not None and plot.suffix.lower() != ".png":
         yield Problem(key="--plot", value=plot, reason="must end in .png", fix=f"use --plot {plot.stem}.png")
+
+
+def _places(out: Path | None, plot: Path | None) -> Iterator[Problem]:
+    yield from plot_problems(plot)
     for key, path in (("--out", out), ("--plot", plot)):
         if path is not None and (reason := _not_writable(path)):
             yield Problem(key=key, value=path, reason=reason, fix=f"choose a file in a writable folder: {key} FILE")

@@ -29,11 +29,8 @@ def show(content: "Mapping[str, object] | RenderableType") -> None:
 
 def warn(warnings: Iterable[str]) -> None:
     """A yellow line for each warning, each once."""
-    from rich.console import Console
-
-    errors = Console(stderr=True, highlight=False)
     for warning in dict.fromkeys(warnings):
-        errors.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        tell(f"warning: {warning}", "yellow")
 
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None:
@@ -45,9 +42,14 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
 
 def progress(line: str) -> None:
     """A dim line on standard error: what a long command is doing."""
+    tell(line, "dim")
+
+
+def tell(line: str, style: str = "") -> None:
+    """A line on standard error, whole however long it is, and never read as markup."""
     from rich.console import Console
 
-    Console(stderr=True, highlight=False).print(line, style="dim", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(line, style=style, markup=False, soft_wrap=True)
 
 
 def write_out(path: Path, text: str, fix: str) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn_about, write_out
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, Problem
 
 
 def plan(
@@ -99,16 +98,13 @@ def _names_recipe(overrides: Sequence[str]) -> bool:
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
     """Check the files before any planning."""
-    problems = []
+    from canzona_cli.bench.options import plot_problems, require_matplotlib
+
+    problems = [*plot_problems(plot)]
     if dry_run and out is not None:
         problems.append(
             Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
         )
-    if plot is not None and plot.suffix.lower() != ".png":
-        problems.append(Problem(key="--plot", value=plot, reason="is drawn as PNG", fix=f"use --plot {plot.stem}.png"))
     if problems:
         raise ConfigError(*problems)
-    if plot is not None and find_spec("matplotlib") is None:
-        raise EnvironmentProblem(
-            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
-        )
+    require_matplotlib(plot)

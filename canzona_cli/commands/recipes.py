@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.commands.output import show as show_page
 from canzona_cli.commands.output import warn_about
 from canzona_cli.config.completion import complete_recipe
 
@@ -21,31 +22,22 @@ OverrideList = Annotated[list[str] | None, overrides_argument("Settings to chang
 @app.command("list")
 def list_(recipes_dir: RecipesDirs = None) -> None:
     """List every recipe, yours and the built-in ones."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.report.tables import Table
     from canzona_cli.run.words import count
 
     recipes = list_recipes(recipes_dir or ())
     sizes = {recipe.name: 0 if recipe.model is None else parameter_count(recipe.model).total for recipe in recipes}
     recipes.sort(key=lambda recipe: (recipe.builtin, sizes[recipe.name]))
-    console = Console(highlight=False)
     has_own = any(not recipe.builtin for recipe in recipes)
-    style = box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
-    table = Table(box=style, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+    table = Table()
     table.add_column("recipe", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("GPUs", justify="right", no_wrap=True)
+    table.add_numbers("size", "GPUs")
     for title in ("cluster", "optimizer"):
         table.add_column(title, no_wrap=True)
-    table.add_column("description", overflow="fold")
-    if has_own:
-        table.add_column("from", overflow="fold")
+    table.add_words("description", *["from"] * has_own)
     for recipe in recipes:
         origin = "built-in" if recipe.builtin else shown(recipe.path)
         cells = [
@@ -57,9 +49,8 @@ def list_(recipes_dir: RecipesDirs = None) -> None:
             f"cannot be read: {recipe.error}" if recipe.error else recipe.description,
             origin + (", shadows the built-in" if recipe.shadows else ""),
         ]
-        texts = [Text(cell) for cell in (cells if has_own else cells[:-1])]
-        table.add_row(*texts, style="yellow" if recipe.error or recipe.shadows else "")
-    console.print(table)
+        table.add_row(*cells[: len(table.columns)], style="yellow" if recipe.error or recipe.shadows else "")
+    show_page(table)
 
 
 @app.command()
@@ -117,8 +108,6 @@ def layouts(
 
     The layout, the batch and the memory of the fullest GPU; where the model does not fit, how it would.
     """
-    from rich.console import Console
-
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.qwen3 import parameter_count
@@ -129,8 +118,7 @@ def layouts(
     configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in wanted]
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
-    console = Console(highlight=False)
     for index, config in enumerate(configs):
         if index:
-            console.print()
-        console.print(of_sizes(config))
+            typer.echo()
+        show_page(of_sizes(config))

@@ -2,12 +2,12 @@
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import warn, warn_about
+from canzona_cli.commands.output import progress, tell, warn, warn_about
 from canzona_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def train(
         try:
             _train([*(overrides or []), *_recorded_steps(trace=trace, profile=profile)], dry_run, recipes_dir, requests)
         except Preempted as asked:
-            outcome = before_workers(None, asked)
-            typer.echo(outcome.message, err=True)
-            raise typer.Exit(outcome.exit_code) from None
+            _exit(before_workers(None, asked))
 
 
 def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, requests: "Requests") -> None:
@@ -69,26 +67,29 @@ def _train(overrides: list[str], dry_run: bool, recipes_dir: list[Path] | None, 
     from canzona_cli.run.files import RunFiles
 
     console = Console(highlight=False)
-    errors = Console(stderr=True, highlight=False)
     composed = compose_run(overrides, recipes_dirs=recipes_dir or [])
     warn_about(composed)
     config, layout = resolve(composed.config)
     adopted = adopt(config, current_step())
     config = adopted.config
     for note in adopted.notes:
-        errors.print(note, style="dim", markup=False, soft_wrap=True)
+        progress(note)
     plan = obtain_plan(config, layout)
     if dry_run:
-        _show(config, layout, plan, console, errors)
+        _show(config, layout, plan, console)
         return
     try:
-        outcome, run = _launch(config, layout, plan, console, errors, requests)
+        outcome, run = _launch(config, layout, plan, console, requests)
     except Preempted as asked:
         files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
-        outcome = before_workers(files, asked)
-        errors.print(outcome.message, markup=False, soft_wrap=True)
-        raise typer.Exit(outcome.exit_code) from None
-    _conclude(outcome, run, config, console, errors)
+        _exit(before_workers(files, asked))
+    _conclude(outcome, run, config, console)
+
+
+def _exit(outcome: "Outcome") -> NoReturn:
+    """End a command that was asked to stop before its workers started."""
+    tell(outcome.message)
+    raise typer.Exit(outcome.exit_code) from None
 
 
 def _recorded_steps(**options: str | None) -> list[str]:
@@ -114,9 +115,7 @@ def _recorded_steps(**options: str | None) -> list[str]:
     return overrides
 
 
-def _show(
-    config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console", errors: "Console"
-) -> None:
+def _show(config: "RunConfig", layout: "Layout", plan: "Obtained | None", console: "Console") -> None:
     from canzona_cli.config.compose import dump_resolved
     from canzona_cli.errors import CanzonaError
     from canzona_cli.launch import preflight, torchrun
@@ -137,14 +136,12 @@ def _show(
     try:
         found = resumption(config, layout)
     except CanzonaError as error:
-        errors.print(f"note: it would be refused: {error}", style="yellow", markup=False, soft_wrap=True)
+        tell(f"note: it would be refused: {error}", "yellow")
     else:
         if found is not None:
-            note = f"note: it would continue from step {found.step:,} ({found.origin})"
-            errors.print(note, style="dim", markup=False, soft_wrap=True)
+            progress(f"note: it would continue from step {found.step:,} ({found.origin})")
     for problem in preflight.machine_problems(config, layout):
-        note = f"note: this machine could not run it: {problem.reason}"
-        errors.print(note, style="yellow", markup=False, soft_wrap=True)
+        tell(f"note: this machine could not run it: {problem.reason}", "yellow")
 
 
 def _launch(
@@ -152,7 +149,6 @@ def _launch(
     layout: "Layout",
     plan: "Obtained | None",
     console: "Console",
-    errors: "Console",
     requests: "Requests",
 ) -> "tuple[Outcome, RunDirectory]":
     """Check, prepare data and run directory, and supervise the ranks of this machine until they end."""
@@ -173,9 +169,9 @@ def _launch(
     else:  # machine 0 shows the run; its output and this one's often go to one file
         console.quiet = True
     view = make_view(config, layout, console)
-    with _progress_of(view, requests) as progress:
-        corpus = ensure_corpus(config, progress)
-        run, machines, config = _claim(config, layout, node_rank, corpus, errors)
+    with _progress_of(view, requests) as on_progress:
+        corpus = ensure_corpus(config, on_progress)
+        run, machines, config = _claim(config, layout, node_rank, corpus)
     command = torchrun.build(config, layout, run.path)
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():
@@ -188,7 +184,7 @@ def _launch(
                 plan=None if plan is None else plan.plan.to_json(),
                 predicted=prediction_here(config, layout, None if plan is None else plan.plan),
             )
-            machines.gather(config.cluster.rdzv_endpoint or "", say=errors.print)
+            machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
         view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
         outcome = Supervision(
@@ -200,7 +196,7 @@ def _launch(
             hang_timeout_s=config.run.hang_timeout_s,
             requests=requests,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
-            say=console.print if console.is_terminal else errors.print,
+            say=console.print if console.is_terminal else tell,
         ).run()
     return outcome, run
 
@@ -210,13 +206,13 @@ def _progress_of(view: "TrainView", requests: "Requests") -> "Iterator[Callable[
     """Shows the progress of what happens before the launch; gives the terminal back before an error is shown."""
     shown = False
 
-    def progress(what: str, fraction: float) -> None:
+    def on_progress(what: str, fraction: float) -> None:
         nonlocal shown
         shown = True
         view.progress(what, fraction)
 
     try:
-        yield progress
+        yield on_progress
     except KeyboardInterrupt as asked:
         if shown:
             view.close("interrupted", "before training began")
@@ -230,7 +226,7 @@ def _progress_of(view: "TrainView", requests: "Requests") -> "Iterator[Callable[
 
 
 def _claim(
-    config: "RunConfig", layout: "Layout", node_rank: int, corpus: "PreparedCorpus", errors: "Console"
+    config: "RunConfig", layout: "Layout", node_rank: int, corpus: "PreparedCorpus"
 ) -> "tuple[RunDirectory, Machines, RunConfig]":
     """The run directory: machine 0 creates it or continues in it, the others wait there for machine 0's address."""
     from dataclasses import replace
@@ -245,7 +241,7 @@ def _claim(
     if node_rank == 0:
         run = RunDirectory.create(config, goes_on=True)
         found = run.go_on(config, layout)
-        _say_resumption(run, found, errors)
+        _say_resumption(run, found)
         if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
             warn([warning])
         return run, Machines(run.files, nodes=nodes), config
@@ -254,18 +250,16 @@ def _claim(
     return run, machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
 
 
-def _say_resumption(run: "RunDirectory", found: "Resumption | None", errors: "Console") -> None:
+def _say_resumption(run: "RunDirectory", found: "Resumption | None") -> None:
     """How a run that continues differs from the one before, said before anything starts."""
     for note in run.notes:
-        errors.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
+        progress(f"note: {note}")
     warn(() if found is None else found.warnings)
     if found is not None and found.spread:
-        errors.print(f"note: different layout: {found.spread}", style="dim", markup=False, soft_wrap=True)
+        progress(f"note: different layout: {found.spread}")
 
 
-def _conclude(
-    outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console", errors: "Console"
-) -> None:
+def _conclude(outcome: "Outcome", run: "RunDirectory", config: "RunConfig", console: "Console") -> None:
     from canzona_cli.launch import torchrun
     from canzona_cli.report.run_breakdown import BreakdownView
     from canzona_cli.run.breakdown import load_breakdown
@@ -273,9 +267,9 @@ def _conclude(
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
         # machine 0 has reported everything; both often write to one file
         if outcome.exit_code:
-            errors.print(f"machine {config.cluster.node_rank}: {outcome.message}", markup=False, soft_wrap=True)
+            tell(f"machine {config.cluster.node_rank}: {outcome.message}")
     elif outcome.status == "failed":
-        _say_why(outcome, errors)
+        _say_why(outcome)
     elif run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), device=config.cluster.device))
@@ -307,16 +301,13 @@ def _recordings(run: "RunDirectory", config: "RunConfig") -> "Iterator[str]":
         yield f"torch's profiler: {found if run.files.profile.exists() else missing}"
 
 
-def _say_why(outcome: "Outcome", errors: "Console") -> None:
+def _say_why(outcome: "Outcome") -> None:
     """The error of the rank that failed, then its traceback, then the path of its log."""
-    from canzona_cli.report.errors import ErrorView
+    from canzona_cli.report.errors import show_failure
 
-    errors.print(ErrorView(error=outcome.error()))
+    show_failure(outcome.error())
     if outcome.traceback:
-        errors.print()
-        for line in outcome.traceback:
-            errors.print(line, markup=False, soft_wrap=True, style="dim")
+        tell("\n".join(("", *outcome.traceback)), "dim")
     if outcome.log is not None:
-        errors.print()
         place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
-        errors.print(f"whole output of {place}: {outcome.log}", markup=False, soft_wrap=True)
+        tell(f"\nwhole output of {place}: {outcome.log}")

@@ -24,16 +24,9 @@ def validate(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.data.corpus import check_tokenizer, ensure_corpus
     from canzona_cli.planner.plan_file import obtain_plan
-    from canzona_cli.report.header import (
-        describe_batch,
-        describe_data,
-        describe_layout,
-        describe_optimizer,
-        describe_plan,
-        rank_word,
-    )
+    from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
     from canzona_cli.run.words import count
 
@@ -43,28 +36,18 @@ def validate(
     plan = obtain_plan(config, layout)
     corpus = None
     if config.data.source == "prepared":
-        from canzona_cli.data.corpus import ensure_corpus
-
         corpus = ensure_corpus(config)
     elif config.data.tokenizer not in ("byte", "bpe"):
         # The built-in corpus is prepared when a run first needs it; what it is tokenised with must be here by then.
-        from canzona_cli.data.corpus import check_tokenizer
-
         check_tokenizer(config)
 
     tokens = layout.global_batch_size * config.train.seq_length
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))
-    unit = rank_word(config.cluster.device)
     rows = [
-        ("recipe", f"{config.name} ({shown(composed.recipe_file)})"),
-        ("model", f"{config.model.name}, {count(parameter_count(config.model).total)} parameters"),
-        ("optimizer", describe_optimizer(config)),
-        ("layout", f"{describe_layout(layout, unit)} on {config.cluster.name}, recompute {layout.recompute}"),
-        *([("plan", describe_plan(plan))] if plan is not None else []),
-        ("batch", describe_batch(layout, config.train.seq_length)),
-        ("steps", f"{config.train.steps:,}, {count(config.train.steps * tokens)} tokens"),
-        ("data", describe_data(config, corpus)),
+        ("file", shown(composed.recipe_file)),
+        *header_rows(config, layout, corpus=corpus, plan=plan, ascii_only=console.options.ascii_only),
+        ("recompute", layout.recompute),
+        ("tokens", f"{count(config.train.steps * tokens)} in all"),
     ]
-    for row in labelled(rows, 11, indent=0):
-        console.print(row)
+    console.print(*labelled(rows, 11, indent=0), sep="")

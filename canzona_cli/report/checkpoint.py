@@ -145,8 +145,7 @@ class Content(Page):
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
         layout = _saved_layout(self.found)
         if config is not None and layout is not None:
-            rows = header_rows(config, layout, self.found.path, None, ascii_only=screen.ascii_only)
-            yield from (row for row in rows if row[0] != "run")
+            yield from header_rows(config, layout, ascii_only=screen.ascii_only)
             return
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:

@@ -81,9 +81,9 @@ def describe_plan(obtained: Obtained) -> str:
 def header_rows(
     config: RunConfig,
     layout: Layout,
-    run_dir: Path,
-    corpus: "PreparedCorpus | None",
     *,
+    run_dir: Path | None = None,
+    corpus: "PreparedCorpus | None" = None,
     plan: Obtained | None = None,
     earlier: "Earlier | None" = None,
     ascii_only: bool = False,
@@ -102,6 +102,6 @@ def header_rows(
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),
-        ("run", clean(run_dir)),
+        *([("run", clean(run_dir))] if run_dir is not None else []),
         *([("resumes", f"from step {earlier.step:,} ({clean(earlier.origin)})")] if earlier is not None else []),
     ]

@@ -58,7 +58,9 @@ class _Watching(TrainView):
         earlier: Earlier | None = None,
     ) -> None:
         config, layout, ascii_only = self.state.config, self.state.layout, self._console.options.ascii_only
-        rows = header_rows(config, layout, run_dir, corpus, plan=plan, earlier=earlier, ascii_only=ascii_only)
+        rows = header_rows(
+            config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, ascii_only=ascii_only
+        )
         if earlier is not None:
             with self._lock:
                 self.state.go_on(earlier)
