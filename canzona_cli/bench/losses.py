@@ -42,13 +42,19 @@ def disagreements(result: BenchResult) -> list[Problem]:
     for number, reference in enumerate(result.references):
         name = f"{result.reference} in sitting {number + 1}"
         found += _apart(name, reference.losses, result.reference, result.references[0].losses)
-    firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
-    for name, bench in result.strategies.items():
-        if name == "adamw":  # another rule
-            continue
-        kin = firsts.setdefault(bench.arithmetic, name)
-        found += _apart(name, bench.measured.losses, kin, result.strategies[kin].measured.losses)
+    for name, like in kin(result).items():
+        own, theirs = (result.strategies[one].measured.losses for one in (name, like))
+        found += _apart(name, own, like, theirs)
     return found
+
+
+def kin(result: BenchResult) -> dict[str, str]:
+    """For each strategy the first that computes the same updates, whose losses it must agree with; or itself."""
+    firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
+    return {
+        name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)  # adamw has another rule
+        for name, bench in result.strategies.items()
+    }
 
 
 def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.bench.losses import kin
 from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench
 from canzona_cli.report.bench_words import (
     NOT_DISTINCT,
@@ -242,12 +243,12 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
 def _losses(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
-    kin = _kin(result, name)
-    if kin is not None:
-        theirs = result.strategies[kin].measured.losses
+    relatives = kin(result)
+    if (like := relatives[name]) != name:
+        theirs = result.strategies[like].measured.losses
         apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
-        text.append(f", at most {100 * apart:.2g}% from {clean(kin)}'s")
-    elif name != result.reference:
+        text.append(f", at most {100 * apart:.2g}% from {clean(like)}'s")
+    elif name != result.reference and [*relatives.values()].count(name) == 1:
         text.append(", not compared: it computes different updates", style="dim")
     return text
 
@@ -264,13 +265,3 @@ def _why(result: BenchResult, name: str) -> str:
         load_balance=found.predicted.load_balance,
     ).why()
     return "no phase was measured" if why is None else why.text
-
-
-def _kin(result: BenchResult, name: str) -> str | None:
-    """The strategy whose losses these must agree with: the first that computes the same updates."""
-    same = [
-        other
-        for other in (result.reference, *order(result))
-        if other != name and result.strategies[other].arithmetic == result.strategies[name].arithmetic
-    ]
-    return None if name == result.reference or name == "adamw" or not same else same[0]
