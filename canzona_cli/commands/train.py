@@ -272,7 +272,7 @@ def _conclude(outcome: "Outcome", run: "RunDirectory", config: "RunConfig", cons
         _say_why(outcome)
     elif run.files.breakdown.exists():
         console.print()
-        console.print(BreakdownView(breakdown=load_breakdown(run.path), device=config.cluster.device))
+        console.print(BreakdownView(breakdown=load_breakdown(run.path)))
     console.print()
     for line in _recordings(run, config) if outcome.status != "failed" else ():
         console.print(line, markup=False, soft_wrap=True)

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from blake3 import blake3
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
@@ -15,7 +14,7 @@ from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.shard_file import tensor_bytes
 from canzona_cli.checkpoint.store import Found
-from canzona_cli.checkpoint.verify import foreign_files, verify
+from canzona_cli.checkpoint.verify import foreign_files, verify, verify_file
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
@@ -95,27 +94,15 @@ class Content(Page):
     manifest: Manifest
 
     def as_json(self) -> dict[str, object]:
-        manifest, layout = self.manifest, _saved_layout(self.found)
+        layout = _saved_layout(self.found)
         return {
             "version": VERSION,
             "name": self.found.name,
             "path": str(self.found.path),
-            "created": manifest.created,
-            "canzona": manifest.canzona,
-            "progress": asdict(manifest.progress),
-            "optimizer": manifest.optimizer,
-            "strategy": manifest.strategy,
-            "splitting": manifest.splitting,
-            "world_size": manifest.world_size,
+            **asdict(self.manifest),
             "layout": None if layout is None else asdict(layout),
-            "bytes": manifest.bytes,
-            "files": {name: asdict(file) for name, file in manifest.files.items()},
+            "bytes": self.manifest.bytes,
             "kinds": {kind: {"tensors": len(sizes), "bytes": sum(sizes)} for kind, sizes in self._kinds().items()},
-            "tensors": {
-                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "file": tensor.file}
-                for name, tensor in manifest.tensors.items()
-            },
-            "scalars": dict(manifest.scalars),
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
@@ -155,11 +142,11 @@ class Content(Page):
         """The settings it was written with; None where they cannot be read or are not those of the manifest."""
         from canzona_cli.config.compose import load_resolved
 
-        path, entry = self.found.path / _CONFIG, self.manifest.files.get(_CONFIG)
+        entry = self.manifest.files.get(_CONFIG)
+        if entry is None or verify_file(self.found.path, _CONFIG, entry) is not None:
+            return None
         try:
-            if entry is None or blake3(path.read_bytes()).hexdigest() != entry.blake3:
-                return None
-            return load_resolved(path)
+            return load_resolved(self.found.path / _CONFIG)
         except (CanzonaError, OSError):
             return None
 
@@ -267,12 +254,18 @@ class AllVerified(Page):
 
 def verify_all(chosen: Chosen) -> AllVerified:
     """Hash all files of every chosen checkpoint; a bar on standard error where that is a terminal."""
-    total = sum(bytes_written(found.path) for found in chosen.found)
-    each = []
-    with _bar(total) as on_bytes:
-        for found in chosen.found:
-            each.append(_verified(found, on_bytes))
-    return AllVerified(root=str(chosen.root), each=tuple(each))
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        TextColumn("hashing"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(bytes_written(found.path) for found in chosen.found))
+        each = tuple(_verified(found, partial(bar.advance, task)) for found in chosen.found)
+    return AllVerified(root=str(chosen.root), each=each)
 
 
 def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified:
@@ -291,18 +284,3 @@ def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified:
         problems = list(error.problems)
     seconds = time.perf_counter() - began
     return Verified(found=found, bytes=sum(read), seconds=seconds, problems=tuple(problems), foreign=foreign)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True, highlight=False)
-    columns = (
-        TextColumn("hashing"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.advance(task, done)

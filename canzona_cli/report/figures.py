@@ -37,14 +37,8 @@ def save(figure: "Figure", path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="--plot",
-                value=path,
-                reason=f"cannot be written: {error.strerror or error}",
-                fix="name another place with --plot FILE.png",
-            )
-        ) from None
+        reason, fix = f"cannot be written: {error.strerror or error}", "name another place with --plot FILE.png"
+        raise EnvironmentProblem(Problem(key="--plot", value=path, reason=reason, fix=fix)) from None
 
 
 def describe(axes: "Axes", title: str, *, x: str = "", y: str = "") -> None:

@@ -44,8 +44,7 @@ class RunView(Page):
                 yield Text(f"  {row}", style="cyan", no_wrap=True)
         if summary.breakdown is not None:
             yield Text()
-            device = None if summary.config is None else summary.config.cluster.device
-            yield BreakdownView(breakdown=summary.breakdown, device=device)
+            yield BreakdownView(breakdown=summary.breakdown)
         remarks = [*summary.warnings[-_MOST_WARNINGS:], *summary.notes]
         if len(summary.warnings) > _MOST_WARNINGS:
             earlier = plural(len(summary.warnings) - _MOST_WARNINGS, "earlier warning")

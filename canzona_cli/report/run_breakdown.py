@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.config.schema import Device
 from canzona_cli.report.charts import bar
 from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, labelled, wrapped
@@ -22,12 +21,10 @@ class BreakdownView(Page):
     """The breakdown as a table and a foot, for any console width from 60 columns on."""
 
     breakdown: Breakdown
-    device: Device | None = None
-    """Names ranks properly (GPU or CPU rank) and explains a missing MFU; the file's own unless given."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
-        layout = describe_layout(breakdown.layout, self._unit, times=screen.times)
+        layout = describe_layout(breakdown.layout, rank_word(breakdown.device), times=screen.times)
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
         yield wrapped(Text.assemble(("Step-time breakdown", "bold"), f": {optimizer}, {layout}"))
         yield Text()
@@ -35,28 +32,20 @@ class BreakdownView(Page):
         yield Text()
         yield from labelled(self._foot(screen.times))
 
-    @property
-    def _device(self) -> Device | None:
-        return self.device or self.breakdown.device
-
-    @property
-    def _unit(self) -> str:
-        return rank_word(self._device)
-
     def _table(self, screen: Screen) -> Table:
         columns = self._columns(screen.width)
         table = Table()
-        for name in columns:
-            table.add_column(
-                {"phase": "phase, ms", "bar": ""}.get(name, name),
-                justify="left" if name in ("phase", "bar") else "right",
-                no_wrap=True,
-            )
-        slowest = _slowest_ranks(self.breakdown)
+        table.add_column("phase, ms", no_wrap=True)
+        table.add_numbers(*(name for name in columns[1:] if name != "bar"))
+        if "bar" in columns:
+            table.add_column("", no_wrap=True)
+        slowest, planned = _slowest_ranks(self.breakdown), self.breakdown.planned
         for name, label, phase in _rows(self.breakdown):
-            cells = self._cells(name, phase) | {
+            share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
+            cells = self._cells(phase, planned and planned.phases.get(name)) | {
                 "phase": label.split(", exposed")[0] if self._short_labels(screen.width) else label,
                 "slowest": slowest.get(name, MISSING),
+                "share": share if phase is None or phase.in_step else f"({share})",
             }
             in_step = phase.in_step if phase is not None else not name.endswith("_total")
             if phase is not None and in_step:
@@ -64,7 +53,9 @@ class BreakdownView(Page):
                 cells["bar"] = bar(phase.share, width, ascii_only=screen.ascii_only)
             table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
         table.add_section()
-        table.add_row(*(self._step_cells().get(name, "") for name in columns), style="bold")
+        share = f"{number(100 * self.breakdown.in_step_share, '.1f')}%"
+        cells = self._cells(self.breakdown.step, planned and planned.iteration_s) | {"phase": "step", "share": share}
+        table.add_row(*(cells.get(name, "") for name in columns), style="bold")
         return table
 
     def _columns(self, width: int) -> list[str]:
@@ -89,31 +80,17 @@ class BreakdownView(Page):
         """Without the word `exposed` the plan fits next to the times on a terminal of 80 columns."""
         return self.breakdown.planned is not None and width < 110
 
-    def _cells(self, name: str, phase: PhaseTime | None) -> dict[str, str]:
-        planned = None if self.breakdown.planned is None else self.breakdown.planned.phases.get(name)
-        cells = dict(zip(("min", "mean", "max"), _times(phase), strict=True))
-        cells["planned"] = milliseconds(planned or None)  # a plan says nothing about a phase that it gives no time
-        cells["error"] = cells["share"] = MISSING
-        if phase is not None:
-            share = f"{number(100 * phase.share, '.1f')}%"
-            cells["error"] = _percent(relative_error(planned, phase.mean_s))
-            cells["share"] = share if phase.in_step else f"({share})"
-        return cells
-
-    def _step_cells(self) -> dict[str, str]:
-        breakdown = self.breakdown
-        planned = None if breakdown.planned is None else breakdown.planned.iteration_s
+    def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
+        """The times of a phase or of the step; a plan says nothing about a phase that it gives no time."""
         return {
-            "phase": "step",
-            **dict(zip(("min", "mean", "max"), _times(breakdown.step), strict=True)),
-            "planned": milliseconds(planned),
-            "error": _percent(relative_error(planned, breakdown.step.mean_s)),
-            "share": f"{number(100 * breakdown.in_step_share, '.1f')}%",
+            **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
+            "planned": milliseconds(planned or None),
+            "error": MISSING if times is None else _percent(relative_error(planned, times.mean_s)),
         }
 
     def _foot(self, times: str) -> list[tuple[str, str]]:
         breakdown = self.breakdown
-        unit = "GPU" if self._device == "cuda" else "rank"
+        unit = "GPU" if self.breakdown.device == "cuda" else "rank"
         whole = number(100 * breakdown.in_step_share, ".0f")
         shares = f"of the mean step; the phases add up to {whole}%, those in parentheses overlap others"
         profiled = f", {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
@@ -139,7 +116,7 @@ class BreakdownView(Page):
         memory = breakdown.peak_memory_bytes
         if memory is not None:
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
-            whole_process = ", Python and torch included" if self._device == "cpu" else ""
+            whole_process = ", Python and torch included" if self.breakdown.device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
             rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}{plan}"))
         rows.append(
@@ -166,7 +143,7 @@ class BreakdownView(Page):
             peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
             base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
             return f"{100 * mfu:.1f}%{base}"
-        return "n/a on CPU" if self._device == "cpu" else "n/a (no peak rate known)"
+        return "n/a on CPU" if self.breakdown.device == "cpu" else "n/a (no peak rate known)"
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
@@ -191,12 +168,6 @@ def _percent(error: float | None) -> str:
     if error is None:
         return MISSING
     return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
-
-
-def _times(times: OverRanks | None) -> tuple[str, str, str]:
-    if times is None:
-        return MISSING, MISSING, MISSING
-    return milliseconds(times.min_s), milliseconds(times.mean_s), milliseconds(times.max_s)
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:

@@ -33,14 +33,9 @@ def write_trace(run_dir: Path, target: Path) -> int:
     files = RunFiles(run_dir)
     ranks = load_timelines(files)
     if not ranks:
-        raise ConfigError(
-            Problem(
-                key="RUN_DIR",
-                value=run_dir,
-                reason="there are no timelines in it",
-                fix="a run writes them when training ends; give the directory of one that got there",
-            )
-        )
+        reason = "there are no timelines in it"
+        fix = "a run writes them when training ends; give the directory of one that got there"
+        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
     try:
         planned = load_prediction(run_dir)
     except ConfigError:
@@ -77,9 +72,8 @@ def trace_events(
         transfers = [transfer for step in rank.steps for transfer in step.transfers]
         for kind in dict.fromkeys((*COMMUNICATION, *(transfer.name for transfer in transfers))):
             own = [transfer for transfer in transfers if transfer.name == kind]
-            for number, lane in enumerate(lanes(own), 1):
-                name = f"{PHASES[kind].name} in flight" if kind in PHASES else kind
-                yield from process.track(name if number == 1 else f"{name} {number}", lane, shift, "transfer")
+            name = f"{PHASES[kind].name} in flight" if kind in PHASES else kind
+            yield from process.tracks(name, own, shift, "transfer")
     if planned is None:
         return
     behind = max(rank.rank for rank in ranks) + 1
@@ -96,8 +90,7 @@ def trace_events(
                 for event in planned.events
                 if event.rank == rank_number and event.stream == stream
             ]
-            for number, lane in enumerate(lanes(events), 1):
-                yield from process.track(name if number == 1 else f"{name} {number}", lane, 0.0, "planned")
+            yield from process.tracks(name, events, 0.0, "planned")
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
@@ -142,6 +135,13 @@ class _Process:
                 "ts": 1e6 * (interval.start_s + shift_s),
                 "dur": 1e6 * max(0.0, interval.end_s - interval.start_s),
             }
+
+    def tracks(
+        self, name: str, intervals: Iterable[Interval], shift_s: float, category: str
+    ) -> Iterator[dict[str, object]]:
+        """As many tracks as intervals overlap."""
+        for number, lane in enumerate(lanes(intervals), 1):
+            yield from self.track(name if number == 1 else f"{name} {number}", lane, shift_s, category)
 
     def _meta(self, kind: str, arguments: Mapping[str, object], tid: int = 0) -> dict[str, object]:
         return {"name": kind, "ph": "M", "pid": self._number, "tid": tid, "args": dict(arguments)}

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ DATA = Path(__file__).parent
 
 def shown(breakdown: Breakdown, width: int = 80, device: Device | None = "cpu") -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(BreakdownView(breakdown=breakdown, device=device))
+    console.print(BreakdownView(breakdown=replace(breakdown, device=device)))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
