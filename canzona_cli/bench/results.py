@@ -37,6 +37,11 @@ class Measured:
     update_s: tuple[float, ...] = ()
     """By rank: seconds of matrix updates in one step, mean over the measured steps; empty if not recorded."""
 
+    @property
+    def means(self) -> dict[str, float]:
+        """Seconds by phase, mean over ranks; phases that this strategy does not have are left out."""
+        return {name: over_ranks.mean_s for name, over_ranks in self.phases.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:

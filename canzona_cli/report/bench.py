@@ -1,6 +1,6 @@
 """What `canzona bench` prints: every strategy's step, measured next to predicted, and what may be concluded from it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -9,43 +9,23 @@ from rich.text import Text
 
 from canzona_cli.bench.losses import kin
 from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench
-from canzona_cli.report.bench_words import (
-    NOT_DISTINCT,
-    OVERLAP,
-    exposed,
-    measured_phase,
-    mib,
-    order,
-    percent,
-    phase_name,
-    quartiles,
-    ratio,
-    times,
-    with_error,
-)
 from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
-from canzona_cli.run.phases import IN_STEP, LABELS, PHASES
-from canzona_cli.run.statistics import Speedup
+from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
+from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.why import StepComparison
-from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, step_time
+from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, step_time
 
+MIB = 1 << 20
+TOLERANCE = 0.20
+"""A prediction further off than this is highlighted."""
+NOT_DISTINCT = "not significant"
+"""Instead of a speed-up; `OVERLAP` below the table says why."""
+OVERLAP = "not significant: the intervals overlap"
 _SAID = ("device", "machine", "ranks")
 """Facts of the machine that the title says, and a digest to tell machines apart."""
-_SUMMARY = (
-    ("iteration", "bold"),
-    ("  quartiles", "dim"),
-    ("optimizer step", "bold"),
-    ("  quartiles", "dim"),
-    ("exposed communication", ""),
-    ("load balance", ""),
-    ("processor time", ""),
-    ("memory, MiB", ""),
-    ("  with activations", "dim"),
-)
-"""Rows below the phases, with their styles."""
 
 
 @dataclass(frozen=True)
@@ -82,32 +62,29 @@ class BenchView(Page):
 
     def _steps(self) -> GroupedTable:
         """Phases, step times, balance and memory of every strategy."""
-        strategies = self.result.strategies
+        strategies = {name: self.result.strategies[name] for name in order(self.result)}
         phases = [
             phase
             for phase in LABELS
-            if any(
-                s.measured.phases.get(phase) is not None or s.predicted.phases.get(phase) for s in strategies.values()
-            )
+            if any(phase in s.measured.phases or s.predicted.phases.get(phase) for s in strategies.values())
         ]
+        summaries = {name: list(_summary(found)) for name, found in strategies.items()}
+        below = next(iter(summaries.values()))
         return GroupedTable(
             head="phase",
-            labels=[*map(phase_name, phases), *(label for label, _ in _SUMMARY)],
+            labels=[*map(phase_name, phases), *(label for label, _, _ in below)],
             groups=[
                 Columns(
-                    title=clean(name) + (" *" if strategies[name].alone else ""),
+                    title=clean(name) + (" *" if found.alone else ""),
                     heads=("ms", "plan", "error"),
-                    rows=(
-                        *(_phase_cells(strategies[name], phase) for phase in phases),
-                        *_summary_cells(strategies[name]),
-                    ),
+                    rows=(*(_phase_cells(found, phase) for phase in phases), *(cells for *_, cells in summaries[name])),
                 )
-                for name in order(self.result)
+                for name, found in strategies.items()
             ],
             sections=(len(phases), len(phases) + 5),
             styles=[
                 *("dim" if phase.endswith("_total") else "" for phase in phases),
-                *(style for _, style in _SUMMARY),
+                *(style for _, style, _ in below),
             ],
         )
 
@@ -120,13 +97,11 @@ class BenchView(Page):
         seen: set[str] = set()
         for name in order(self.result):
             found = strategies[name]
-            measured = {phase: measured_phase(found.measured, phase) or 0.0 for phase in IN_STEP}
-            predicted = {phase: found.predicted.phases.get(phase, 0.0) for phase in IN_STEP}
             for head, phases, total in (
-                (clean(name), measured, median(found.measured.iteration_s)),
-                ("", predicted, found.predicted.iteration_s),
+                (clean(name), found.measured.means, median(found.measured.iteration_s)),
+                ("", found.predicted.phases, found.predicted.iteration_s),
             ):
-                shown: list[tuple[str, float]] = [(phase, seconds) for phase, seconds in phases.items() if seconds > 0]
+                shown = [(phase, phases[phase]) for phase in IN_STEP if phases.get(phase, 0.0) > 0]
                 seen |= {phase for phase, _ in shown}
                 drawn = stacked(shown, scale, screen.width - 24, PHASES, colour=screen.colour)
                 yield Text.assemble(f"  {head:<10} {step_time(total):>9} ", drawn)
@@ -195,7 +170,7 @@ def _value(value: str | int | float) -> str:
 
 
 def _phase_cells(found: StrategyBench, phase: str) -> tuple[Cell, ...]:
-    measured, predicted = measured_phase(found.measured, phase), found.predicted.phases.get(phase)
+    measured, predicted = found.measured.means.get(phase), found.predicted.phases.get(phase)
     if measured is None and not predicted:
         return (MISSING, MISSING, "")
     least = 0.01 * min(median(found.measured.iteration_s), found.predicted.iteration_s)
@@ -204,22 +179,20 @@ def _phase_cells(found: StrategyBench, phase: str) -> tuple[Cell, ...]:
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
 
-def _summary_cells(found: StrategyBench) -> Iterator[tuple[Cell, ...]]:
-    """In the order of `_SUMMARY`."""
+def _summary(found: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
+    """The rows below the phases: label, style, cells."""
     measured, predicted = found.measured, found.predicted
-    for values, planned in (
-        (measured.iteration_s, predicted.iteration_s),
-        (measured.optimizer_s, predicted.optimizer_s),
+    for label, values, planned in (
+        ("iteration", measured.iteration_s, predicted.iteration_s),
+        ("optimizer step", measured.optimizer_s, predicted.optimizer_s),
     ):
-        yield with_error(median(values), planned)
-        yield () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
-    yield with_error(
-        exposed({name: phase.mean_s for name, phase in measured.phases.items()}), exposed(predicted.phases)
-    )
-    yield with_error(measured.load_balance, predicted.load_balance, ratio)
-    yield (milliseconds(median(measured.processor_s)), "", "")
-    yield with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
-    yield ("", mib(predicted.memory_bytes), "")
+        yield label, "bold", with_error(median(values), planned)
+        yield "  quartiles", "dim", () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
+    yield "exposed communication", "", with_error(exposed(measured.means), exposed(predicted.phases))
+    yield "load balance", "", with_error(measured.load_balance, predicted.load_balance, ratio)
+    yield "processor time", "", (milliseconds(median(measured.processor_s)), "", "")
+    yield "memory, MiB", "", with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
+    yield "  with activations", "dim", ("", mib(predicted.memory_bytes), "")
 
 
 def _ratio_cells(
@@ -265,3 +238,70 @@ def _why(result: BenchResult, name: str) -> str:
         load_balance=found.predicted.load_balance,
     ).why()
     return "no phase was measured" if why is None else why.text
+
+
+def phase_name(phase: str) -> str:
+    """`gradient reduction`, or for a total `  with overlap`, to be read below its phase."""
+    return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
+
+
+def order(result: BenchResult) -> tuple[str, ...]:
+    """The strategies of a result as they are shown."""
+    return tuple(name for name in STRATEGIES if name in result.strategies)
+
+
+def error_text(measured: float | None, predicted: float | None) -> Text:
+    """`+12%`: how much longer the prediction is; one that is far off is highlighted."""
+    found, planned = real(measured), real(predicted)
+    if not found or not planned:  # the two numbers say all there is to say
+        return Text("")
+    error = planned / found - 1
+    shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
+    return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
+
+
+def ms(seconds: float | None) -> str:
+    """As `milliseconds`; nothing is a plain 0."""
+    return "0" if seconds == 0 else milliseconds(seconds)
+
+
+def with_error(
+    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
+) -> tuple[Text, Text, Text]:
+    """Measured, predicted, error."""
+    return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
+
+
+def quartiles(values: Sequence[float], show: Callable[[float], str] = milliseconds) -> str:
+    """`41.2 [40.8, 43.0]`; without brackets where one round was measured."""
+    spread = Quartiles.of(values)
+    if len(values) < 2:
+        return show(spread.median)
+    return f"{show(spread.median)} [{show(spread.low)}, {show(spread.high)}]"
+
+
+def times(speedup: Speedup) -> str:
+    """`4.16x [2.92, 5.28]`; no number where the difference is not significant."""
+    if not speedup.distinct:
+        return NOT_DISTINCT
+    ratio = speedup.ratio
+    return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:+.1f}%"
+
+
+def ratio(value: float | None) -> str:
+    return number(value, ".2f")
+
+
+def mib(amount: float | None) -> str:
+    if amount is None:
+        return MISSING
+    return f"{amount / MIB:,.0f}" if amount >= 100 * MIB else f"{amount / MIB:.1f}"
+
+
+def exposed(phases: Mapping[str, float]) -> float:
+    """Seconds a step waits for data of other ranks."""
+    return sum(phases.get(name, 0.0) for name in COMMUNICATION)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
+from canzona_cli.report.bench import MIB, order, times
 from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, SweepRow, subject, sweep_rows
-from canzona_cli.report.bench_words import MIB, measured_phase, order, times
 from canzona_cli.report.figures import (
     describe,
     new_figure,
@@ -23,7 +23,7 @@ from canzona_cli.report.figures import (
     small_legend,
     whiskers,
 )
-from canzona_cli.run.phases import IN_STEP, STRATEGIES, STRATEGY_COLOURS
+from canzona_cli.run.phases import STRATEGIES, STRATEGY_COLOURS
 from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import clean, layout_words, step_time
 
@@ -60,10 +60,9 @@ def _steps(axes: "Axes", result: BenchResult) -> None:
     bars: list[Mapping[str, float]] = []
     for place, name in enumerate(names):
         found = result.strategies[name]
-        measured: dict[str, float] = {phase: measured_phase(found.measured, phase) or 0.0 for phase in IN_STEP}
-        bars += [measured, found.predicted.phases]
+        bars += [found.measured.means, found.predicted.phases]
         step, optimizer = (Quartiles.of(values) for values in (found.measured.iteration_s, found.measured.optimizer_s))
-        end = max(phase_bar(axes, place - 0.2, measured, height=0.36), step.high)
+        end = max(phase_bar(axes, place - 0.2, found.measured.means, height=0.36), step.high)
         text = f"{step_time(step.median)}; optimizer {step_time(optimizer.median)}{_faster(result, name)}"
         axes.text(end + 0.006 * limit, place - 0.2, text, va="center", fontsize=8.5)
         axes.errorbar(step.median, place - 0.2, xerr=whiskers([step]), color="black", capsize=2.5, lw=1)

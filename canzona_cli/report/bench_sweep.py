@@ -9,12 +9,11 @@ from rich.text import Text
 
 from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
-from canzona_cli.report.bench import heading
-from canzona_cli.report.bench_words import (
+from canzona_cli.report.bench import (
     NOT_DISTINCT,
     OVERLAP,
     error_text,
-    measured_phase,
+    heading,
     mib,
     order,
     quartiles,
@@ -69,7 +68,7 @@ class SweepRow:
 
     def phase(self, name: str) -> tuple[float | None, float | None]:
         """Measured and predicted, seconds."""
-        return measured_phase(self.measured, name), self.predicted.phases.get(name)
+        return self.measured.means.get(name), self.predicted.phases.get(name)
 
     @property
     def optimizer(self) -> Point:

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.report.bench import BenchView
+from canzona_cli.report.bench import BenchView, error_text, quartiles, times
 from canzona_cli.report.bench_figures import draw
-from canzona_cli.report.bench_words import error_text, quartiles, times
 from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
 
