@@ -11,7 +11,7 @@ from canzona_cli.bench.losses import kin
 from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench
 from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
@@ -93,7 +93,7 @@ class BenchView(Page):
         strategies = self.result.strategies
         scale = max(max(median(s.measured.iteration_s), s.predicted.iteration_s) for s in strategies.values())
         title = f", mean over ranks, measured above predicted; the full width is {step_time(scale)}"
-        yield wrapped(Text.assemble(("Step", "bold"), title))
+        yield headed("Step", title)
         seen: set[str] = set()
         for name in order(self.result):
             found = strategies[name]
@@ -123,7 +123,7 @@ class BenchView(Page):
             cells = tuple(_overhead_cells(result, name) for name in names)
             groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
         title = f": how many times {reference}'s time, median [quartiles] of the ratios round by round"
-        yield wrapped(Text.assemble(("Compared", "bold"), title))
+        yield headed("Compared", title)
         yield GroupedTable(head="strategy", labels=[clean(name) for name in names], groups=groups)
         if len(groups) > 2:
             yield note("over AdamW: how much longer the iteration is than AdamW's")
@@ -144,9 +144,7 @@ def heading(result: BenchResult, what: str, screen: Screen, *, without: str = ""
     """
     layout = describe_layout(result.layout, rank_word(result.device), times=screen.times)
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    yield wrapped(
-        Text.assemble((what, "bold"), f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
-    )
+    yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
     profile = Text.assemble(f"by profile {clean(result.profile)}, ", (trust, "" if result.calibrated else "yellow"))
     machine = ", ".join(

@@ -91,40 +91,44 @@ def _faster(result: BenchResult, name: str) -> str:
 
 def _updates(axes: "Axes", result: BenchResult) -> None:
     """Update time by rank."""
-    names = [name for name in order(result) if "matrix_update" in result.strategies[name].measured.phases]
-    width, shifts = side_by_side(len(names))
-    for name, shift in zip(names, shifts, strict=True):
+    shown = {}
+    for name in order(result):
         measured, predicted = result.strategies[name].measured, result.strategies[name].predicted
-        colour = STRATEGY_COLOURS[name]
-        label = (
-            f"{name}: max/mean {measured.load_balance:.2f}, predicted {predicted.load_balance:.2f}; "
-            f"predicted mean {step_time(predicted.phases.get('matrix_update', 0.0))}"
-        )
-        places = [rank + shift for rank in range(len(measured.update_s))]
-        axes.bar(places, [1e3 * load for load in measured.update_s], width=width, color=colour, label=label)
-    rank_ticks(axes, result.layout.world_size)
-    room_above(axes, 0.4)
+        if "matrix_update" in measured.phases:
+            label = (
+                f"{name}: max/mean {measured.load_balance:.2f}, predicted {predicted.load_balance:.2f}; "
+                f"predicted mean {step_time(predicted.phases.get('matrix_update', 0.0))}"
+            )
+            shown[name] = (label, [1e3 * load for load in measured.update_s])
+    _by_rank(axes, result, shown)
     describe(axes, "Matrix updates of each rank", x="rank", y="ms of matrix updates")
-    if names:
-        small_legend(axes, at="upper left")
 
 
 def _memory(axes: "Axes", result: BenchResult) -> None:
     """Tensors held by each rank, and what is predicted of the fullest."""
-    names = order(result)
-    width, shifts = side_by_side(len(names))
-    for name, shift in zip(names, shifts, strict=True):
-        colour = STRATEGY_COLOURS[name]
-        held = [amount / MIB for amount in result.strategies[name].measured.tensor_bytes]
+    shown = {}
+    for name in order(result):
         planned = result.strategies[name].predicted.tensor_bytes
         label = name if planned is None else f"{name}: fullest predicted {planned / MIB:,.0f} MiB (dashed)"
-        axes.bar([rank + shift for rank in range(len(held))], held, width=width, color=colour, label=label)
+        shown[name] = (label, [amount / MIB for amount in result.strategies[name].measured.tensor_bytes])
         if planned is not None:
-            axes.axhline(planned / MIB, color=colour, ls="--", lw=1)
+            axes.axhline(planned / MIB, color=STRATEGY_COLOURS[name], ls="--", lw=1)
+    _by_rank(axes, result, shown, columns=2)
+    describe(axes, "Tensors of each rank, without activations", x="rank", y="MiB")
+
+
+def _by_rank(
+    axes: "Axes", result: BenchResult, shown: Mapping[str, tuple[str, Sequence[float]]], *, columns: int = 1
+) -> None:
+    """Bars by rank, for each strategy a label and a value of every rank."""
+    width, shifts = side_by_side(len(shown))
+    for (name, (label, values)), shift in zip(shown.items(), shifts, strict=True):
+        places = [rank + shift for rank in range(len(values))]
+        axes.bar(places, values, width=width, color=STRATEGY_COLOURS[name], label=label)
     rank_ticks(axes, result.layout.world_size)
     room_above(axes, 0.4)
-    describe(axes, "Tensors of each rank, without activations", x="rank", y="MiB")
-    small_legend(axes, at="upper left", columns=2)
+    if shown:
+        small_legend(axes, at="upper left", columns=columns)
 
 
 def draw_sweep(kind: SweepKind, results: Mapping[str, BenchResult], path: Path) -> None:

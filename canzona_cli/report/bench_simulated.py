@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
-from canzona_cli.report.page import Page, Screen, items, wrapped
+from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds
@@ -27,13 +27,12 @@ class SimulationView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         simulation = self.simulation
         unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
-        title = Text.assemble(
-            ("Simulated", "bold"),
+        trust = "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)"
+        yield headed(
+            "Simulated",
             f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
-            f"{unit}, profile {clean(simulation.profile)} ",
-            "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)",
+            f"{unit}, profile {clean(simulation.profile)} {trust}",
         )
-        yield wrapped(title)
         if simulation.overrides:
             yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")
         for recipe in simulation.recipes:

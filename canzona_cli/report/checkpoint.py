@@ -19,7 +19,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
-from canzona_cli.report.tables import Cell, GroupedTable, Table, column
+from canzona_cli.report.tables import Cell, GroupedTable, Table, columns
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size, step_time
 
@@ -51,8 +51,8 @@ class Listing(Page):
             return
         rows = [_cells(found, screen.times) for found in self.chosen.found]
         heads = ("age", "size", "ranks", "layout", "optimizer", "state")
-        groups = [column(head, cells) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)]
-        yield GroupedTable(head="checkpoint", labels=[found.name for found in self.chosen.found], groups=groups)
+        labels = [found.name for found in self.chosen.found]
+        yield GroupedTable(head="checkpoint", labels=labels, groups=columns(heads, rows))
         for problem in (problem for found in self.chosen.found for problem in found.problems):
             yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
         if all(found.sound for found in self.chosen.found):

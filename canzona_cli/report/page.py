@@ -75,6 +75,11 @@ def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: 
     return Wrapped(body, head, " " * head.cell_len if rest is None else rest)
 
 
+def headed(title: str, text: str) -> Wrapped:
+    """A paragraph that begins with its title."""
+    return wrapped(Text.assemble((title, "bold"), text))
+
+
 def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Wrapped]:
     """Rows of a faint label, `width` characters wide, and a value that is wrapped next to it."""
     for label, value in rows:

@@ -9,13 +9,13 @@ from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.header import describe_batch, describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, items, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.plan_charts import iterations, load_map, memory, streams
-from canzona_cli.report.tables import Columns, GroupedTable, column
+from canzona_cli.report.tables import GroupedTable, column, columns
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, plural, step_time, traffic
 from canzona_cli.simulate.simulate import StrategyResult
-from canzona_cli.simulate.study import STRATEGIES, Study
+from canzona_cli.simulate.study import STRATEGIES, Study, Variant
 
 _NO_GAP = 1e-6
 """A smaller difference between plan and bound is rounding."""
@@ -152,38 +152,40 @@ def _above(gap: float) -> str:
 
 def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Every strategy's times, what the planned one gains over it, and its memory."""
-    yield wrapped(Text.assemble(("Strategies", "bold"), ", simulated on the same layout and batch"))
-    planned, found = study.strategy, [study.strategies[name] for name in STRATEGIES]
-    gains = [name not in ("adamw", planned) for name in STRATEGIES]
+    yield headed("Strategies", ", simulated on the same layout and batch")
+    planned = study.strategy
     yield GroupedTable(
         labels=STRATEGIES,
-        groups=[
-            column("iteration", [step_time(one.result.iteration_s) for one in found]),
-            column("optimizer", [step_time(one.result.optimizer_s) for one in found]),
-            column("exposed", [step_time(one.result.optimizer_exposed_s) for one in found]),
-            column(
-                "+ AdamW",
-                [MISSING if name == "adamw" else f"{100 * study.overhead(name):+.2f}%" for name in STRATEGIES],
-            ),
-            *(
-                column(head, [f"{of(name):.2f}x" * gain for name, gain in zip(STRATEGIES, gains, strict=True)])
-                for head, of in (("opt. /", study.optimizer_speedup), ("iter. /", study.iteration_speedup))
-            ),
-            column("GiB", [f"{one.memory_bytes / GIB:.1f}{' ' if one.fits else '!'}" for one in found]),
-        ],
+        groups=columns(
+            ("iteration", "optimizer", "exposed", "+ AdamW", "opt. /", "iter. /", "GiB"),
+            (_strategy_cells(study, name) for name in STRATEGIES),
+        ),
         styles=["bold" if name == planned else "" for name in STRATEGIES],
     )
     yield note(
         "exposed: the part that the iteration waits for; + AdamW: overhead over its iteration; /: divided by "
         f"{planned}'s; GiB: on the fullest rank"
     )
-    if not all(one.fits for one in found):
+    if not all(one.fits for one in study.strategies.values()):
         yield note(f"! does not fit in {study.memory.capacity / GIB:.1f} GiB, timed as if it did")
+
+
+def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
+    one, gain = study.strategies[name], name not in ("adamw", study.strategy)
+    return (
+        step_time(one.result.iteration_s),
+        step_time(one.result.optimizer_s),
+        step_time(one.result.optimizer_exposed_s),
+        MISSING if name == "adamw" else f"{100 * study.overhead(name):+.2f}%",
+        f"{study.optimizer_speedup(name):.2f}x" if gain else "",
+        f"{study.iteration_speedup(name):.2f}x" if gain else "",
+        f"{one.memory_bytes / GIB:.1f}{' ' if one.fits else '!'}",
+    )
 
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Milliseconds of the slowest rank by phase and strategy."""
-    yield wrapped(Text.assemble(("Phases", "bold"), " of the slowest rank; those that follow one another add up"))
+    yield headed("Phases", " of the slowest rank; those that follow one another add up")
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
     yield GroupedTable(
@@ -203,22 +205,26 @@ def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """The same run planned with other settings."""
     title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share"
-    yield wrapped(Text.assemble(("Alternatives", "bold"), title))
-    found = study.variants
-    moved = [variant.communication for variant in found]
+    yield headed("Alternatives", title)
     yield GroupedTable(
-        labels=[variant.name for variant in found],
-        groups=[
-            column("balance", [f"{variant.balance.grid:.3f}" for variant in found]),
-            column("bound", [f"{variant.balance.lower_bound:.3f}" for variant in found]),
-            column("bytes", [f"{one.dp_byte_balance:.2f}" for one in moved]),
-            column("padding", [f"{100 * one.padding_fraction:.1f}%" for one in moved]),
-            column("optimizer", [step_time(variant.result.optimizer_s) for variant in found]),
-            column("iteration", [step_time(variant.result.iteration_s) for variant in found]),
-            column("GiB", [f"{variant.memory_bytes / GIB:.1f}" for variant in found]),
-            Columns(
-                heads=("reduced", "exchanged"),
-                rows=tuple((traffic(one.dp_reduce_bytes), traffic(one.tp_exchange_bytes)) for one in moved),
-            ),
-        ],
+        labels=[variant.name for variant in study.variants],
+        groups=columns(
+            ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged"),
+            map(_variant_cells, study.variants),
+        ),
+    )
+
+
+def _variant_cells(variant: Variant) -> tuple[str, ...]:
+    moved = variant.communication
+    return (
+        f"{variant.balance.grid:.3f}",
+        f"{variant.balance.lower_bound:.3f}",
+        f"{moved.dp_byte_balance:.2f}",
+        f"{100 * moved.padding_fraction:.1f}%",
+        step_time(variant.result.optimizer_s),
+        step_time(variant.result.iteration_s),
+        f"{variant.memory_bytes / GIB:.1f}",
+        traffic(moved.dp_reduce_bytes),
+        traffic(moved.tp_exchange_bytes),
     )

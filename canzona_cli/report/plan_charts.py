@@ -7,7 +7,7 @@ from rich.text import Text
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.header import rank_word
-from canzona_cli.report.page import Screen, Wrapped, wrapped
+from canzona_cli.report.page import Screen, Wrapped, headed
 from canzona_cli.run.phases import PHASES, STREAMS
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import size, step_time
@@ -38,17 +38,14 @@ def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     maps = [(name, loads) for name, loads in shown if loads is not None]
     width = (screen.width - 2 - _GAP * (len(maps) - 1)) // len(maps)
     width = min(width, max(4 * mesh.owners, 24))
-    title = Text.assemble(
-        ("Update time of every rank", "bold"),
-        f": columns are owners (DP 0 to {mesh.owners - 1}), rows hosts (TP 0 to {mesh.tp - 1}), "
-        "a full block is the slowest",
-    )
     together = owners_a_column(mesh.owners, width)
-    if together > 1:
-        title.append(f" (of up to {together} owners a column)")
-    if mesh.pp > 1:
-        title.append(f"; pipeline stage {study.balance.slowest.stage}")
-    yield wrapped(title)
+    several = f" (of up to {together} owners a column)" if together > 1 else ""
+    stage = f"; pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
+    yield headed(
+        "Update time of every rank",
+        f": columns are owners (DP 0 to {mesh.owners - 1}), rows hosts (TP 0 to {mesh.tp - 1}), "
+        f"a full block is the slowest{several}{stage}",
+    )
     blocks = [
         [
             Text(f"{name} {max(loads) * len(loads) / sum(loads):.2f}", style="bold"),
@@ -71,12 +68,10 @@ def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     found, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
     free = max(found.capacity - found.total, 0)
-    yield wrapped(
-        Text.assemble(
-            ("Memory", "bold"),
-            f" of the fullest {unit}, {found.worst.describe(mesh)}: {found.total / GIB:.1f} of "
-            f"{found.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
-        )
+    yield headed(
+        "Memory",
+        f" of the fullest {unit}, {found.worst.describe(mesh)}: {found.total / GIB:.1f} of "
+        f"{found.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
     )
     parts = [(name, float(found.parts[name])) for name in _MEMORY if found.parts.get(name)]
     width = screen.width - 4
@@ -95,9 +90,7 @@ def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     """One bar per strategy on one scale: what the slowest rank's iteration is spent on."""
     times = {name: study.strategies[name].result.iteration_s for name in STRATEGIES}
     scale = min(max(times.values()), CUT * max(time for name, time in times.items() if name != "sc"))
-    yield wrapped(
-        Text.assemble(("Iteration", "bold"), f", exposed time of each phase; the full width is {step_time(scale)}")
-    )
+    yield headed("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
     for name in STRATEGIES:
         phases = study.strategies[name].result.phases
         parts = [(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
@@ -114,9 +107,7 @@ def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     width = screen.width - _GUTTER
     begin = min((event.start_s for event in events if event.phase == "norm_clip"), default=0.0)
     end = max(event.end_s for event in events)
-    yield wrapped(
-        Text.assemble(("Timeline", "bold"), f" of {study.strategy} on its slowest rank, {result.slowest_rank}")
-    )
+    yield headed("Timeline", f" of {study.strategy} on its slowest rank, {result.slowest_rank}")
     for label, start in (("iteration", 0.0), ("its end", begin)):
         seen = [event for event in events if event.end_s > start]
         for stream, name in STREAMS.items():

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from canzona_cli.bench.simulated import SIZES
 from canzona_cli.cluster.fit import resolve
@@ -14,7 +13,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.planner.memory import GIB
 from canzona_cli.planner.planner import plannable
-from canzona_cli.report.page import Page, Screen, note, wrapped
+from canzona_cli.report.page import Page, Screen, headed, note, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.words import layout_code, step_time
 from canzona_cli.simulate.study import Study, study_run
@@ -63,7 +62,7 @@ class Overview(Page):
         optimizers = sorted({plan.config.optimizer.name for plan in self.plans})
         clusters = sorted({plan.config.cluster.name for plan in self.plans})
         about = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
-        yield wrapped(Text.assemble(("Plans of the built-in sizes", "bold"), about))
+        yield headed("Plans of the built-in sizes", about)
         table = Table()
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.schema import RunConfig
@@ -12,7 +11,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.report.header import optimizer_words
-from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.page import Page, Screen, headed, wrapped
 from canzona_cli.report.tables import Table
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -45,7 +44,7 @@ class Layouts(Page):
         count = parameter_count(model)
         optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
         job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
-        yield wrapped(Text.assemble((self.config.name, "bold"), job))
+        yield headed(self.config.name, job)
         parameters = f"{_billions(count.total)} parameters"
         if model.name in PUBLISHED:
             total, body = PUBLISHED[model.name]

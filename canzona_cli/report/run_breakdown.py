@@ -8,7 +8,7 @@ from rich.text import Text
 
 from canzona_cli.report.charts import bar
 from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
-from canzona_cli.report.page import Page, Screen, labelled, wrapped
+from canzona_cli.report.page import Page, Screen, headed, labelled
 from canzona_cli.report.tables import Table
 from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
 from canzona_cli.run.phases import LABELS
@@ -26,7 +26,7 @@ class BreakdownView(Page):
         breakdown = self.breakdown
         layout = describe_layout(breakdown.layout, rank_word(breakdown.device), times=screen.times)
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
-        yield wrapped(Text.assemble(("Step-time breakdown", "bold"), f": {optimizer}, {layout}"))
+        yield headed("Step-time breakdown", f": {optimizer}, {layout}")
         yield Text()
         yield self._table(screen)
         yield Text()

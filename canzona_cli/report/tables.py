@@ -4,7 +4,7 @@ Both are rich's, with what pipes and narrow terminals need: no trailing spaces, 
 columns that do not fit below the others instead of numbers cut off.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import rich.table
@@ -104,6 +104,11 @@ class Columns:
 def column(head: str, cells: Sequence[Cell]) -> Columns:
     """One column without a title."""
     return Columns(heads=(head,), rows=tuple((cell,) for cell in cells))
+
+
+def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Columns]:
+    """Columns of one each, from rows with a cell for each head."""
+    return [column(head, cells) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
