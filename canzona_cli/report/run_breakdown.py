@@ -42,7 +42,7 @@ class BreakdownView(Page):
         slowest, planned = _slowest_ranks(self.breakdown), self.breakdown.planned
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
-            cells = self._cells(phase, planned and planned.phases.get(name)) | {
+            cells = self._cells(phase, None if planned is None else planned.phases.get(name)) | {
                 "phase": label.split(", exposed")[0] if self._short_labels(screen.width) else label,
                 "slowest": slowest.get(name, MISSING),
                 "share": share if phase is None or phase.in_step else f"({share})",
@@ -53,8 +53,8 @@ class BreakdownView(Page):
                 cells["bar"] = bar(phase.share, width, ascii_only=screen.ascii_only)
             table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
         table.add_section()
-        share = f"{number(100 * self.breakdown.in_step_share, '.1f')}%"
-        cells = self._cells(self.breakdown.step, planned and planned.iteration_s) | {"phase": "step", "share": share}
+        cells = self._cells(self.breakdown.step, None if planned is None else planned.iteration_s)
+        cells |= {"phase": "step", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
         table.add_row(*(cells.get(name, "") for name in columns), style="bold")
         return table
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import batched
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -14,13 +15,7 @@ _WIDE = 110
 _WIDE_ROWS = 14
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _ASCII_SPINNER = "|/-\\"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Figure:
-    label: str
-    value: str
-    style: str = "bold"
+_SEEN = "tokens seen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +70,25 @@ class Frame:
             (head, "bold"), (filled, "green"), (empty * (length - done), "bright_black"), (tail.rstrip(), "bold")
         )
 
-    def _figures(self) -> dict[str, _Figure]:
+    def _figures(self) -> dict[str, str]:
+        """Values by label, in the order of the wide form."""
         state, last = self.state, self.state.last
-        loss = state.loss
-        broken = loss is not None and math.isnan(loss)
         return {
-            "loss": _Figure(label="loss", value=number(loss, ".4f"), style="bold red" if broken else "bold"),
-            "smoothed": _Figure(label="smoothed", value=number(state.smoothed, ".4f")),
-            "lr": _Figure(label="lr", value=number(last and last.lr, ".2e")),
-            "grad": _Figure(label="gradient norm", value=number(last and last.grad_norm, ".3f")),
-            "rate": _Figure(label="tokens/s", value=number(state.tokens_per_s, ",.0f")),
-            "rank_rate": _Figure(label=f"per {state.unit}", value=number(state.tokens_per_s_per_rank, ",.0f")),
-            "seen": _Figure(label="tokens seen", value=count(state.tokens_seen)),
-            "step": _Figure(label="step", value=step_time(state.step_s)),
-            "elapsed": _Figure(label="elapsed", value=duration(state.elapsed)),
+            "loss": number(state.loss, ".4f"),
+            "smoothed": number(state.smoothed, ".4f"),
+            "lr": number(last and last.lr, ".2e"),
+            "gradient norm": number(last and last.grad_norm, ".3f"),
+            "tokens/s": number(state.tokens_per_s, ",.0f"),
+            f"per {state.unit}": number(state.tokens_per_s_per_rank, ",.0f"),
+            _SEEN: count(state.tokens_seen),
+            "step": step_time(state.step_s),
+            "elapsed": duration(state.elapsed),
         }
+
+    def _figure(self, label: str, value: str, label_width: int, value_width: int) -> Text:
+        broken = label == "loss" and self.state.loss is not None and math.isnan(self.state.loss)
+        style = "bold red" if broken else "bold"
+        return Text.assemble((f"{label:<{label_width}}", "dim"), (f"{value:>{value_width}}", style))
 
     def _notes(self) -> list[tuple[str, str]]:
         """Warnings, with their styles."""
@@ -102,17 +101,13 @@ class Frame:
 
     def _narrow(self, width: int, ascii_only: bool) -> list[Text]:
         figures, state = self._figures(), self.state
-        rows = [("loss", "smoothed"), ("lr", "grad"), ("rate", "rank_rate"), ("step", "elapsed")]
-        lines = []
-        for left, right in rows:
-            line = Text("  ")
-            for figure, label_width, value_width in ((figures[left], 10, 9), (figures[right], 13, 12)):
-                line.append(f"{figure.label:<{label_width}}", style="dim")
-                line.append(f"{figure.value:>{value_width}}", style=figure.style)
-                line.append("   ")
-            lines.append(line)
+        seen = figures.pop(_SEEN)
+        lines = [
+            Text.assemble("  ", self._figure(*left, 10, 9), "   ", self._figure(*right, 13, 12), "   ")
+            for left, right in batched(figures.items(), 2)
+        ]
         lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2, ascii_only=ascii_only), style="cyan")
-        lines[2].append(f"{figures['seen'].value} tokens seen", style="dim")
+        lines[2].append(f"{seen} {_SEEN}", style="dim")
         for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
             line.append(note, style=style)
         arrow = "->" if ascii_only else "→"
@@ -124,10 +119,7 @@ class Frame:
 
     def _wide(self, width: int, ascii_only: bool) -> list[Text]:
         state, arrow = self.state, "->" if ascii_only else "→"
-        right = [
-            Text.assemble((f"{figure.label:<16}", "dim"), (f"{figure.value:>14}", figure.style))
-            for figure in self._figures().values()
-        ]
+        right = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
         right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(arrow), "bold")))
         for (note, style), line in zip(self._notes(), (right[0], right[7]), strict=False):
             line.append(f"  {note}", style=style)

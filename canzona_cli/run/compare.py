@@ -75,9 +75,7 @@ class Compared:
             "runs": {
                 name: {
                     "run_dir": str(run.run_dir),
-                    "name": run.name,
-                    "status": run.status,
-                    "step": run.step,
+                    **{field: getattr(run, field) for field in ("name", "status", "step")},
                     "plan_hash": plan,
                     "notes": list(run.notes),
                 }
@@ -111,7 +109,7 @@ def compare_runs(run_a: Path, run_b: Path) -> Compared:
         raise ConfigError(*problems)
     a, b = found
     common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
-    losses = [Loss(step=int(step), a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
+    losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
     return Compared(
         a=a,
         b=b,

@@ -1,6 +1,7 @@
 """What a run directory tells afterwards: how it ended, the first error, the loss, the breakdown."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +22,11 @@ class RunSummary:
     """Everything `canzona report` shows; see `as_json` for the stable machine-readable form."""
 
     run_dir: Path
-    name: str | None
-    steps_planned: int | None
     status: str
     """done, failed, interrupted, or unfinished when there is no result.json (still going, or killed)."""
     exit_code: int | None
     message: str
-    losses: tuple[tuple[float, float], ...]
+    losses: tuple[tuple[int, float], ...]
     """(step, loss) of every logged step with a finite loss."""
     step: int
     """The last step known."""
@@ -48,24 +47,23 @@ class RunSummary:
     notes: tuple[str, ...] = field(default=())
     """What is missing or damaged, and why that is so."""
 
+    @property
+    def name(self) -> str | None:
+        return None if self.config is None else self.config.name
+
+    @property
+    def steps_planned(self) -> int | None:
+        return None if self.config is None else self.config.train.steps
+
     def as_json(self) -> dict[str, object]:
         """The stable form of `canzona report --json`; additions keep `version`, anything else raises it."""
-        loss = [{"step": int(step), "loss": loss} for step, loss in (self.losses[:1] + self.losses[-1:])]
-        validation = [{"step": step, "loss": loss} for step, loss in (self.validations[:1] + self.validations[-1:])]
+        alike = ("name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s", "skipped", "fallbacks")
         return {
             "version": VERSION,
             "run_dir": str(self.run_dir),
-            "name": self.name,
-            "status": self.status,
-            "exit_code": self.exit_code,
-            "message": self.message,
-            "step": self.step,
-            "steps_planned": self.steps_planned,
-            "elapsed_s": self.elapsed_s,
-            "loss": {"first": loss[0], "last": loss[-1]} if loss else None,
-            "skipped": self.skipped,
-            "fallbacks": self.fallbacks,
-            "validation": {"first": validation[0], "last": validation[-1]} if validation else None,
+            **{field: getattr(self, field) for field in alike},
+            "loss": _ends(self.losses),
+            "validation": _ends(self.validations),
             "errors": [_error_json(result) for result in self.errors],
             "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
             "warnings": list(self.warnings),
@@ -104,12 +102,10 @@ def load_summary(run_dir: Path) -> RunSummary:
     times = [record.time for record in (*metrics, *validation, *events) if record.time is not None]
     return RunSummary(
         run_dir=run_dir,
-        name=None if config is None else config.name,
-        steps_planned=None if config is None else config.train.steps,
         status="unfinished" if result is None else result.status,
         exit_code=None if result is None else result.exit_code,
         message="" if result is None else result.message,
-        losses=tuple((float(line.step), line.loss) for line in metrics if line.loss is not None),
+        losses=tuple((line.step, line.loss) for line in metrics if line.loss is not None),
         step=max([0 if result is None else result.step, *(line.step for line in metrics)]),
         validations=tuple((line.step, line.loss) for line in validation),
         skipped=max((line.skipped for line in metrics), default=0),
@@ -150,13 +146,14 @@ def _errors(files: RunFiles) -> tuple[RankResult, ...]:
 
 def _error_json(result: RankResult) -> dict[str, object]:
     error = result.error or RankError()
-    return {
-        "rank": result.rank,
-        "type": error.type,
-        "message": error.message,
-        "time": result.time,
-        "traceback": error.traceback,
-    }
+    words = {field: getattr(error, field) for field in ("type", "message", "traceback")}
+    return {"rank": result.rank, "time": result.time, **words}
+
+
+def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
+    """The first and the last; None where there are none."""
+    ends = {"first": losses[:1], "last": losses[-1:]}
+    return {name: {"step": step, "loss": loss} for name, [(step, loss)] in ends.items()} if losses else None
 
 
 def _suggest(run_dir: Path) -> str:

@@ -1,14 +1,12 @@
 """How a run ended is read from the ranks' own words: the cause, not the echo."""
 
-import io
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from canzona_cli.commands.train import _say_why
+from canzona_cli.commands.train_run import _say_why
 from canzona_cli.errors import (
     CanzonaError,
     CheckpointInvalid,
@@ -171,16 +169,20 @@ class PlanRefused(ConfigError):
     ],
 )
 def test_what_all_ranks_refused_together_is_told_as_it_was_written_without_traceback(
-    files: RunFiles, error: CanzonaError, code: ExitCode
+    files: RunFiles,
+    error: CanzonaError,
+    code: ExitCode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for number in range(2):
         RankRecord(files, number).failed(error)
     report(files, {0: int(code), 1: int(code)})
     outcome = verdict(files)
     assert (outcome.status, outcome.exit_code, outcome.traceback) == ("failed", code, ())
-    out = io.StringIO()
-    _say_why(outcome, Console(file=out, width=200))
-    told = out.getvalue()
+    monkeypatch.setenv("COLUMNS", "200")
+    _say_why(outcome)
+    told = capsys.readouterr().err
     (problem,) = error.problems
     for words in (problem.key, problem.reason, problem.fix, "rank 0"):
         assert words in told
@@ -188,7 +190,9 @@ def test_what_all_ranks_refused_together_is_told_as_it_was_written_without_trace
         assert words not in told
 
 
-def test_every_problem_of_a_worker_is_told_by_itself(files: RunFiles) -> None:
+def test_every_problem_of_a_worker_is_told_by_itself(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = PlanRefused(
         Problem(key="plan", value="1a2b", reason="it is for tp = 2, these ranks have tp = 1", fix="start anew"),
         Problem(key="gpus", value=3, reason="there are two"),
@@ -200,9 +204,9 @@ def test_every_problem_of_a_worker_is_told_by_itself(files: RunFiles) -> None:
         ("plan", "1a2b", "it is for tp = 2, these ranks have tp = 1", "start anew"),
         ("gpus", "3", "there are two", ""),
     ]
-    out = io.StringIO()
-    _say_why(outcome, Console(file=out, width=200))
-    lines = [line.strip() for line in out.getvalue().splitlines()]
+    monkeypatch.setenv("COLUMNS", "200")
+    _say_why(outcome)
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "Bad configuration: 2 problems"
     assert {"plan = 1a2b", "→ start anew", "gpus = 3", "there are two"} <= set(lines)
 

@@ -115,9 +115,9 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
     assert told.startswith(f"{found.plan.name}: load balance 1.")
     assert told.endswith(f"from {written}")
     assert "from" not in describe_plan(Obtained(plan=found.plan, path=None))
-    labels = [label for label, _ in header_rows(config, layout, tmp_path, None, plan=found)]
+    labels = [label for label, _ in header_rows(config, layout, run_dir=tmp_path, plan=found)]
     assert "plan" in labels
-    assert "plan" not in [label for label, _ in header_rows(config, layout, tmp_path, None)]
+    assert "plan" not in [label for label, _ in header_rows(config, layout, run_dir=tmp_path)]
 
 
 def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
