@@ -22,7 +22,7 @@ from canzona_cli.report.bench import (
     with_error,
 )
 from canzona_cli.report.page import Page, Screen, items, note, wrapped
-from canzona_cli.report.tables import Columns, GroupedTable
+from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
@@ -40,6 +40,7 @@ HEADS: Mapping[SweepKind, str] = {
     "optimizer": "optimizer",
     "layers": "layers",
 }
+_ALL = ("measured", "plan", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class SweepView(Page):
         yield wrapped(TITLES[self.kind], "bold")
         rows = list(sweep_rows(self.results))
         sections = [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value] if self._several else []
-        groups = [*self._extra(rows, first=True), *_step_times(rows), *self._extra(rows, first=False)]
+        groups = self._groups(rows)
         yield GroupedTable(
             head=f"{HEADS[self.kind]}, strategy" if self._several else HEADS[self.kind],
             labels=[self._label(n, rows) for n in range(len(rows))],
@@ -154,29 +155,40 @@ class SweepView(Page):
         value = clean(row.value) if place == 0 or rows[place - 1].value != row.value else ""
         return f"{value:<{width}} {clean(row.strategy)}"
 
-    def _extra(self, rows: list[SweepRow], *, first: bool) -> Iterator[Columns]:
-        """The columns this setting is about, before and after the step's times."""
-        if self.kind == "alpha" and first:
-            yield _balance(rows)
-        elif self.kind == "alpha":
-            yield _phase(rows, "reduction in all, ms", "grad_reduce_total")
-            yield _phase(rows, "gathering in all, ms", "param_gather_total")
-        elif self.kind == "c_max" and not first:
-            yield _phase(rows, "exposed exchange, ms", "exchange")
-            yield _phase(rows, "exchange in all, ms", "exchange_total")
-            yield _memory(rows)
-        elif self.kind == "gpus" and first:
-            yield _layouts(rows)
-        elif self.kind == "gpus":
-            found = [_efficiency(row, rows) for row in rows]
-            cells = tuple((f"{point.measured.median:.0f}%", f"{point.predicted:.0f}%") for point in found)
-            yield Columns(title="efficiency", heads=("measured", "plan"), rows=cells)
-            work = tuple((number(median(row.measured.processor_s), ".3g"),) for row in rows)
-            yield Columns(title="processor, s", heads=("measured",), rows=work)
-            yield _balance(rows)
-        elif self.kind in ("optimizer", "layers") and not first and self._several:
-            yield _speedups(rows, "optimizer, times", lambda row: row.result.optimizer_speedup(row.strategy))
-            yield _speedups(rows, "iteration, times", lambda row: row.result.iteration_speedup(row.strategy))
+    def _groups(self, rows: list[SweepRow]) -> list[Columns]:
+        """The step's times, and before and after them the columns this setting is about."""
+
+        def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
+            return Columns(title=title, heads=heads or ("measured", "plan"), rows=tuple(map(cells, rows)))
+
+        def phase(title: str, name: str) -> Columns:
+            return group(title, lambda row: (*map(milliseconds, row.phase(name)),))
+
+        steps = [
+            group("optimizer step, ms", lambda row: _times(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
+            group("iteration, ms", lambda row: _times(row.measured.iteration_s, row.predicted.iteration_s), *_ALL),
+        ]
+        balance = group(
+            "load balance", lambda row: (ratio(row.measured.load_balance), ratio(row.predicted.load_balance))
+        )
+        if self.kind == "alpha":
+            reduced = phase("reduction in all, ms", "grad_reduce_total")
+            return [balance, *steps, reduced, phase("gathering in all, ms", "param_gather_total")]
+        if self.kind == "c_max":
+            exchanged = (phase("exposed exchange, ms", "exchange"), phase("exchange in all, ms", "exchange_total"))
+            return [*steps, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
+        if self.kind == "gpus":
+            layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
+            efficiency = group("efficiency", lambda row: _shares(_efficiency(row, rows)))
+            work = group("processor, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
+            return [layouts, *steps, efficiency, work, balance]
+        if not self._several:
+            return steps
+        return [
+            *steps,
+            group("optimizer, times", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
+            group("iteration, times", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
+        ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
         yield "median [quartiles] of the rounds; plan: predicted; error: predicted over measured"
@@ -197,34 +209,20 @@ class SweepView(Page):
                 )
 
 
-def _step_times(rows: Sequence[SweepRow]) -> Iterator[Columns]:
-    for title, values in (
-        ("optimizer step, ms", [(row.measured.optimizer_s, row.predicted.optimizer_s) for row in rows]),
-        ("iteration, ms", [(row.measured.iteration_s, row.predicted.iteration_s) for row in rows]),
-    ):
-        cells = [(quartiles(found), milliseconds(plan), error_text(median(found), plan)) for found, plan in values]
-        yield Columns(title=title, heads=("measured", "plan", "error"), rows=tuple(cells))
+def _times(measured: Sequence[float], plan: float) -> tuple[Cell, ...]:
+    return quartiles(measured), milliseconds(plan), error_text(median(measured), plan)
 
 
-def _phase(rows: Sequence[SweepRow], title: str, name: str) -> Columns:
-    cells = [(milliseconds(measured), milliseconds(plan)) for measured, plan in (row.phase(name) for row in rows)]
-    return Columns(title=title, heads=("measured", "plan"), rows=tuple(cells))
+def _memory(row: SweepRow) -> tuple[Cell, ...]:
+    return with_error(max(row.measured.tensor_bytes), row.predicted.tensor_bytes, mib)
 
 
-def _balance(rows: Sequence[SweepRow]) -> Columns:
-    cells = [(ratio(row.measured.load_balance), ratio(row.predicted.load_balance)) for row in rows]
-    return Columns(title="load balance", heads=("measured", "plan"), rows=tuple(cells))
+def _shares(point: Point) -> tuple[Cell, ...]:
+    return f"{point.measured.median:.0f}%", f"{point.predicted:.0f}%"
 
 
-def _memory(rows: Sequence[SweepRow]) -> Columns:
-    held = [(max(row.measured.tensor_bytes), row.predicted.tensor_bytes) for row in rows]
-    cells = [with_error(measured, plan, mib) for measured, plan in held]
-    return Columns(title="fullest rank, MiB", heads=("measured", "plan", "error"), rows=tuple(cells))
-
-
-def _layouts(rows: Sequence[SweepRow]) -> Columns:
-    cells = [(layout_code(row.result.layout),) for row in rows]
-    return Columns(title="layout", heads=("",), rows=tuple(cells))
+def _speedup(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ...]:
+    return ("1" if row.strategy == row.result.reference else times(speedup(row.strategy)),)
 
 
 def _efficiency(row: SweepRow, rows: Sequence[SweepRow]) -> Point:
@@ -232,11 +230,6 @@ def _efficiency(row: SweepRow, rows: Sequence[SweepRow]) -> Point:
     base = next(other for other in rows if other.strategy == row.strategy)
     measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
     return Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)
-
-
-def _speedups(rows: Sequence[SweepRow], title: str, speedup: Callable[[SweepRow], Speedup]) -> Columns:
-    cells = ((("1" if row.strategy == row.result.reference else times(speedup(row))),) for row in rows)
-    return Columns(title=title, heads=("measured",), rows=tuple(cells))
 
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> Iterator[SweepRow]:

@@ -1,7 +1,7 @@
 """What `canzona data prepare` shows: a progress bar on a terminal, lines when piped, and the result at the end."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -21,9 +21,6 @@ _KEPT_NAMES = 3
 def preparation_progress() -> Iterator[OnProgress]:
     """Shows how far a build is, on standard error: standard output has only the result."""
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _lines(console)
-        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -31,54 +28,26 @@ def preparation_progress() -> Iterator[OnProgress]:
         TextColumn("{task.fields[facts]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task("starting", total=None, facts="")
-        clock = _Clock()
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
+        bar.add_task("", total=None, facts="")
+        (task,) = bar.tasks
+        printed = 0.0
 
         def show(progress: BuildProgress) -> None:
-            if clock.is_new(progress):
-                bar.reset(task, description=progress.stage)
+            nonlocal printed
+            begins = progress.stage != task.description
+            if begins:
+                bar.reset(task.id, description=progress.stage)
             # Set directly: to `update`, a total of None means "as before", not "unknown".
-            bar.tasks[task].total = None if _is_learning(progress) else progress.total
-            bar.update(task, completed=progress.done, facts=_facts(progress, clock.bytes_per_s(progress)))
+            task.total = None if _is_learning(progress) else progress.total
+            bar.update(task.id, completed=progress.done, facts=_facts(progress, task.speed or 0.0))
+            if not console.is_terminal and (begins or time.monotonic() - printed >= _LINE_INTERVAL_S):
+                printed = time.monotonic()
+                share = f" {progress.done / progress.total:.0%}" if progress.total else ""
+                facts = "" if begins else f" {task.fields['facts']}"
+                console.print(f"{progress.stage}{share}{facts}", soft_wrap=True)
 
         yield show
-
-
-class _Clock:
-    """When the current stage began, and at which byte."""
-
-    def __init__(self) -> None:
-        self.stage = ""
-        self.began = time.monotonic()
-        self.done = 0
-
-    def is_new(self, progress: BuildProgress) -> bool:
-        if progress.stage == self.stage:
-            return False
-        self.stage, self.began, self.done = progress.stage, time.monotonic(), progress.done
-        return True
-
-    def bytes_per_s(self, progress: BuildProgress) -> float:
-        """Since the stage began; 0 at that moment."""
-        return (progress.done - self.done) / max(time.monotonic() - self.began, 1e-3)
-
-
-def _lines(console: Console) -> Callable[[BuildProgress], None]:
-    clock = _Clock()
-    last = time.monotonic()
-
-    def show(progress: BuildProgress) -> None:
-        nonlocal last
-        started = clock.is_new(progress)
-        if not started and time.monotonic() - last < _LINE_INTERVAL_S:
-            return
-        last = time.monotonic()
-        share = f" {progress.done / progress.total:.0%}" if progress.total else ""
-        facts = "" if started else f" {_facts(progress, clock.bytes_per_s(progress))}"
-        console.print(f"{progress.stage}{share}{facts}", soft_wrap=True)
-
-    return show
 
 
 def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
@@ -118,17 +87,14 @@ def print_prepared(built: Built) -> None:
     for label, value in rows:
         # Unwrapped, so that a path can be copied, or cut out of piped output.
         console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
-    for note in _notes(built):
-        console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     command = train_command(built)
-    if "train.eval_interval=0" in command:
-        note = "too little text to hold any out for validation; --document line makes more, shorter documents"
+    for note in _notes(built, command):
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     console.print(Text("\nTrain on it (any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
-def _notes(built: Built) -> Iterator[str]:
+def _notes(built: Built, command: str) -> Iterator[str]:
     made = built.sidecar
     if made.replaced:
         yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
@@ -142,3 +108,5 @@ def _notes(built: Built) -> Iterator[str]:
         yield "the vocabulary was learnt from a 64 MiB sample, the same one every time"
     if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
         yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
+    if "train.eval_interval=0" in command:
+        yield "too little text to hold any out for validation; --document line makes more, shorter documents"

@@ -1,7 +1,8 @@
 """`canzona report`: how a run ended, the first error, the loss, the breakdown; or two runs side by side."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,7 +12,7 @@ from canzona_cli.report.page import Page, Screen, labelled, wrapped
 from canzona_cli.report.run_breakdown import BreakdownView
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
-from canzona_cli.run.compare import Compared, ratio
+from canzona_cli.run.compare import Compared, Pair, ratio
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
@@ -133,9 +134,9 @@ class ComparedView(Page):
         yield "best validation", number(a, ".4f"), number(b, ".4f"), change
 
     def _phases(self) -> Iterator[_Row]:
-        for name, (a, b) in self.compared.phases.items():
+        for name, pair in self.compared.phases.items():
             label = name if name == "step" else LABELS.get(name, clean(name))
-            yield label, milliseconds(a), milliseconds(b), number(ratio((a, b)), ".2f")
+            yield _pair(label, pair, milliseconds)
 
     def _figures(self) -> Iterator[_Row]:
         figures = self.compared.figures
@@ -145,10 +146,13 @@ class ComparedView(Page):
             ("mfu", "MFU", ".1%"),
             ("load_balance", "load balance", ".2f"),
         ):
-            a, b = figures[name]
-            yield label, number(a, spec), number(b, spec), number(ratio((a, b)), ".2f")
-        a, b = figures["peak_memory_bytes"]
-        yield "peak memory", size(a), size(b), number(ratio((a, b)), ".2f")
+            yield _pair(label, figures[name], partial(number, spec=spec))
+        yield _pair("peak memory", figures["peak_memory_bytes"], size)
+
+
+def _pair(label: str, pair: Pair, show: Callable[[object], str]) -> _Row:
+    a, b = pair
+    return label, show(a), show(b), number(ratio(pair), ".2f")
 
 
 def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -155,13 +155,11 @@ class LiveView(_Watching):
 class PlainView(_Watching):
     """Prints each logged step, but at most one line in two seconds; every validation and the last step always."""
 
-    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
-        super().__init__(config, layout, console, clock=clock)
-        self._printed_at: float | None = None
-        self._lines = 0
-        self._unprinted = False
-        self._guarded: list[str] = []
-        self._progress_at: float | None = None
+    _printed_at: float | None = None
+    _lines = 0
+    _unprinted = False
+    _guarded: Sequence[str] = ()
+    _progress_at: float | None = None
 
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
         for label, value in rows:
