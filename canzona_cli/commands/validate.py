@@ -24,7 +24,6 @@ def validate(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
-    from canzona_cli.data.corpus import check_tokenizer, ensure_corpus
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
@@ -36,9 +35,13 @@ def validate(
     plan = obtain_plan(config, layout)
     corpus = None
     if config.data.source == "prepared":
+        from canzona_cli.data.corpus import ensure_corpus  # imports numpy
+
         corpus = ensure_corpus(config)
     elif config.data.tokenizer not in ("byte", "bpe"):
         # The built-in corpus is prepared when a run first needs it; what it is tokenised with must be here by then.
+        from canzona_cli.data.corpus import check_tokenizer
+
         check_tokenizer(config)
 
     tokens = layout.global_batch_size * config.train.seq_length
