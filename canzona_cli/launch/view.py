@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from canzona_cli.data.corpus import PreparedCorpus
-from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 
 
@@ -27,21 +24,6 @@ class TrainView:
 
     No method raises because of a record: a missing or non-finite number is shown as such.
     """
-
-    def header(
-        self,
-        *,
-        run_dir: Path,
-        corpus: PreparedCorpus | None = None,
-        plan: Obtained | None = None,
-        earlier: Earlier | None = None,
-    ) -> None:
-        """Say what is about to run.
-
-        Args:
-            plan: what the run executes; None for a run that executes none.
-            earlier: what it goes on from; None for a run that starts at its first step.
-        """
 
     def progress(self, what: str, fraction: float) -> None:
         """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done; fits `ensure_corpus`."""

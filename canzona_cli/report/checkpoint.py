@@ -76,11 +76,8 @@ def _cells(found: Found, times: str) -> tuple[Cell, ...]:
 def _as_json(found: Found) -> dict[str, object]:
     manifest, layout = found.manifest, _saved_layout(found)
     return {
-        "name": found.name,
+        **_judged(found, found.problems),
         "step": found.step,
-        "path": str(found.path),
-        "sound": found.sound,
-        "problems": _problems_json(found.problems),
         **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
         "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")},
     }
@@ -172,8 +169,10 @@ class Content(Page):
         return table
 
 
-def _problems_json(problems: Sequence[Problem]) -> list[dict[str, str]]:
-    return [{"file": problem.key, "reason": problem.reason} for problem in problems]
+def _judged(found: Found, problems: Sequence[Problem]) -> dict[str, object]:
+    """A checkpoint and what is wrong with it, as JSON."""
+    wrong = [{"file": problem.key, "reason": problem.reason} for problem in problems]
+    return {"name": found.name, "path": str(found.path), "sound": not problems, "problems": wrong}
 
 
 def _saved_layout(found: Found) -> Layout | None:
@@ -226,12 +225,9 @@ class AllVerified(Page):
             "sound": not self.problems,
             "checkpoints": [
                 {
-                    "name": verified.found.name,
-                    "path": str(verified.found.path),
-                    "sound": not verified.problems,
+                    **_judged(verified.found, verified.problems),
                     "bytes": verified.bytes,
                     "seconds": verified.seconds,
-                    "problems": _problems_json(verified.problems),
                     "foreign": list(verified.foreign),
                 }
                 for verified in self.each

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
+from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.words import clean, count, layout_words, plural, step_time
 
 if TYPE_CHECKING:
-    # These import numpy.
+    # It imports numpy.
     from canzona_cli.data.corpus import PreparedCorpus
-    from canzona_cli.launch.view import Earlier
 
 
 def rank_word(device: Device | None) -> str:
@@ -85,7 +85,7 @@ def header_rows(
     run_dir: Path | None = None,
     corpus: "PreparedCorpus | None" = None,
     plan: Obtained | None = None,
-    earlier: "Earlier | None" = None,
+    earlier: Earlier | None = None,
     ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""

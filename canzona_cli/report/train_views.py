@@ -33,15 +33,15 @@ _LINES_BETWEEN_TITLES = 50
 _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'step':>8} {'left':>7}"
 
 
-def make_view(config: RunConfig, layout: Layout, console: Console) -> TrainView:
+def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":
     """The view that suits the console: live where the cursor can move, plain lines in pipes and dumb terminals."""
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console)
     return PlainView(config, layout, console)
 
 
-class _Watching(TrainView):
-    """What both views share: the run's state, and what its header says. A view prints the rows in its own way."""
+class ConsoleView(TrainView):
+    """What both views share: the run's state, and what is said before anything runs."""
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
         self.state = TrainState(config=config, layout=layout, clock=clock)
@@ -57,6 +57,12 @@ class _Watching(TrainView):
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
+        """Say what is about to run.
+
+        Args:
+            plan: what the run executes; None for a run that executes none.
+            earlier: what it goes on from; None for a run that starts at its first step.
+        """
         config, layout, ascii_only = self.state.config, self.state.layout, self._console.options.ascii_only
         rows = header_rows(
             config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, ascii_only=ascii_only
@@ -70,7 +76,7 @@ class _Watching(TrainView):
         raise NotImplementedError
 
 
-class LiveView(_Watching):
+class LiveView(ConsoleView):
     """Redraws four times a second at any terminal width; the last frame stays.
 
     Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them. It is
@@ -152,7 +158,7 @@ class LiveView(_Watching):
         self._console.print(line)
 
 
-class PlainView(_Watching):
+class PlainView(ConsoleView):
     """Prints each logged step, but at most one line in two seconds; every validation and the last step always."""
 
     _printed_at: float | None = None

@@ -17,7 +17,7 @@ from rich.console import Console
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.report.charts import bar, line_chart, sparkline
 from canzona_cli.report.train_state import History, TrainState
-from canzona_cli.report.train_views import LiveView, PlainView, make_view
+from canzona_cli.report.train_views import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.run.records import Note, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
@@ -205,7 +205,7 @@ def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -
     )
     out, pipe = console(width, terminal=True), console(200)
     live, plain = LiveView(CONFIG, LAYOUT, out, clock=clock), PlainView(CONFIG, LAYOUT, pipe, clock=clock)
-    views: list[TrainView] = [live, plain]
+    views: list[ConsoleView] = [live, plain]
     for view in views:
         view.header(run_dir=RUN_DIR, corpus=CORPUS, earlier=earlier)
         view.step(lines[30])

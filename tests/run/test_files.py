@@ -19,9 +19,6 @@ class Recorder(TrainView):
     def __init__(self) -> None:
         self.seen: list[tuple[str, object]] = []
 
-    def header(self, *, run_dir: Path, corpus: object = None, plan: object = None, earlier: object = None) -> None:
-        self.seen.append(("header", run_dir))
-
     def progress(self, what: str, fraction: float) -> None:
         self.seen.append((what, fraction))
 
