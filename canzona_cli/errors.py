@@ -68,6 +68,12 @@ class EnvironmentProblem(CanzonaError):
     headline = "This machine cannot run it"
 
 
+def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
+    """What the user named by `key` cannot be written, or `what` cannot be written there."""
+    reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
+    return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
+
+
 class DoesNotFit(CanzonaError):
     """The job needs more memory per GPU than the cluster profile has."""
 

@@ -21,8 +21,8 @@ from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
 from canzona_cli.errors import (
     CanzonaError,
     ConfigError,
-    EnvironmentProblem,
     Problem,
+    unwritable,
 )
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
@@ -205,14 +205,9 @@ def _create(config: RunConfig, lined_up: LineUp) -> BenchFiles:
             if strategy.plan is not None:
                 write_text_atomic(files.plan(strategy.name), strategy.plan.to_json())
     except OSError as error:
-        raise EnvironmentProblem(
-            Problem(
-                key="run.dir" if config.run.dir is not None else "run.root",
-                value=config.run.dir or config.run.root,
-                reason=f"the bench directory cannot be written: {error.strerror or error}",
-                fix="run.dir=DIR with a directory you may write to",
-            )
-        ) from None
+        key, value = ("run.root", config.run.root) if config.run.dir is None else ("run.dir", config.run.dir)
+        fix = "run.dir=DIR with a directory you may write to"
+        raise unwritable(key, value, error, fix=fix, what="the bench directory") from None
     return files
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.config.schema import ClusterConfig
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, Problem, unwritable
 from canzona_cli.run.files import write_text_atomic
 
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
@@ -23,6 +23,7 @@ _MEANING = {
     "intra_node_gb_per_s": "from all-to-all of 2 ranks",
     "intra_node_latency_us": "the same, 8 bytes",
 }
+_ELSEWHERE = "--out FILE.yaml with a place you may write to"
 
 
 def default_path(base: str) -> Path:
@@ -55,7 +56,7 @@ def check_writable(path: Path, *, force: bool) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
 
 
 def write_profile(path: Path, found: Calibration) -> None:
@@ -63,7 +64,7 @@ def write_profile(path: Path, found: Calibration) -> None:
     try:
         write_text_atomic(path, profile_text(found))
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
 
 
 def profile_text(found: Calibration) -> str:
@@ -155,14 +156,3 @@ def _scalar(value: object) -> str:
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     return json.dumps(value, ensure_ascii=False)
-
-
-def _unwritable(path: Path, error: OSError) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        Problem(
-            key="--out",
-            value=path,
-            reason=f"cannot be written: {error.strerror or error}",
-            fix="--out FILE.yaml with a place you may write to",
-        )
-    )

@@ -58,13 +58,11 @@ def write_out(path: Path, text: str, fix: str) -> None:
     Raises:
         EnvironmentProblem: the file cannot be written; `fix` says what to do then.
     """
-    from canzona_cli.errors import EnvironmentProblem, Problem
+    from canzona_cli.errors import unwritable
     from canzona_cli.run.files import write_text_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, text)
     except OSError as error:
-        raise EnvironmentProblem(
-            Problem(key="--out", value=path, reason=f"cannot be written: {error.strerror or error}", fix=fix)
-        ) from None
+        raise unwritable("--out", path, error, fix=fix) from None

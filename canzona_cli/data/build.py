@@ -23,7 +23,7 @@ from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, temporary
 from canzona_cli.data.sidecar import Sidecar, dump_sidecar, saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import DocumentUnit, Piece, Reader, Source, open_source, piece_bytes
 from canzona_cli.data.tokenizers import ByteTokenizer, Tokenizer, load_json_tokenizer
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, unwritable
 
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
@@ -277,6 +277,4 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
         fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; nothing was left behind"
-    return EnvironmentProblem(
-        Problem(key="--output", value=str(prefix), reason=f"cannot be written: {error.strerror or error}", fix=fix)
-    )
+    return unwritable("--output", str(prefix), error, fix=fix)

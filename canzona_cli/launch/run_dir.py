@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.corpus import PreparedCorpus
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem, unwritable
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.claim import hold, unsafe_place
 from canzona_cli.launch.outcome import Outcome
@@ -161,9 +161,8 @@ class RunDirectory:
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:
-            reason = f"the run's files cannot be written: {error.strerror or error}"
             fix = "free some space, or run.dir=DIR on another disk"
-            raise EnvironmentProblem(Problem(key="run.dir", value=str(self.path), reason=reason, fix=fix)) from None
+            raise unwritable("run.dir", str(self.path), error, fix=fix, what="the run's files") from None
 
 
 def check_free(config: RunConfig, *, goes_on: bool = False) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, unwritable
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"
@@ -147,9 +147,8 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
         with os.fdopen(handle, "wb") as file:
             file.write(b"".join(argument.encode() + b"\0" for argument in arguments))
     except OSError as error:
-        reason = f"the job's arguments cannot be written there: {error.strerror or error}"
-        problem = Problem(key="run.root", value=str(folder), reason=reason, fix="run.root=DIR, a shared directory")
-        raise EnvironmentProblem(problem) from None
+        fix = "run.root=DIR, a shared directory"
+        raise unwritable("run.root", str(folder), error, fix=fix, what="the job's arguments") from None
     return path
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.errors import unwritable
 from canzona_cli.run.phases import PHASES
 from canzona_cli.run.statistics import Quartiles
 
@@ -37,8 +37,7 @@ def save(figure: "Figure", path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        reason, fix = f"cannot be written: {error.strerror or error}", "name another place with --plot FILE.png"
-        raise EnvironmentProblem(Problem(key="--plot", value=path, reason=reason, fix=fix)) from None
+        raise unwritable("--plot", path, error, fix="name another place with --plot FILE.png") from None
 
 
 def describe(axes: "Axes", title: str, *, x: str = "", y: str = "") -> None:
