@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.files import read_json, write_json_atomic, write_text_atomic
+from canzona_cli.run.files import json_object, read_json, write_json_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -104,11 +104,7 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
 
 def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
     """A record that nobody depends on; None where there is none, or none that can be read."""
-    content = read_json(path)
-    try:
-        return None if content is None else parse(kind, content)
-    except Damaged:
-        return None
+    return record_of(kind, read_json(path))
 
 
 class JsonLines:
@@ -154,15 +150,6 @@ def record_of[T](kind: type[T], line: dict[str, object] | None) -> T | None:
         return None if line is None else parse(kind, line)
     except Damaged:
         return None
-
-
-def json_object(line: str | bytes) -> dict[str, object] | None:
-    """The JSON object in a line; None where it is none."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 class _OtherVersion(Exception):

@@ -188,7 +188,15 @@ def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | N
 def read_json(path: Path) -> dict[str, object] | None:
     """The JSON object in `path`; None when there is no such file or no such object in it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def json_object(text: bytes) -> dict[str, object] | None:
+    """The JSON object in a file or a line; None where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
