@@ -6,11 +6,10 @@ Each has a form in ASCII, and one without colours.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.text import Text
 
-from canzona_cli.run.phases import PhaseLook
+from canzona_cli.run.phases import Ink
 from canzona_cli.run.words import real
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -117,15 +116,7 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ink:
-    """For parts other than phases; those have their looks in `run.phases`."""
-
-    letter: str
-    style: str
-
-
-Inks = Mapping[str, Ink] | Mapping[str, PhaseLook]
+Inks = Mapping[str, Ink]
 """How each part is drawn, by its name."""
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.charts import heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.header import rank_word
 from canzona_cli.report.page import Screen, Wrapped, headed
-from canzona_cli.run.phases import PHASES, STREAMS
+from canzona_cli.run.phases import PHASES, STREAMS, Ink
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import size, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study

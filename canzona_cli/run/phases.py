@@ -35,7 +35,17 @@ COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseLook:
+class Ink:
+    """How a part of a bar is drawn in a terminal."""
+
+    letter: str
+    """Without colour."""
+    style: str
+    """Its colour, in rich's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseLook(Ink):
     """How a phase is written and drawn."""
 
     name: str
@@ -44,10 +54,6 @@ class PhaseLook:
     """As the subject of a sentence: `the matrix update` took 3 ms."""
     colour: str
     """In figures."""
-    letter: str
-    """In bars without colour."""
-    style: str
-    """Its colour in a terminal's bars, in rich's words."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(

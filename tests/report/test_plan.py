@@ -5,9 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.charts import Ink, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.charts import heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.page import Screen
 from canzona_cli.report.plan_charts import _lane
+from canzona_cli.run.phases import Ink
 from canzona_cli.run.prediction import SimulatedEvent
 
 INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "c": Ink(letter="C", style="green")}
