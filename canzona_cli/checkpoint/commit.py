@@ -36,7 +36,7 @@ from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
 from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
-from canzona_cli.run.files import sync_folder, write_text_atomic
+from canzona_cli.run.files import sync_folder
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
@@ -95,14 +95,14 @@ def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) 
                 _reread(path, stored)
             part["file"] = {"name": path.name, **asdict(stored)}
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
-        write_text_atomic(part_path(partial, rank), json.dumps(part))
+        _write_whole(part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
         failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # room for the part file that says so
         said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
         try:
-            write_text_atomic(part_path(partial, rank), json.dumps(said))
+            _write_whole(part_path(partial, rank), json.dumps(said).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
                 _wordless_path(partial, rank).touch()
@@ -268,9 +268,31 @@ def _publish(partial: Path, target: Path) -> Path:
 
 
 def _write_text(path: Path, text: str) -> StoredFile:
-    write_text_atomic(path, text)
     data = text.encode()
+    _write_new(path, data)
     return StoredFile(bytes=len(data), blake3=blake3(data).hexdigest())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A file that is seen whole or not at all."""
+    temporary = path.with_name(f".{path.name}.new")
+    _write_new(temporary, data)
+    os.rename(temporary, path)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """A new file, on the disk; none is left when it fails. Plain system calls: a test kills it at each of them."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _reread(path: Path, stored: StoredFile) -> None:
