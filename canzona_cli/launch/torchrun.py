@@ -98,7 +98,7 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
 
 
 def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
-    """Variables the workers run under. What the user has set already stays as it is."""
+    """Variables the workers run under. What the user has set already stays as it is, but that CPU ranks see no GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
@@ -118,8 +118,14 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
         wanted["PYTHONSAFEPATH"] = "1"
+    if on_gpu:
+        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a launch.
+        wanted["TORCH_DIST_USE_NCCL2"] = "0"
     wanted |= _interfaces(config)
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if not on_gpu:
+        chosen["CUDA_VISIBLE_DEVICES"] = ""  # Megatron is given CPU meanings for its CUDA calls, in these ranks alone
+    return chosen
 
 
 def _installed() -> bool:

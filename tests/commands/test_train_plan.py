@@ -30,13 +30,24 @@ class Sign(torch.optim.Optimizer):
 
 
 def train(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Without the 60 seconds that commands have which start no workers."""
+    """Without the 60 seconds that commands have which start no workers; where torch would tell of a GPU."""
     command = [sys.executable, "-m", "canzona_cli.app", "train", *arguments]
-    environment = {**os.environ, **importable(), "COLUMNS": "200", "NO_COLOR": "1"}
+    environment = {**os.environ, **importable(), **beside_a_gpu(), "COLUMNS": "200", "NO_COLOR": "1"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
-def test_the_run_keeps_the_very_plan_that_plan_writes_and_says_which_it_is(tmp_path: Path) -> None:
+def beside_a_gpu() -> dict[str, str]:
+    """Variables under which torch tells of a GPU, as long as they stay as they are."""
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
+    environment = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0"}
+    code = "import torch; print(torch.cuda.is_available())"
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True).stdout
+    assert told == "True\n"
+    return environment
+
+
+def test_beside_a_gpu_the_run_keeps_the_very_plan_that_plan_writes_and_says_which_it_is(tmp_path: Path) -> None:
     (tmp_path / "sign.py").write_text(SIGN, encoding="utf-8")
     planned = canzona("plan", *RUN, *OPTIONS, *SMALL, "--out", "mine.json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr

@@ -13,9 +13,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-# gloo ranks on CPU, also where there is a GPU; read once, when torch first looks for one.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
 import torch._dynamo  # which every rank would import anew with its first torch optimizer
 

@@ -104,6 +104,24 @@ def test_a_gpu_run_with_tensor_parallelism_orders_its_launches() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(config, replace(LAYOUT, tp=2, dp=1))
 
 
+def test_cpu_ranks_see_no_gpu_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = run_config()
+    assert worker_environment(config, LAYOUT)["CUDA_VISIBLE_DEVICES"] == ""
+    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(cuda, LAYOUT)
+
+
+def test_gpu_ranks_have_the_nccl_backend_that_groups_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    config = run_config()
+    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    assert worker_environment(cuda, LAYOUT)["TORCH_DIST_USE_NCCL2"] == "0"
+    assert "TORCH_DIST_USE_NCCL2" not in worker_environment(config, LAYOUT)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    assert worker_environment(cuda, LAYOUT)["TORCH_DIST_USE_NCCL2"] == "1"
+
+
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert worker_environment(run_config(), LAYOUT)["OMP_NUM_THREADS"] == "3"
