@@ -25,7 +25,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.strategies}
     first = next(iter(configs.values()))
-    world = join(first, read_layout(files.layout))
+    world = join(first, read_layout(files.layout), alive=record.heart.progress)
     journal = Journal(files, writes=rank == 0)
     data = build_datasets(first, read_corpus(files), cache=cache_root(first) / "indices").train
     strategies: dict[str, RunningStrategy] = {}

@@ -30,7 +30,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     orders = Orders.read(files)
     effort = orders.effort
     config = load_resolved(files.config)
-    world = join(config, read_layout(files.layout))
+    world = join(config, read_layout(files.layout), alive=record.heart.progress)
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)

@@ -23,7 +23,7 @@ from canzona_cli.errors import Problem
 Check = Callable[[object], str | None]
 """What is wrong with the object that a name stands for; None when it is as expected."""
 
-_WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.10 or newer"}
+_WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
 
 def exists(found: object) -> str | None:

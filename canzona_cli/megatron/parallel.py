@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.megatron import cpu_backend
+from canzona_cli.megatron.groups import make_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,20 @@ class World:
         return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank}, pp {self.pp_rank})"
 
 
-def initialize(layout: Layout, device: Device, *, seed: int, timeout_minutes: float = 10.0) -> World:
+def initialize(
+    layout: Layout,
+    device: Device,
+    *,
+    seed: int,
+    timeout_minutes: float = 10.0,
+    alive: Callable[[], None] = lambda: None,
+) -> World:
     """Join the job: pick the device, start the process group, build Megatron's groups and random states.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them.
+
+    Args:
+        alive: called again and again while groups are made, which takes long where there are many.
 
     Raises:
         RuntimeError: the world has another size than the layout.
@@ -67,26 +79,16 @@ def initialize(layout: Layout, device: Device, *, seed: int, timeout_minutes: fl
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
-        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=local)
+        # With a device_id every group would get its communicator at once, in a call that the whole world has to join.
+        # Without, each gets it when it is first used, if ever.
+        torch.distributed.init_process_group("nccl", timeout=timeout)
     else:
         cpu_backend.install()
         local = torch.device("cpu")
         torch.distributed.init_process_group("gloo", timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not write.
-        create_gloo_process_groups=False,
-    )
+    groups = make_groups(layout, timeout=timeout, alive=alive)
     model_parallel_cuda_manual_seed(seed)
-    return World(
-        rank=rank,
-        world_size=world_size,
-        device=local,
-        layout=layout,
-        groups=ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    return World(rank=rank, world_size=world_size, device=local, layout=layout, groups=groups)
 
 
 def shutdown() -> None:

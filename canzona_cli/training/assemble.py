@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,8 +22,12 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
-def join(config: RunConfig, layout: Layout) -> World:
-    """Seed this process and meet the other ranks."""
+def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:
+    """Seed this process and meet the other ranks.
+
+    Args:
+        alive: called again and again meanwhile.
+    """
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)  # the state that libraries draw from
@@ -30,7 +35,8 @@ def join(config: RunConfig, layout: Layout) -> World:
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
         # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
-    return parallel.initialize(layout, config.cluster.device, seed=config.train.seed, timeout_minutes=timeout_s / 60)
+    device, seed = config.cluster.device, config.train.seed
+    return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive)
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:

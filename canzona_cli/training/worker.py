@@ -32,7 +32,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     plan = read_plan(files.plan) if execution_of(config) is Execution.PLANNED else None
     pulse = Pulse(record.heart)
     with record.heart.waiting():
-        world = join(config, layout)
+        world = join(config, layout, alive=record.heart.progress)
     journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard, heart=record.heart)
 
     journal.stage("build model", config.model.name)
