@@ -96,10 +96,7 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
-    - muon, standard Newton-Schulz (Jordan et al. 2024), s steps: s (4 m^2 n + 2 m^3) for X X', A A and B X;
-    - muon, Gram Newton-Schulz (Zhang, Amsel, Chen, Dao 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz; also
-      DeepSpeed's), restarted once before the third step: 8 m^2 n + (8 s - 12) m^3, without kernels that
-      exploit symmetry (two steps or fewer: no restart); a square matrix takes the standard way;
+    - muon, Newton-Schulz (Jordan et al. 2024), s steps: s (4 m^2 n + 2 m^3) for X X', A A and B X;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
@@ -202,15 +199,6 @@ def _muon(a: Algorithm, rows: int, cols: int) -> Work:
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
     around = (76 + width + (12 if width == 2 else 0)) * m * n
-    if a.newton_schulz == "gram" and m < n:
-        restarts = 1 if steps > 2 else 0
-        carried = steps - 1 - restarts
-        tall, square = 2 + 2 * restarts, steps + 3 * carried
-        return Work(
-            products=((tall, m, m, n), (square, m, m, m)),
-            traffic=around + 2 * width * square * m * m,
-            launches=13 + tall + 2 * square,
-        )
     return Work(
         products=((steps, m, n, m), (steps, m, m, m), (steps, m, m, n)),
         traffic=around + 2 * width * steps * (m * n + m * m),

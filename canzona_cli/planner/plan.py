@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import BufferLayout, Grouping, Layout, Precision, Reduction, Splitting, Strategy
 from canzona_cli.model.matrix import Matrix
@@ -38,7 +38,8 @@ class Algorithm:
     custom: bool = False
     """A user's own: measurements are looked up under its own label."""
     ns_steps: int = 5
-    newton_schulz: Literal["standard", "gram"] = "standard"
+    newton_schulz: Literal["standard"] = "standard"
+    """Which iteration: there is one so far."""
     refresh_period: int = 10
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192
@@ -78,9 +79,11 @@ class Assignment:
         return loads
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements."""
+class Range(NamedTuple):
+    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements.
+
+    A tuple, as it is in a plan's file.
+    """
 
     start: int
     end: int
@@ -94,15 +97,15 @@ class Bucket:
 
     index: int
     stage: int
-    parameters: tuple[str, ...]
-    """In buffer order."""
     elements: int
     """Of the buffer, padding included."""
     padding: int
-    ranges: tuple[Range, ...]
-    """Ascending; what lies between two is padding. An owner may have none, or several."""
     reduction: Reduction = "reduce"
     """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
+    parameters: tuple[str, ...]
+    """In buffer order."""
+    ranges: tuple[Range, ...]
+    """Ascending; what lies between two is padding. An owner may have none, or several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +200,7 @@ class Subject:
 
     def content(self) -> dict[str, dict[str, Scalar]]:
         """Each part as plain values, in the order of the fields."""
-        return {
-            "model": dict(self.model),
-            "layout": asdict(self.layout),
-            "optimizer": asdict(self.optimizer),
-            "settings": asdict(self.settings),
-            "buffers": dict(self.buffers),
-            "profile": dict(self.profile),
-        }
+        return {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
 
     def flat(self) -> dict[str, Scalar]:
         """`layout.tp` and so on."""
@@ -242,30 +238,17 @@ class Plan:
         return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
 
     def content(self) -> dict[str, object]:
-        """Everything the hash covers, as plain JSON values."""
+        """Everything the hash covers, as JSON takes it; the inverse of `from_content`."""
         return {
             "version": self.version,
             "subject": self.subject.content(),
-            "lower_bounds": list(self.lower_bounds),
+            "lower_bounds": self.lower_bounds,
             "matrices": [
-                {
-                    **{name: getattr(matrix, name) for name in _MATRIX},
-                    "seconds": cost,
-                    "owner": cell.owner,
-                    "host": cell.host,
-                    "execution": "hosted",
-                }
+                {**vars(matrix), "seconds": cost, **vars(cell), "execution": "hosted"}
                 for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
-            "buckets": [
-                {
-                    **{name: getattr(bucket, name) for name in ("index", "stage", "elements", "padding", "reduction")},
-                    "parameters": list(bucket.parameters),
-                    "ranges": [[part.start, part.end, part.owner, list(part.matrices)] for part in bucket.ranges],
-                }
-                for bucket in self.buckets
-            ],
-            "micro_groups": [{**vars(group), "matrices": list(group.matrices)} for group in self.groups],
+            "buckets": [{**vars(bucket)} for bucket in self.buckets],
+            "micro_groups": [{**vars(group)} for group in self.groups],
         }
 
     def to_json(self, **extra: object) -> str:
@@ -277,13 +260,23 @@ class Plan:
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """The inverse of `content`.
+        """The plan that has this content, read from a file or received from another rank.
 
         Raises:
             ValueError: something is missing, unknown or of a wrong type, or it names ranks or matrices that do not
                 exist.
         """
-        plan = parse(_Content, content).plan()
+        read = parse(_Content, content)
+        plan = cls(
+            version=read.version,
+            subject=read.subject,
+            lower_bounds=read.lower_bounds,
+            matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in read.matrices),
+            costs=tuple(entry.seconds for entry in read.matrices),
+            assignment=Assignment(cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in read.matrices)),
+            buckets=read.buckets,
+            groups=read.micro_groups,
+        )
         if plan.hash != content_hash(content):
             raise ValueError("it does not have exactly the entries of a plan")
         _check(plan)
@@ -342,7 +335,7 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
     pairs: Sequence[tuple[str, object, object]] = ()
     if isinstance(mine, dict) and isinstance(theirs, dict):
         pairs = [(name, mine.get(name), theirs.get(name)) for name in dict.fromkeys([*mine, *theirs])]
-    elif isinstance(mine, list) and isinstance(theirs, list):
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
     found = (_compared(key + name, a, b) for name, a, b in pairs)
     return next((one for one in found if one is not None), (key, mine, theirs))
@@ -373,26 +366,6 @@ class _MatrixEntry(Matrix):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BucketEntry:
-    """A bucket in a file."""
-
-    index: int
-    stage: int
-    parameters: tuple[str, ...]
-    elements: int
-    padding: int
-    ranges: tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    """start, end, owner, matrices."""
-    reduction: Reduction
-
-    def bucket(self) -> Bucket:
-        ranges = tuple(
-            Range(start=start, end=end, owner=owner, matrices=matrices) for start, end, owner, matrices in self.ranges
-        )
-        return Bucket(**{**vars(self), "ranges": ranges})
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Content:
     """What `Plan.content` writes."""
 
@@ -400,20 +373,8 @@ class _Content:
     subject: Subject
     lower_bounds: tuple[float, ...]
     matrices: tuple[_MatrixEntry, ...]
-    buckets: tuple[_BucketEntry, ...]
+    buckets: tuple[Bucket, ...]
     micro_groups: tuple[MicroGroup, ...]
-
-    def plan(self) -> Plan:
-        return Plan(
-            version=self.version,
-            subject=self.subject,
-            lower_bounds=self.lower_bounds,
-            matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in self.matrices),
-            costs=tuple(entry.seconds for entry in self.matrices),
-            assignment=Assignment(cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in self.matrices)),
-            buckets=tuple(entry.bucket() for entry in self.buckets),
-            groups=self.micro_groups,
-        )
 
 
 def _check(plan: Plan) -> None:

@@ -333,7 +333,7 @@ def _without_last_layer(plan: Plan) -> Plan:
 
 def _first_range(plan: Plan, **changes: object) -> Plan:
     first, *others = plan.buckets
-    changed = replace(first.ranges[0], **changes)  # type: ignore[arg-type]
+    changed = first.ranges[0]._replace(**changes)  # type: ignore[arg-type]
     return replace(plan, buckets=(replace(first, ranges=(changed, *first.ranges[1:])), *others))
 
 

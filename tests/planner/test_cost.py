@@ -30,11 +30,10 @@ from canzona_cli.planner.plan import Algorithm
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = Algorithm(name="muon")
-GRAM = Algorithm(name="muon", newton_schulz="gram")
 SHAMPOO = Algorithm(name="shampoo")
 SOAP = Algorithm(name="soap")
 ADAMW = Algorithm(name="adamw")
-EVERY = [MUON, GRAM, SHAMPOO, SOAP, ADAMW]
+EVERY = [MUON, SHAMPOO, SOAP, ADAMW]
 IDEAL = replace(H100, matmul_tflops=((1024, 700.0),), memory_gb_per_s=1e15, launch_us=0.0)
 """700 TFLOP/s from 1024 on, and nothing else takes time."""
 
@@ -50,43 +49,6 @@ def counted(run_it: Callable[[], object]) -> int:
 def test_newton_schulz_flops_equal_a_counted_run(rows: int, cols: int, steps: int) -> None:
     x = torch.randn(rows, cols)
     assert flops(replace(MUON, ns_steps=steps), rows, cols) == counted(lambda: newton_schulz(x, steps))
-
-
-def gram_newton_schulz(x: torch.Tensor, coefficients: list[tuple[float, float, float]], restarts: set[int]) -> object:
-    """The polynomials of Newton-Schulz carried in the Gram matrix r, applied to x at a restart and in the end."""
-    r, q = x @ x.T, None
-    last = len(coefficients) - 1
-    for step, (a, b, c) in enumerate(coefficients):
-        if step in restarts:
-            assert q is not None
-            x, q = q @ x, None
-            r = x @ x.T
-        z = b * r + c * (r @ r)
-        q = z + a * torch.eye(len(r), dtype=x.dtype) if q is None else a * q + q @ z
-        if step < last and step + 1 not in restarts:
-            rz = a * r + r @ z
-            r = a * rz + z @ rz
-    assert q is not None
-    return q @ x
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
-def test_gram_newton_schulz_flops_equal_a_counted_run(steps: int) -> None:
-    x = torch.randn(24, 56, dtype=torch.float64)
-    x /= x.norm()
-    coefficients = [(3.4445, -4.7750, 2.0315)] * steps
-    restarts = {2} if steps > 2 else set()
-    assert flops(replace(GRAM, ns_steps=steps), 24, 56) == counted(
-        lambda: gram_newton_schulz(x, coefficients, restarts)
-    )
-    # and it is Newton-Schulz
-    expected = newton_schulz(x.float(), steps, "simple").double()
-    torch.testing.assert_close(gram_newton_schulz(x, coefficients, restarts), expected, atol=1e-4, rtol=0)
-
-
-def test_gram_newton_schulz_saves_where_matrices_are_long_and_falls_back_where_they_are_square() -> None:
-    assert flops(GRAM, 5120, 25600) / flops(MUON, 5120, 25600) == pytest.approx(68 / 110)
-    assert flops(GRAM, 5120, 5120) == flops(MUON, 5120, 5120)
 
 
 def test_soap_flops_equal_a_counted_run() -> None:
@@ -140,9 +102,6 @@ def test_costs_are_positive_and_the_same_for_the_transpose(a: Algorithm, rows: i
 @pytest.mark.parametrize("a", EVERY)
 @given(rows=st.integers(1, 6000), cols=st.integers(1, 6000), more=st.integers(1, 2000))
 def test_a_larger_matrix_costs_more(a: Algorithm, rows: int, cols: int, more: int) -> None:
-    # Gram Newton-Schulz differs from the standard one in kind: square matrices fall back.
-    if a is GRAM and (rows == cols or rows + more == cols):
-        return
     assert flops(a, rows + more, cols) > flops(a, rows, cols)
     assert seconds(a, rows + more, cols, H100) > seconds(a, rows, cols, H100)
 
