@@ -4,14 +4,13 @@ Every size gets, for each number of GPUs, the layout that `canzona train` would 
 iteration of each strategy on that layout. Nothing here is measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import Device, Layout, RunConfig
+from canzona_cli.config.schema import Device, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.planner import plannable
 from canzona_cli.run.phases import STRATEGIES
@@ -25,42 +24,34 @@ MOST_GPUS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedStrategy:
-    """One strategy of one size on one number of GPUs. Seconds and bytes."""
-
-    iteration_s: float
-    optimizer_s: float
-    """With nothing of the exchange hidden (`StrategyResult.optimizer_s`)."""
-    optimizer_exposed_s: float
-    """The part that the iteration waits for."""
-    overhead_over_adamw: float
-    """By how much the iteration is longer than AdamW's; 0.01 is one per cent."""
-    load_balance: float
-    """Of matrix updates, max over mean of all ranks."""
-    memory_bytes: int
-    """Of the fullest rank."""
-    fits: bool
-    """Whether that is within the profile's memory; a strategy that does not fit is timed as if it did."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SimulatedCell:
     """One size on one number of GPUs: all strategies on one layout, or the reason why no layout is possible."""
 
     recipe: str
     gpus: int
-    layout: Layout | None
-    reason: str
-    """Why no layout is possible; empty where there is one."""
-    strategies: Mapping[str, SimulatedStrategy]
-    """Empty without a layout."""
+    study: Study | None
+    reason: str = ""
+    """Why no layout is possible; empty where there is a study."""
 
     def ratio(self, strategy: str) -> float | None:
         """How many times longer the optimizer step of a strategy is than canzona's."""
-        if not self.strategies:
-            return None
-        ours = self.strategies["canzona"].optimizer_s
-        return self.strategies[strategy].optimizer_s / ours if ours > 0 else None
+        return None if self.study is None else self.study.optimizer_speedup(strategy)
+
+    def as_json(self) -> dict[str, object]:
+        """Its part of what `--json` prints."""
+        study, strategies, ratios = self.study, {}, {}
+        if study is not None:
+            balance = {name: compared.result.update_balance for name, compared in study.strategies.items()}
+            strategies = {name: {**study.figures(name), "load_balance": balance[name]} for name in STRATEGIES}
+            ratios = {name: self.ratio(name) for name in STRATEGIES if name != "canzona"}
+        return {
+            "recipe": self.recipe,
+            "gpus": self.gpus,
+            "layout": None if study is None else asdict(study.layout),
+            "reason": self.reason or None,
+            "strategies": strategies,
+            "optimizer_over_canzona": ratios,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +84,7 @@ class Simulation:
             "calibrated": self.calibrated,
             "overrides": list(self.overrides),
             "gpus": list(self.gpus),
-            "cells": [
-                {
-                    **asdict(cell),
-                    "reason": cell.reason or None,
-                    "optimizer_over_canzona": {name: cell.ratio(name) for name in cell.strategies if name != "canzona"},
-                }
-                for cell in self.cells
-            ],
+            "cells": [cell.as_json() for cell in self.cells],
             "assumptions": list(self.assumptions),
         }
 
@@ -231,31 +215,11 @@ def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequ
 
 def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
     try:
-        study = study_run(*resolve(config))
+        return SimulatedCell(recipe=config.name, gpus=gpus, study=study_run(*resolve(config)))
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
-    return SimulatedCell(
-        recipe=config.name,
-        gpus=gpus,
-        layout=study.layout,
-        reason="",
-        strategies={name: _strategy(study, name) for name in STRATEGIES},
-    )
-
-
-def _strategy(study: Study, name: AnyStrategy) -> SimulatedStrategy:
-    compared = study.strategies[name]
-    return SimulatedStrategy(
-        iteration_s=compared.result.iteration_s,
-        optimizer_s=compared.result.optimizer_s,
-        optimizer_exposed_s=compared.result.optimizer_exposed_s,
-        overhead_over_adamw=study.overhead(name),
-        load_balance=compared.result.update_balance,
-        memory_bytes=compared.memory_bytes,
-        fits=compared.fits,
-    )
 
 
 def _impossible(recipe: str, gpus: int, error: ConfigError | DoesNotFit) -> SimulatedCell:
     reason = "; ".join(f"{problem.key}: {problem.reason}" for problem in error.problems)
-    return SimulatedCell(recipe=recipe, gpus=gpus, layout=None, reason=reason, strategies={})
+    return SimulatedCell(recipe=recipe, gpus=gpus, study=None, reason=reason)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
-from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
+from canzona_cli.bench.simulated import Simulation
 from canzona_cli.report.bench import MIB, order, times
 from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, SweepRow, subject, sweep_rows
 from canzona_cli.report.figures import (
@@ -26,6 +26,7 @@ from canzona_cli.report.figures import (
 from canzona_cli.run.phases import STRATEGIES, STRATEGY_COLOURS
 from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import clean, layout_words, step_time
+from canzona_cli.simulate.study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,35 +199,36 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     for row, recipe in zip(panels, simulation.recipes, strict=True):
         cells = simulation.of(recipe)
         hint = "GPUs (hollow: does not fit into memory)" if recipe == last else ""
-        curves: list[tuple[str, Callable[[SimulatedStrategy], float]]] = [
-            (f"{clean(recipe)}: iteration, s", lambda found: found.iteration_s),
-            ("optimizer step, ms", lambda found: 1e3 * found.optimizer_s),
-            ("overhead over AdamW, %", lambda found: 100 * found.overhead_over_adamw),
+        studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
+        curves: list[tuple[str, Callable[[Study, str], float]]] = [
+            (f"{clean(recipe)}: iteration, s", lambda study, name: study.result(name).iteration_s),
+            ("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s),
+            ("overhead over AdamW, %", lambda study, name: 100 * study.overhead(name)),
         ]
         for number, (axes, (title, of)) in enumerate(zip(row, curves, strict=True)):
             names = [name for name in STRATEGIES if number < 2 or name != "adamw"]
-            _scaling_curves(axes, [cell for cell in cells if cell.strategies], names, of)
-            _gpu_ticks(axes, simulation.gpus, [cell.gpus for cell in cells if not cell.strategies])
+            _scaling_curves(axes, studies, names, of)
+            _gpu_ticks(axes, simulation.gpus, [cell.gpus for cell in cells if cell.study is None])
             describe(axes, title, x=hint if number == 0 else "")
     small_legend(panels[0][0])
     save(figure, path)
 
 
 def _scaling_curves(
-    axes: "Axes", cells: Sequence[SimulatedCell], names: Sequence[str], value: Callable[[SimulatedStrategy], float]
+    axes: "Axes", studies: Mapping[int, Study], names: Sequence[str], value: Callable[[Study, str], float]
 ) -> None:
-    """A curve for each strategy over the number of GPUs; what does not fit into memory is hollow."""
+    """A curve for each strategy over the number of GPUs, by which `studies` are; what does not fit is hollow."""
+    x = [math.log2(gpus) for gpus in studies]
     for name in names:
-        x = [math.log2(cell.gpus) for cell in cells]
-        y = [value(cell.strategies[name]) for cell in cells]
+        y = [value(study, name) for study in studies.values()]
         colour = STRATEGY_COLOURS[name]
         axes.plot(x, y, color=colour, lw=1.6, label=name)
         for fits in (True, False):
-            here = [n for n, cell in enumerate(cells) if cell.strategies[name].fits == fits]
+            here = [n for n, study in enumerate(studies.values()) if study.strategies[name].fits == fits]
             face = colour if fits else "white"
             axes.plot([x[n] for n in here], [y[n] for n in here], "o", color=colour, mfc=face, ms=4.5)
     # A strategy may cost nothing over AdamW, or less.
-    least = min((value(cell.strategies[name]) for cell in cells for name in names), default=1.0)
+    least = min((value(study, name) for study in studies.values() for name in names), default=1.0)
     axes.set_yscale("log" if least > 0 else "symlog")
     axes.grid(axis="y", alpha=0.25)
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.simulated import SimulatedCell, SimulatedStrategy, Simulation
+from canzona_cli.bench.simulated import SimulatedCell, Simulation
 from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds
+from canzona_cli.simulate.study import Study
 
 _MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
 _OTHERS = tuple(name for name in _MATRIX if name != "canzona")
@@ -46,19 +47,22 @@ class SimulationView(Page):
     def _size(self, recipe: str) -> Iterator[RenderableType]:
         cells = self.simulation.of(recipe)
         yield Text(clean(recipe), style="bold")
-        layouts = tuple((MISSING if cell.layout is None else layout_code(cell.layout),) for cell in cells)
+        layouts = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
         groups = [
             Columns(title="layout", heads=("",), rows=layouts),
             _group(cells, "iteration, ms", STRATEGIES, _iteration),
-            _group(cells, "optimizer step, ms", STRATEGIES, lambda found: milliseconds(found.optimizer_s)),
-            _group(cells, "exposed, ms", ("canzona", "asc"), lambda found: milliseconds(found.optimizer_exposed_s)),
-            _group(cells, "iteration over AdamW's", _MATRIX, lambda f: f"{100 * f.overhead_over_adamw:+.1f}%"),
-            Columns(
-                title="optimizer, times canzona's",
-                heads=_OTHERS,
-                rows=tuple(tuple(_times(cell.ratio(name)) for name in _OTHERS if cell.strategies) for cell in cells),
+            _group(
+                cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
             ),
-            _group(cells, "load balance", _MATRIX, lambda found: f"{found.load_balance:.2f}"),
+            _group(
+                cells,
+                "exposed, ms",
+                ("canzona", "asc"),
+                lambda one, name: milliseconds(one.result(name).optimizer_exposed_s),
+            ),
+            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: f"{100 * one.overhead(name):+.1f}%"),
+            _group(cells, "optimizer, times canzona's", _OTHERS, _times),
+            _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
@@ -71,7 +75,8 @@ class SimulationView(Page):
             "optimizer step: from reduced gradients to the next forward, as if the exchange were hidden under nothing; "
             "exposed: the part of it that the iteration waits for (the other strategies hide nothing)."
         )
-        if any(not found.fits for cell in self.simulation.cells for found in cell.strategies.values()):
+        studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
+        if any(not found.fits for study in studies for found in study.strategies.values()):
             yield "! does not fit into memory with that layout, timed as if it did"
         if self.simulation.optimizer != "muon":
             yield (
@@ -81,17 +86,16 @@ class SimulationView(Page):
 
 
 def _group(
-    cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[SimulatedStrategy], str]
+    cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
 ) -> Columns:
-    rows = (tuple(show(cell.strategies[name]) for name in names if cell.strategies) for cell in cells)
+    rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
     return Columns(title=title, heads=tuple(names), rows=tuple(rows))
 
 
-def _iteration(found: SimulatedStrategy) -> str:
-    return milliseconds(found.iteration_s) + (" " if found.fits else "!")
+def _iteration(study: Study, name: str) -> str:
+    return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
 
 
-def _times(ratio: float | None) -> str:
-    if ratio is None:
-        return MISSING
+def _times(study: Study, name: str) -> str:
+    ratio = study.optimizer_speedup(name)
     return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"

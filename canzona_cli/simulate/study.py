@@ -77,26 +77,37 @@ class Study:
     def planned(self) -> Compared:
         return self.strategies[self.strategy]
 
+    def result(self, strategy: str) -> StrategyResult:
+        return self.strategies[strategy].result
+
     def optimizer_speedup(self, over: str) -> float:
         """How many times shorter the planned strategy's optimizer step is than that of `over`."""
-        return self.strategies[over].result.optimizer_s / self.planned.result.optimizer_s
+        return self.result(over).optimizer_s / self.planned.result.optimizer_s
 
     def iteration_speedup(self, over: str) -> float:
         """How many times shorter its whole iteration is."""
-        return self.strategies[over].result.iteration_s / self.planned.result.iteration_s
+        return self.result(over).iteration_s / self.planned.result.iteration_s
 
     def overhead(self, of: str) -> float:
         """How much longer the iteration of a strategy is than AdamW's; 0.01 is one per cent."""
-        return self.strategies[of].result.iteration_s / self.strategies["adamw"].result.iteration_s - 1
+        return self.result(of).iteration_s / self.result("adamw").iteration_s - 1
+
+    def figures(self, strategy: str) -> dict[str, object]:
+        """A strategy's row of `--json`."""
+        compared = self.strategies[strategy]
+        return {
+            "iteration_s": compared.result.iteration_s,
+            "optimizer_s": compared.result.optimizer_s,
+            "optimizer_exposed_s": compared.result.optimizer_exposed_s,
+            "overhead_over_adamw": self.overhead(strategy),
+            "memory_bytes": compared.memory_bytes,
+            "fits": compared.fits,
+        }
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
-        mesh, balanced = self.plan.subject.layout, self.balance
-        speedups = {
-            f"{what}_vs_{over}": measure(over)
-            for what, measure in (("optimizer", self.optimizer_speedup), ("iteration", self.iteration_speedup))
-            for over in ("sc", "layerwise", "asc")
-        }
+        mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc")
+        balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {
             "plan_hash": self.plan.hash,
             "plan_version": self.plan.version,
@@ -109,39 +120,26 @@ class Study:
             "matrices": len(self.plan.matrices),
             "buckets": len(self.plan.buckets),
             "micro_groups": len(self.plan.groups),
-            "load_balance": {
-                "dp": balanced.dp,
-                "tp": balanced.tp,
-                "grid": balanced.grid,
-                "lower_bound": balanced.lower_bound,
-                "gap": balanced.gap,
-                "slowest_s": balanced.slowest_s,
-                "mean_s": balanced.mean_s,
-                "slowest_rank": balanced.slowest.rank,
-            },
+            "load_balance": {**balanced, "gap": self.balance.gap, "slowest_rank": self.balance.slowest.rank},
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
                 "worst_rank": self.memory.worst.rank,
                 "worst_place": asdict(self.memory.worst),
                 "capacity_bytes": self.memory.capacity,
-                "exchange_buffer_bytes": self.memory.buffers.exchange,
-                "update_scratch_bytes": self.memory.buffers.gradients,
-                "reduction_scratch_bytes": self.memory.buffers.reduction,
+                "exchange_buffer_bytes": buffers.exchange,
+                "update_scratch_bytes": buffers.gradients,
+                "reduction_scratch_bytes": buffers.reduction,
             },
             "communication": asdict(self.communication),
             "strategies": {
-                name: {
-                    "iteration_s": compared.result.iteration_s,
-                    "optimizer_s": compared.result.optimizer_s,
-                    "optimizer_exposed_s": compared.result.optimizer_exposed_s,
-                    "overhead_over_adamw": self.overhead(name),
-                    "memory_bytes": compared.memory_bytes,
-                    "fits": compared.fits,
-                    "phases": dict(compared.result.phases),
-                }
+                name: {**self.figures(name), "phases": dict(compared.result.phases)}
                 for name, compared in self.strategies.items()
             },
-            "speedup": {**speedups, "overhead_over_adamw": self.overhead(self.strategy)},
+            "speedup": {
+                **{f"optimizer_vs_{over}": self.optimizer_speedup(over) for over in others},
+                **{f"iteration_vs_{over}": self.iteration_speedup(over) for over in others},
+                "overhead_over_adamw": self.overhead(self.strategy),
+            },
             "compared": [
                 {
                     "name": variant.name,
