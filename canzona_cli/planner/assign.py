@@ -15,17 +15,17 @@ depends on nothing but the arguments, so every rank computes the same.
 """
 
 import heapq
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 
 from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, cut, owners, stage_parameters, stages
+from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
@@ -114,11 +114,20 @@ class _Stage:
             packer=HostPacker(costs, layout.tp),
         )
 
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """Of each bucket, in its order."""
+        return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
+
     def cost(self, unit: int) -> float:
         return sum(self.costs[index] for index in self.units[unit])
 
     def held(self, owner_of: Owners) -> list[list[int]]:
-        return by_owner(self.units, owner_of, self.owners)
+        """Matrices of each owner, ascending."""
+        held: list[list[int]] = [[] for _ in range(self.owners)]
+        for unit, owner in owner_of.items():
+            held[owner] += self.units[unit]
+        return [sorted(matrices) for matrices in held]
 
     def height(self, owner_of: Owners) -> float:
         """Seconds of the busiest cell, hosts packed."""
@@ -127,27 +136,24 @@ class _Stage:
     def reach(self, owner_of: Owners) -> float:
         """Elements of every bucket's busiest owner, added up: what unevenly spread buckets take to travel."""
         total = 0
-        for bucket in self.buckets:
+        for parts in self.parts:
             held: Counter[int] = Counter()
-            for parameter in bucket:
-                for part in parameter.parts:
-                    held[owner_of[part.unit]] += part.elements
+            for part in parts:
+                held[owner_of[part.unit]] += part.elements
             total += max(held.values())
         return float(total)
 
     def least_reach(self) -> float:
-        total = 0.0
-        for bucket in self.buckets:
-            parts = [part.elements for parameter in bucket for part in parameter.parts]
-            total += max(sum(parts) / self.owners, max(parts))
-        return total
+        sizes = [[part.elements for part in parts] for parts in self.parts]
+        return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
 
 
 def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
 ) -> Iterator[tuple[int, Cell]]:
     if settings.strategy == "asc":
-        owner_of = _even_start(stage)
+        sizes = [[part.elements for part in parts] for parts in stage.parts]
+        owner_of = _in_order(stage, [even_start(own, stage.owners) for own in sizes])
     elif settings.layout == "contiguous":
         owner_of = _pick(stage, settings.alpha, _contiguous(stage))
     else:
@@ -161,10 +167,11 @@ def _solve(
     cells = dict(_hosted(stage, settings, owner_of, bytes_per_element))
     if memory_cap is not None and _fullest(stage, cells) > memory_cap:
         elements = [matrix.elements for matrix in stage.matrices]
-        within = capped(stage.units, stage.costs, elements, stage.owners, stage.tp, memory_cap)
+        # Where costs first strands a unit, size first may not.
+        within = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
         if within is None:
             raise DoesNotFit(_too_much(stage, memory_cap))
-        cells = {index: Cell(owner=owner, host=host) for index, (owner, host) in within.items()}
+        cells = within
     yield from cells.items()
 
 
@@ -222,8 +229,7 @@ def _blended(stage: _Stage, blend: float) -> Owners:
     compute = [0.0] * stage.owners
     goal = sum(map(stage.cost, stage.units)) / stage.owners
     found: Owners = {}
-    for bucket in sorted(stage.buckets, key=lambda bucket: -sum(parameter.elements for parameter in bucket)):
-        parts = [part for parameter in bucket for part in parameter.parts]
+    for parts in sorted(stage.parts, key=lambda parts: -sum(part.elements for part in parts)):
         share = sum(part.elements for part in parts) / stage.owners
         held = [0] * stage.owners
         for part in sorted(parts, key=lambda part: (-part.elements, -stage.cost(part.unit))):
@@ -237,32 +243,20 @@ def _blended(stage: _Stage, blend: float) -> Owners:
 
 def _contiguous(stage: _Stage) -> list[Owners]:
     """Cuts in natural order, weighed by cost and by elements, for five values of the paper's alpha."""
-    pieces = [[part for parameter in bucket for part in parameter.parts] for bucket in stage.buckets]
     weights = (
-        [[stage.cost(part.unit) for part in parts] for parts in pieces],
-        [[float(part.elements) for part in parts] for parts in pieces],
+        [[stage.cost(part.unit) for part in parts] for parts in stage.parts],
+        [[float(part.elements) for part in parts] for parts in stage.parts],
     )
-    found = []
-    for by in weights:
-        for alpha in (*BLENDS, 1.0):
-            cuts = balanced_cuts(by, stage.owners, alpha)
-            found.append(
-                {
-                    part.unit: owner
-                    for parts, owned in zip(pieces, cuts, strict=True)
-                    for part, owner in zip(parts, owned, strict=True)
-                }
-            )
-    return found
+    return [_in_order(stage, balanced_cuts(by, stage.owners, alpha)) for by in weights for alpha in (*BLENDS, 1.0)]
 
 
-def _even_start(stage: _Stage) -> Owners:
-    found: Owners = {}
-    for bucket in stage.buckets:
-        parts = [part for parameter in bucket for part in parameter.parts]
-        owned = even_start([part.elements for part in parts], stage.owners)
-        found.update((part.unit, owner) for part, owner in zip(parts, owned, strict=True))
-    return found
+def _in_order(stage: _Stage, owned: Sequence[Sequence[int]]) -> Owners:
+    """`owned`: by bucket, the owner of each part in its order."""
+    return {
+        part.unit: owner
+        for parts, owners in zip(stage.parts, owned, strict=True)
+        for part, owner in zip(parts, owners, strict=True)
+    }
 
 
 def _pick(stage: _Stage, alpha: float, candidates: Sequence[Owners]) -> Owners:
@@ -351,73 +345,6 @@ def spread(
     return found
 
 
-def even_start(sizes: Sequence[int], owners: int) -> list[int]:
-    """Owner of each piece of a bucket: the rank whose even share of the bucket the piece starts in (strategy asc)."""
-    total, start = sum(sizes), 0
-    found = []
-    for size in sizes:
-        found.append(min(owners - 1, start * owners // total))
-        start += size
-    return found
-
-
-def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
-    """Owner of each piece of each bucket; `buckets[b]` are the weights of its pieces in natural order.
-
-    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is fuller than
-    that of `even_start` applied to the weights, that slicing is kept for all buckets.
-    """
-    goal = sum(map(sum, buckets)) / owners
-    loads = [0.0] * owners
-    found: list[list[int]] = [[] for _ in buckets]
-    for index in sorted(range(len(buckets)), key=lambda b: (-sum(buckets[b]), b)):
-        weights = buckets[index]
-        total = sum(weights)
-        lacking = [max(0.0, goal - load) for load in loads]
-        wanted = sum(lacking)
-        shares = [
-            total * ((1 - alpha) / owners + alpha * (lack / wanted if wanted > 0 else 1 / owners)) for lack in lacking
-        ]
-        boundaries = [0.0, *accumulate(weights)]
-        cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
-        found[index] = owned = _owners_of(cuts, len(weights))
-        for weight, owner in zip(weights, owned, strict=True):
-            loads[owner] += weight
-    plain = [_by_start(weights, owners) for weights in buckets]
-    return found if max(loads) <= _most(buckets, plain, owners) else plain
-
-
-def _by_start(weights: Sequence[float], owners: int) -> list[int]:
-    total = sum(weights)
-    starts = [0.0, *accumulate(weights)][: len(weights)]
-    return [min(owners - 1, int(start / total * owners)) if total > 0 else 0 for start in starts]
-
-
-def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
-    loads = [0.0] * owners
-    for weights, found in zip(buckets, owned, strict=True):
-        for weight, owner in zip(weights, found, strict=True):
-            loads[owner] += weight
-    return max(loads)
-
-
-def _nearest(boundaries: Sequence[float], target: float) -> int:
-    """Index of the boundary nearest to `target`; the lower of two equally near."""
-    above = min(bisect_left(boundaries, target), len(boundaries) - 1)
-    below = max(0, above - 1)
-    return below if target - boundaries[below] <= boundaries[above] - target else above
-
-
-def _owners_of(cuts: Sequence[int], pieces: int) -> list[int]:
-    """cuts[r] is the piece at which rank r ends; they ascend."""
-    found, owner = [], 0
-    for piece in range(pieces):
-        while owner < len(cuts) and cuts[owner] <= piece:
-            owner += 1
-        found.append(owner)
-    return found
-
-
 def deal(loads: Sequence[float], owners: int) -> list[int]:
     """Owner of each cell, as many cells each: the heaviest with the lightest, so that owners have alike sums."""
     ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
@@ -428,48 +355,17 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
     return found
 
 
-def by_owner(units: Mapping[int, Sequence[int]], owner_of: Mapping[int, int], owners: int) -> list[list[int]]:
-    """Matrices of each owner, ascending."""
-    held: list[list[int]] = [[] for _ in range(owners)]
-    for unit, owner in owner_of.items():
-        held[owner] += units[unit]
-    return [sorted(matrices) for matrices in held]
+def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
+    """A cell for each matrix with at most `cap` elements in any; None if none was found.
 
-
-def capped(
-    units: Mapping[int, Sequence[int]],
-    costs: Sequence[float],
-    elements: Sequence[int],
-    owners: int,
-    tp: int,
-    cap: int,
-) -> dict[int, tuple[int, int]] | None:
-    """(owner, host) of each matrix with at most `cap` elements in a cell; None if none was found.
-
-    Costliest units first onto the least busy owner with room on its hosts; if that strands a unit, the largest first
-    onto the emptiest.
+    The units of most weight first onto the owner with the least, of those with room on their hosts.
     """
-    for weights in (costs, elements):
-        found = _capped(units, weights, elements, owners, tp, cap)
-        if found is not None:
-            return found
-    return None
-
-
-def _capped(
-    units: Mapping[int, Sequence[int]],
-    weights: Sequence[float],
-    elements: Sequence[int],
-    owners: int,
-    tp: int,
-    cap: int,
-) -> dict[int, tuple[int, int]] | None:
-    loads = [[0.0] * tp for _ in range(owners)]
-    room = [[cap] * tp for _ in range(owners)]
-    heap = [(0.0, owner) for owner in range(owners)]
-    found: dict[int, tuple[int, int]] = {}
-    for unit in sorted(units, key=lambda u: (-sum(weights[index] for index in units[u]), u)):
-        members = sorted(units[unit], key=lambda index: (-weights[index], index))
+    loads = [[0.0] * stage.tp for _ in range(stage.owners)]
+    room = [[cap] * stage.tp for _ in range(stage.owners)]
+    heap = [(0.0, owner) for owner in range(stage.owners)]
+    found: dict[int, Cell] = {}
+    for unit in sorted(stage.units, key=lambda u: (-sum(weights[index] for index in stage.units[u]), u)):
+        members = sorted(stage.units[unit], key=lambda index: (-weights[index], index))
         passed: list[tuple[float, int]] = []
         while heap:
             load, owner = heapq.heappop(heap)
@@ -478,7 +374,7 @@ def _capped(
                 passed.append((load, owner))
                 continue
             for index, host in zip(members, hosts, strict=True):
-                found[index] = (owner, host)
+                found[index] = Cell(owner=owner, host=host)
                 loads[owner][host] += weights[index]
                 room[owner][host] -= elements[index]
             passed.append((sum(loads[owner]), owner))

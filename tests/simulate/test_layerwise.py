@@ -7,8 +7,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from canzona_cli.planner.assign import balanced_cuts, even_start
 from canzona_cli.planner.buckets import stage_parameters
+from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.simulate.predict import layerwise
 from tests.planner.planning import grid, transformer
 
