@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
@@ -90,10 +90,12 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
-    if config.engine.reduction == "even" and config.engine.layout != "aligned":
-        reason = f"needs equal shards, and engine.layout={config.engine.layout} makes uneven ones"
-        fix = "use engine.layout=aligned, or engine.reduction=null to have it chosen"
-        yield problem_with(config, "engine.reduction", reason, fix)
+    engine = config.engine
+    if engine.reduction == "even" and not even_shards(engine.layout, engine.strategy):
+        natural = engine.strategy == "asc"
+        uneven = "engine.strategy=asc" if natural else f"engine.layout={engine.layout}"
+        fix = f"use {'' if natural else 'engine.layout=aligned, or '}engine.reduction=null to have it chosen"
+        yield problem_with(config, "engine.reduction", f"needs equal shards, and {uneven} makes uneven ones", fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
@@ -76,22 +75,9 @@ class ReductionModel:
         plans, an all-to-all where shares are alike, each in one range, and it is worth its memory.
 
         Args:
+            settings: even collectives are asked for only where shards are equal (`config.checks`).
             scratch: whether there is memory for an all-to-all that nobody asked for.
-
-        Raises:
-            ConfigError: even collectives were asked for, and shards are not equal.
         """
-        if settings.reduction == "even" and not even_shards(settings.layout, settings.strategy):
-            natural = settings.strategy == "asc"
-            raise ConfigError(
-                Problem(
-                    key="engine.reduction",
-                    value="even",
-                    reason=f"needs equal shards, which {'strategy asc' if natural else f'layout {settings.layout}'} "
-                    "does not have",
-                    fix="use engine.reduction=null" + ("" if natural else ", or engine.layout=aligned"),
-                )
-            )
         return tuple(replace(one, reduction=self._choice(one, settings, scratch)) for one in buckets)
 
     def _choice(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Reduction:

@@ -15,6 +15,7 @@ IMPOSSIBLE = [
     ("engine=layerwise train.precision=fp32", "train.precision"),
     ("engine.reduction=even", "engine.reduction"),
     ("engine.layout=contiguous engine.reduction=even", "engine.reduction"),
+    ("engine.strategy=asc engine.layout=aligned engine.reduction=even", "engine.reduction"),
     ("engine.exchange_dtype=fp16", "engine.exchange_dtype"),
     ("train.non_finite=ignore", "train.non_finite"),
     ("optimizer=soap optimizer.max_preconditioner_dim=0", "optimizer.max_preconditioner_dim"),

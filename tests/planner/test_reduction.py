@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import ClusterConfig, Reduction
-from canzona_cli.errors import ConfigError
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import SIMILAR, WORTH, ReductionModel, scratch_bytes, shares
@@ -115,13 +114,6 @@ def test_what_is_asked_for_is_what_is_done() -> None:
     aligned = PlanSettings(strategy="canzona", layout="aligned")
     assert model(2).choose([one], aligned, scratch=True)[0].reduction == "even"
     assert model(2).choose([one], replace(aligned, reduction="reduce"), scratch=True)[0].reduction == "reduce"
-
-
-@pytest.mark.parametrize(("strategy", "layout_name"), [("canzona", "owner"), ("asc", "aligned")])
-def test_even_collectives_need_equal_shards(strategy: str, layout_name: str) -> None:
-    wanted = PlanSettings(strategy=strategy, layout=layout_name, reduction="even")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"engine\.reduction.*equal shards"):
-        model(2).choose([bucket([MIB])], wanted, scratch=True)
 
 
 def test_scratch_is_every_ranks_copy_of_ones_own_share_and_what_had_to_be_packed() -> None:
