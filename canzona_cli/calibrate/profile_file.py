@@ -1,7 +1,7 @@
 """The YAML of a calibrated cluster profile: what `cluster=./FILE.yaml` reads, with each number's spread beside it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,6 +24,14 @@ _MEANING = {
     "intra_node_latency_us": "the same, 8 bytes",
 }
 _ELSEWHERE = "--out FILE.yaml with a place you may write to"
+
+
+_TABLES: Mapping[str, tuple[Quantity, int]] = {
+    "matmul_tflops": ("matmul_tflops", 1),
+    "measured_updates": ("updates", 3),
+    "collectives": ("collectives", 3),
+}
+"""Fields that have a measurement per row, and how many of a row's values say of what."""
 
 
 def default_path(base: str) -> Path:
@@ -93,55 +101,34 @@ def _header(found: Calibration) -> Iterator[str]:
 
 def _settings(found: Calibration) -> Iterator[str]:
     profile = found.profile
-    single = {m.quantity: m for m in found.record.measurements if not m.key}
+    single: dict[str, Measurement] = {m.quantity: m for m in found.record.measurements if not m.key}
     for field in fields(ClusterConfig):
         name, value = field.name, getattr(profile, field.name)
         if name in _PLACES:
             continue
-        rows = _rows(found, name)
-        if rows is not None:
-            yield from rows
-        elif isinstance(value, dict):
-            comment = f" # {_MEANING[name]}" if name in _MEANING else ""
-            if value:
-                yield from [f"{name}:{comment}", *(f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())]
-            else:
-                yield f"{name}: {{}}"
+        if name in _TABLES and value:
+            yield f"{name}:"
+            yield from _rows(found, name, value)
+            continue
+        changed = value and value != getattr(found.base, name)
+        meaning = f" # {_MEANING[name]}" if name in _MEANING and changed else ""
+        if isinstance(value, dict) and value:
+            yield f"{name}:{meaning}"
+            yield from (f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())
         else:
             plain = list(value) if isinstance(value, tuple) else value
-            yield f"{name}: {_scalar(plain)}{_comment(name, single, found)}"
+            yield f"{name}: {_scalar(plain)}" + (f" # {_spread(single[name])}" if name in single else meaning)
 
 
-def _rows(found: Calibration, name: str) -> list[str] | None:
-    """A table, a row on a line, each with its spread; None for what is no table."""
-    tables: dict[str, Quantity] = {
-        "matmul_tflops": "matmul_tflops",
-        "measured_updates": "updates",
-        "collectives": "collectives",
+def _rows(found: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
+    """A row on a line, each with its spread."""
+    quantity, width = _TABLES[name]
+    measured: dict[tuple[object, ...], Measurement] = {
+        m.key: m for m in found.record.measurements if m.quantity == quantity
     }
-    if name not in tables:
-        return None
-    value = getattr(found.profile, name)
-    if not value:
-        return [f"{name}: []"]
-    spreads = {m.key: m for m in found.record.measurements if m.quantity == tables[name]}
-    lines = [f"{name}:"]
-    for row in value:
-        key = row[: 1 if name == "matmul_tflops" else 3]
-        measured = spreads.get(key)
-        comment = f" # {_spread(measured)}" if measured is not None else f" # as {found.base.name}"
-        lines.append(f"  - {_scalar(list(row))}{comment}")
-    return lines
-
-
-def _comment(name: str, single: dict[Quantity, Measurement], found: Calibration) -> str:
-    changed = getattr(found.profile, name) != getattr(found.base, name)
-    for quantity, measurement in single.items():
-        if quantity == name:
-            return f" # {_spread(measurement)}"
-    if changed and name in _MEANING:
-        return f" # {_MEANING[name]}"
-    return ""
+    for row in table:
+        own = measured.get(row[:width])
+        yield f"  - {_scalar(list(row))} # {f'as {found.base.name}' if own is None else _spread(own)}"
 
 
 def _spread(measurement: Measurement) -> str:
