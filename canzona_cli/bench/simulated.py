@@ -113,7 +113,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 def run_simulation(
     overrides: Sequence[str],
     gpus: Sequence[int],
-    sizes: Sequence[str] | None = None,
+    sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
     """Simulate every size on every number of GPUs; some 0.2 s each.
@@ -121,18 +121,17 @@ def run_simulation(
     Args:
         overrides: settings for all of them; `recipe=` there names the one size.
         gpus: ascending.
-        sizes: recipes; None for the one in `overrides`, else all of Qwen3's.
+        sizes: recipes to simulate where `overrides` names none.
 
     Raises:
         ConfigError: the settings are impossible for a size whatever the number of GPUs.
     """
     named = [text.partition("=")[2].strip() for text in overrides if _key(text) == "recipe"]
-    _check(overrides, named, sizes)
+    _check(overrides, named)
     rest = [text for text in overrides if _key(text) != "recipe"]
-    recipes = tuple(sizes or named or SIZES)
     cells: list[SimulatedCell] = []
     configs: list[RunConfig] = []
-    for recipe in recipes:
+    for recipe in named or sizes:
         refused: list[ConfigError] = []
         for count in gpus:
             try:
@@ -179,29 +178,13 @@ def _key(text: str) -> str:
     return text.partition("=")[0].strip()
 
 
-def _check(overrides: Sequence[str], named: Sequence[str], sizes: Sequence[str] | None) -> None:
-    problems = []
-    if any(_key(text) == "gpus" for text in overrides):
-        text = next(text for text in overrides if _key(text) == "gpus")
-        count = text.partition("=")[2].strip()
-        problems.append(
-            Problem(
-                key="gpus",
-                value=count,
-                reason="has no effect with --simulate, which takes --gpus",
-                fix=f"use --gpus {count}",
-            )
-        )
-    if named and sizes:
-        problems.append(
-            Problem(
-                key="recipe", value=named[0], reason="sizes are named twice", fix="leave out recipe=... or the sizes"
-            )
-        )
+def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
+    counts = [text.partition("=")[2].strip() for text in overrides if _key(text) == "gpus"]
+    why = "has no effect with --simulate, which takes --gpus"
+    problems = [Problem(key="gpus", value=count, reason=why, fix=f"use --gpus {count}") for count in counts[:1]]
     if len(named) > 1:
-        problems.append(
-            Problem(key="recipe", value=named[-1], reason="is given twice", fix="leave recipe out for all sizes")
-        )
+        fix = "leave recipe out for all sizes"
+        problems.append(Problem(key="recipe", value=named[-1], reason="is given twice", fix=fix))
     if problems:
         raise ConfigError(*problems)
 

@@ -119,7 +119,7 @@ def test_a_mistake_is_no_cell() -> None:
     with pytest.raises(ConfigError, match="no matrices to plan"):
         run_simulation(["recipe=0.6b", "optimizer=adamw"], (8,))
     with pytest.raises(ConfigError, match="twice"):
-        run_simulation(["recipe=0.6b"], (8,), ["8b"])
+        run_simulation(["recipe=0.6b", "recipe=8b"], (8,))
 
 
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
