@@ -34,7 +34,7 @@ def _moved(plan: Plan) -> Plan:
 
 def _wider(plan: Plan) -> Plan:
     first = plan.buckets[0]
-    ranges = (replace(first.ranges[0], end=first.ranges[0].end - 1), *first.ranges[1:])
+    ranges = (first.ranges[0]._replace(end=first.ranges[0].end - 1), *first.ranges[1:])
     return replace(plan, buckets=(replace(first, ranges=ranges), *plan.buckets[1:]))
 
 
