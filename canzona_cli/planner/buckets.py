@@ -14,7 +14,7 @@ owners are known, `buckets` orders the parameters inside each bucket:
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from canzona_cli.config.execution import even_shards
@@ -184,7 +184,8 @@ def buckets(
         for index, bucket in enumerate(contents):
             owned = [_Owned.of(parameter, assignment) for parameter in bucket]
             if padded:
-                found.append(_aligned(owned, stage, index, shards))
+                held = [[item.parameter for item in owned if item.first == owner] for owner in range(shards)]
+                found.append(even_bucket(held, stage, index))
             else:
                 order = _by_owner(owned) if settings.layout == "owner" and settings.strategy != "asc" else owned
                 found.append(_packed(order, stage, index, shards))
@@ -283,26 +284,28 @@ def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Buc
     )
 
 
-def _aligned(owned: Sequence[_Owned], stage: int, index: int, shards: int) -> Bucket:
-    held: Mapping[int, list[_Owned]] = {owner: [] for owner in range(shards)}
-    lengths = [0] * shards
-    for item in owned:
-        held[item.first].append(item)
-        lengths[item.first] = align(lengths[item.first]) + item.parameter.elements
-    shard = _shard_elements(max(lengths), shards)
+def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
+    """A bucket of equal shards, one for each owner's whole parameters and all as long as the fullest."""
+    lengths = [0] * len(held)
+    for owner, parameters in enumerate(held):
+        for parameter in parameters:
+            lengths[owner] = align(lengths[owner]) + parameter.elements
+    shard = _shard_elements(max(lengths), len(held))
     ranges: list[Range] = []
-    for owner in range(shards):
+    used = 0
+    for owner, parameters in enumerate(held):
         position = owner * shard
-        for item in held[owner]:
+        for parameter in parameters:
             position = align(position)
-            _extend(ranges, position, position + item.parameter.elements, owner, item.parameter.matrices)
-            position += item.parameter.elements
+            _extend(ranges, position, position + parameter.elements, owner, parameter.matrices)
+            position += parameter.elements
+            used += parameter.elements
     return Bucket(
         index=index,
         stage=stage,
-        parameters=tuple(item.parameter.name for owner in range(shards) for item in held[owner]),
-        elements=shard * shards,
-        padding=shard * shards - sum(item.parameter.elements for item in owned),
+        parameters=tuple(parameter.name for parameters in held for parameter in parameters),
+        elements=shard * len(held),
+        padding=shard * len(held) - used,
         ranges=tuple(ranges),
         reduction="even",
     )

@@ -7,9 +7,9 @@ from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of,
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import align, bucket_elements, lay_out, owners, stage_parameters, stages
+from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, owners, stage_parameters, stages
 from canzona_cli.planner.memory import estimate, plan_memory
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, Range
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.run.machine import cores
 from canzona_cli.run.prediction import Prediction
@@ -101,28 +101,12 @@ def layerwise(
         parameters = stage_parameters(matrices, stage, layout.tp)
         sizes = [parameter.elements for parameter in parameters]
         for index, bucket in enumerate(lay_out(sizes, shards, bucket_elements if stage == 0 else None)):
-            ranges, names, used = [], [], 0
-            for owner, held in enumerate(bucket.shards):
-                position = owner * bucket.shard_elements
-                for number in held:
-                    parameter, start = parameters[number], align(position)
-                    position = start + parameter.elements
-                    used += parameter.elements
-                    names.append(parameter.name)
-                    ranges.append(Range(start=start, end=position, owner=owner, matrices=parameter.matrices))
+            held = [[parameters[number] for number in shard] for shard in bucket.shards]
+            for owner, own in enumerate(held):
+                for parameter in own:
                     for matrix in parameter.matrices:
                         owner_of[matrix] = owner
-            found.append(
-                Bucket(
-                    index=index,
-                    stage=stage,
-                    parameters=tuple(names),
-                    elements=bucket.elements,
-                    padding=bucket.elements - used,
-                    ranges=tuple(ranges),
-                    reduction="even",
-                )
-            )
+            found.append(even_bucket(held, stage, index))
     return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(found)
 
 

@@ -1,14 +1,16 @@
 """What canzona is compared with is what Megatron does; cuts of buckets in order."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from canzona_cli.planner.buckets import stage_parameters
+from canzona_cli.planner.buckets import Parameter, align, stage_parameters
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
+from canzona_cli.planner.plan import Assignment, Bucket
 from canzona_cli.simulate.predict import layerwise
 from tests.planner.planning import grid, transformer
 
@@ -33,13 +35,33 @@ def test_layerwise_is_megatrons_layout(seed: int) -> None:
     assignment, ours = layerwise(matrices, grid(tp, dp), bucket)
     assert [one.elements for one in ours] == [end - start for start, end in theirs.bucket_indices]
     assert sum(one.padding for one in ours) == theirs.bucket_indices[-1][1] - total
-    places = {part.matrices: (one.index, part.start, part.end, part.owner) for one in ours for part in one.ranges}
+    places = placed(ours, parameters, assignment, dp)
+    range_of = {index: (one.index, part) for one in ours for part in one.ranges for index in part.matrices}
     for parameter, tensor in zip(parameters, tensors, strict=True):
         start, end, number = theirs.param_index_map[tensor]
         first, last = theirs.bucket_indices[number]
         owner = (start - first) * dp // (last - first)
-        assert places[parameter.matrices] == (number, start - first, end - first, owner)
-        assert all(assignment.cells[index].owner == owner for index in parameter.matrices)
+        assert places[parameter.name] == (number, start - first, end - first, owner)
+        for index in parameter.matrices:
+            bucket_of, part = range_of[index]
+            assert (bucket_of, part.owner) == (number, owner)
+            assert part.start <= start - first <= end - first <= part.end
+            assert assignment.cells[index].owner == owner
+
+
+def placed(
+    buckets: Sequence[Bucket], parameters: Sequence[Parameter], assignment: Assignment, owners: int
+) -> dict[str, tuple[int, int, int, int]]:
+    """Bucket, start, end and owner of each parameter: every owner's aligned one after another in its shard."""
+    named, found = {parameter.name: parameter for parameter in parameters}, {}
+    for bucket in buckets:
+        ends = [owner * bucket.elements // owners for owner in range(owners)]
+        for name in bucket.parameters:
+            owner = assignment.cells[named[name].matrices[0]].owner
+            start = align(ends[owner])
+            ends[owner] = start + named[name].elements
+            found[name] = bucket.index, start, ends[owner], owner
+    return found
 
 
 def test_even_start_is_the_share_a_piece_starts_in() -> None:
