@@ -93,7 +93,7 @@ def _sets(word: str, kind: SweepKind) -> bool:
 
 def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:
     """Layouts on which the swept setting changes nothing."""
-    if kind == "alpha" and layout.dp * layout.cp == 1:
+    if kind == "alpha" and layout.owners == 1:
         return [
             Problem(
                 key="--sweep",

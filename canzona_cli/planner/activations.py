@@ -156,7 +156,7 @@ def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights) 
     three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
     squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
     """
-    shards = layout.dp * layout.cp
+    shards = layout.owners
     local = weights.matrices + weights.others
     if execution_of(config).ours:
         return _main_gradients(config, layout, weights) + _matrix_workspace(config)
@@ -197,7 +197,7 @@ def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -
 
 
 def _adamw_shards(config: RunConfig, layout: Layout) -> int:
-    return 1 if execution_of(config) is Execution.REDUNDANT else layout.dp * layout.cp
+    return 1 if execution_of(config) is Execution.REDUNDANT else layout.owners
 
 
 def _scores(config: RunConfig, layout: Layout) -> int:

@@ -24,7 +24,7 @@ from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, cut, owners, stage_parameters, stages
+from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, stages
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
@@ -98,7 +98,7 @@ class _Stage:
         bucket_elements: int | None,
     ) -> "_Stage":
         parameters = stage_parameters(matrices, stage, layout.tp)
-        ranks = owners(layout)
+        ranks = layout.owners
         padded = even_shards(settings.layout, settings.strategy)
         if padded:
             # Padding lies at the border of two shards, so a parameter cannot lie across one.

@@ -47,7 +47,7 @@ def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
     """Size at which Megatron closes a bucket of the first stage; None where all buffers are one bucket."""
     if not config.parallel.overlap_grad_reduce:
         return None
-    return config.parallel.bucket_elements or default_bucket_elements(owners(layout))
+    return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,6 @@ class Parameter:
         """The same as one part."""
         part = Part(unit=self.parts[0].unit, matrices=self.matrices, elements=self.elements)
         return replace(self, parts=(part,))
-
-
-def owners(layout: Layout) -> int:
-    """Ranks gradients are reduced over, which is what owners are chosen from: data and context parallel together."""
-    return layout.dp * layout.cp
 
 
 def stages(matrices: Sequence[Matrix]) -> list[int]:
@@ -176,7 +171,7 @@ def buckets(
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     found: list[Bucket] = []
-    shards = owners(layout)
+    shards = layout.owners
     padded = even_shards(settings.layout, settings.strategy)
     for stage in stages(matrices):
         parameters = stage_parameters(matrices, stage, layout.tp)

@@ -79,7 +79,7 @@ class Groups:
     @classmethod
     def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
         ranks, per_machine = layout.world_size, cluster.gpus_per_node
-        shards = layout.cp * layout.dp
+        shards = layout.owners
         return cls(
             tp=strided(1, layout.tp, ranks, per_machine),
             data=strided(layout.tp, shards, ranks, per_machine),

@@ -29,7 +29,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
-from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out, owners
+from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Algorithm, Place, Plan
@@ -177,7 +177,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     execution = execution_of(config)
     if not execution.has_owners:
         return None
-    shards, layers = owners(layout), config.model.num_layers // layout.pp
+    shards, layers = layout.owners, config.model.num_layers // layout.pp
     if execution is Execution.LAYERWISE:
         sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(config.model, "fused"))
         # Megatron cuts the first stage's buffer only.
@@ -250,7 +250,7 @@ def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, 
     """
     execution = execution_of(config)
     master = FP32 if config.train.precision == "bf16" else 0
-    share = others if execution.everywhere else math.ceil(others / owners(layout))
+    share = others if execution.everywhere else math.ceil(others / layout.owners)
     return {
         "masters": (FP32 if execution.ours else master) * whole + master * share,
         "matrix_state": moment_bytes(algorithm(config)) * whole + factors,

@@ -230,7 +230,7 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
     left = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        adamw = -(-weights.others // (layout.dp * layout.cp)) * (master + 2 * FP32)
+        adamw = -(-weights.others // layout.owners) * (master + 2 * FP32)
         stored = (width + grad) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
         left.append(capacity(config) - stored - adamw - needed)

@@ -53,7 +53,7 @@ class IterationTimeline:
         self._layout, self._stages = layout, stages
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._first_early = first_matrices_early and overlap_gather
-        self._timeline, self._owners = timeline, layout.dp * layout.cp
+        self._timeline = timeline
         self._last: list[int] = []
         for stage, work in enumerate(stages):
             # Before any rank waits for another, all are as busy; `begin_s` has that in it.
@@ -121,7 +121,7 @@ class IterationTimeline:
                 seconds=time.hop.latency_s,
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
-                cores=time.hop.cores * self._owners * layout.tp,
+                cores=time.hop.cores * self._layout.owners * layout.tp,
                 after=[self._last[stage]],
             )
             self._sent[direction, stage, micro] = send
@@ -179,7 +179,7 @@ class IterationTimeline:
             seconds=seconds + exchanges * exchange.latency_s,
             link=(stage, exchange.link),
             link_s=exchanges * exchange.link_s,
-            cores=exchange.cores * self._owners,
+            cores=exchange.cores * self._layout.owners,
             after=() if self._timeline.shares_cores else after,
         )
 
@@ -188,7 +188,7 @@ class IterationTimeline:
             phase,
             ("compute", stage),
             seconds=seconds,
-            cores=float(self._owners * self._layout.tp) if seconds else 0.0,
+            cores=float(self._layout.owners * self._layout.tp) if seconds else 0.0,
             after=after,
         )
 

@@ -7,7 +7,7 @@ from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of,
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, owners, stage_parameters, stages
+from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, stage_parameters, stages
 from canzona_cli.planner.memory import estimate, plan_memory
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.planner.planner import update_costs
@@ -94,7 +94,7 @@ def layerwise(
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
-    shards = owners(layout)
+    shards = layout.owners
     owner_of = [0] * len(matrices)
     found: list[Bucket] = []
     for stage in stages(matrices):

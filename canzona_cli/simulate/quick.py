@@ -58,7 +58,7 @@ def _data_parallel(config: RunConfig, layout: Layout) -> tuple[float, float, int
 
 def _update(config: RunConfig, layout: Layout) -> float:
     weights, held = stage_weights(config, layout, 0), placement(config, layout, 0)
-    execution, owners = execution_of(config), layout.dp * layout.cp
+    execution, owners = execution_of(config), layout.owners
     if execution is Execution.ADAMW:
         return adamw_seconds((weights.matrices + weights.others) / owners, config.cluster)
     layer_s, layer_elements = _layer_updates(config)

@@ -147,7 +147,6 @@ class _Simulation:
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
         self._config, self._layout, self._workload = config, layout, workload
         self._execution = execution_of(config)
-        self._owners = layout.dp * layout.cp
         cluster = config.cluster
         self._links = Links(cluster=cluster)
         self._world = Groups.of(layout, cluster).world
@@ -256,14 +255,14 @@ class _Simulation:
             norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
             total += self._links.all_reduce(norms * grad, Groups.of(layout, self._config.cluster).tp).seconds
         if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
-            apart = self._owners * layout.tp * (layout.pp - 1)
+            apart = self._layout.owners * layout.tp * (layout.pp - 1)
             ends = strided(apart, 2, layout.world_size, self._config.cluster.gpus_per_node)
             total += self._links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
         return total
 
     def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""
-        return cell.host + self._layout.tp * (cell.team.owner + self._owners * cell.team.stage)
+        return cell.host + self._layout.tp * (cell.team.owner + self._layout.owners * cell.team.stage)
 
     def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
         total = sum(ranks for ranks, _ in phases)

@@ -59,7 +59,6 @@ class UpdatePhase:
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """Of strategies that have hosts."""
-        self._owners = layout.dp * layout.cp
         self._cores = cores
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
@@ -79,7 +78,7 @@ class UpdatePhase:
         ]
 
     def _teams(self, stage: int) -> list[Team]:
-        tp, owners, weights = self._layout.tp, self._owners, stage_weights(self._config, self._layout, stage)
+        tp, owners, weights = self._layout.tp, self._layout.owners, stage_weights(self._config, self._layout, stage)
         stored = weights.matrices + weights.others
         own = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if not self._execution.has_owners:
@@ -189,5 +188,5 @@ class UpdatePhase:
         """Of one rank's share of what AdamW updates."""
         weights = stage_weights(self._config, self._layout, stage)
         elements = weights.others + (weights.matrices if self._execution is Execution.ADAMW else 0)
-        shares = 1 if self._execution.everywhere else self._owners
+        shares = 1 if self._execution.everywhere else self._layout.owners
         return self._adamw_factor * adamw_seconds(elements / shares, self._config.cluster)

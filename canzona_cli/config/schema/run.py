@@ -177,6 +177,11 @@ class Layout:
     sequence_parallel: bool
 
     @property
+    def owners(self) -> int:
+        """Ranks that gradients are reduced over, from which matrices get their owners: data and context parallel."""
+        return self.dp * self.cp
+
+    @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
