@@ -140,34 +140,28 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
     if not config.cluster.transformer_engine:
         working += (2 * FP32 + width) * _scores(config, layout)
-    return Transient(
-        activations=activations,
-        logits=logits,
-        working=working,
-        update=_update_workspace(config, layout, weights),
-        adamw=_adamw_workspace(config, layout, weights) if execution_of(config).ours else 0,
-    )
+    update, adamw = _workspaces(config, layout, weights)
+    return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
-def _update_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """What the optimizer step needs on top of its state, when activations are gone.
+def _workspaces(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+    """Scratch of the optimizer step when activations are gone, and of AdamW's part where that comes first, or 0.
 
     Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
     three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
     squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
     """
-    shards = layout.owners
-    local = weights.matrices + weights.others
-    if execution_of(config).ours:
-        return _main_gradients(config, layout, weights) + _matrix_workspace(config)
-    # Reduced in bf16, gradients are copied to fp32 for the masters.
-    copies = FP32 * (local if execution_of(config).everywhere else math.ceil(local / shards))
-    copies = 0 if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32" else copies
+    execution = execution_of(config)
+    # The engine takes the matrices' gradients from where they were reduced to.
+    elements = weights.others if execution.ours else weights.matrices + weights.others
+    share = FP32 * (elements if execution.everywhere else math.ceil(elements / layout.owners))
+    # Reduced in bf16, gradients are copied to fp32 for the masters, until the step is over.
+    copies = share if element_bytes(config)[1] < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
-    foreach = 0 if config.cluster.transformer_engine else FP32 * math.ceil(local / shards)
-    if execution_of(config) is Execution.ADAMW:
-        return copies + foreach
-    return copies + _matrix_workspace(config)
+    adamw = copies if config.cluster.transformer_engine else copies + share
+    if execution is Execution.ADAMW:
+        return adamw, 0
+    return copies + _matrix_workspace(config), adamw if execution.ours else 0
 
 
 def _matrix_workspace(config: RunConfig) -> int:
@@ -180,24 +174,6 @@ def _matrix_workspace(config: RunConfig) -> int:
         return 3 * FP32 * rows * cols
     sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
     return 3 * FP32 * rows * cols + 4 * FP32 * max(sides, default=0) ** 2
-
-
-def _main_gradients(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """Reduced in bf16, a rank's share of the other parameters' gradients is copied to fp32, until the step is over."""
-    if config.train.grad_reduce_dtype == "fp32" or config.train.precision == "fp32":
-        return 0
-    return FP32 * math.ceil(weights.others / _adamw_shards(config, layout))
-
-
-def _adamw_workspace(config: RunConfig, layout: Layout, weights: StageWeights) -> int:
-    """Scratch of AdamW on parameters that are not matrices; torch's foreach version makes an fp32 temporary of them."""
-    share = math.ceil(weights.others / _adamw_shards(config, layout))
-    foreach = 0 if config.cluster.transformer_engine else FP32 * share
-    return _main_gradients(config, layout, weights) + foreach
-
-
-def _adamw_shards(config: RunConfig, layout: Layout) -> int:
-    return 1 if execution_of(config) is Execution.REDUNDANT else layout.owners
 
 
 def _scores(config: RunConfig, layout: Layout) -> int:

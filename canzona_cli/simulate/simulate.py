@@ -52,8 +52,6 @@ class StrategyResult:
     slowest_rank: int
     update_balance: float
     """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
-    updates_end_s: tuple[float, ...]
-    """By stage: when its last rank has finished its updates."""
     events: tuple[SimulatedEvent, ...]
     """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
 
@@ -171,7 +169,6 @@ class _Simulation:
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
-            updates_end_s=tuple(step.done),
             events=tuple(event for number in shown for event in self._events(step, number)),
         )
 
