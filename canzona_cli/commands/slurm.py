@@ -96,14 +96,10 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
         ConfigError: the mistakes of both at once.
     """
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.errors import ConfigError, Problem
-    from canzona_cli.launch.slurm_job import check
+    from canzona_cli.errors import ConfigError
+    from canzona_cli.launch.slurm_job import option_problems
 
-    problems: list[Problem] = []
-    try:
-        check(options)
-    except ConfigError as error:
-        problems += error.problems
+    problems = tuple(option_problems(options))
     try:
         composed = compose_run(arguments, recipes_dirs=recipes_dirs)
     except ConfigError as error:

@@ -82,7 +82,7 @@ def check(options: JobOptions) -> None:
     Raises:
         ConfigError: every one of them at once.
     """
-    problems = tuple(_problems(options))
+    problems = tuple(option_problems(options))
     if problems:
         raise ConfigError(*problems)
 
@@ -172,7 +172,8 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
     return Submitted(job_id=job_id, log=Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out")
 
 
-def _problems(options: JobOptions) -> Iterator[Problem]:
+def option_problems(options: JobOptions) -> Iterator[Problem]:
+    """What Slurm would not take, or would take for something else."""
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
