@@ -320,8 +320,6 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
     - u_k: x where (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: let the whole ones of a bin add up to
       a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all
       a / (k + 1) + (k - a) / k <= 1.
-    - p_l: floor(1 / l) = n places per bin. An item of l <= x <= 1/2 takes 1 / n, one above 1/2 takes
-      1 - floor((1 - x) / l) / n, because next to it only floor((1 - x) / l) items of at least l fit.
 
     l only matters at the costs themselves. u_k after U_l is feasible too. Every comparison leans by `_TINY` to the side
     of less mass, so that a rounding error proves nothing.
@@ -333,9 +331,6 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
         yield sum(x * n for x, n in kept)
         for k in range(1, _FINEST):
             yield sum(_u(k, x) * n for x, n in kept)
-        if least > 0:
-            places = math.floor(1 / least + _TINY)
-            yield sum(_p(least, places, x) * n for x, n in kept)
 
 
 def _u(k: int, x: float) -> float:
@@ -344,12 +339,6 @@ def _u(k: int, x: float) -> float:
         # Whole, or a hair off: the lower of the two readings is safe either way.
         return min(x, math.floor(scaled - 2 * _TINY * (k + 1)) / k) if scaled < k + 1 else x
     return math.floor(scaled) / k
-
-
-def _p(least: float, places: int, x: float) -> float:
-    if x > 0.5 + _TINY:
-        return 1 - math.floor((1 - x) / least + _TINY) / places
-    return 1 / places
 
 
 def _lifted(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:
