@@ -19,6 +19,9 @@ from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parame
 from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import in_order
 
+Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
+"""Of a tensor, to or from one rank of a group."""
+
 
 class InFlight:
     """Collectives on their way: the handle that Megatron waits for and that phase timers watch."""
@@ -156,18 +159,12 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             return self._per_range(self._bucket.grad_data, _reduce)
         return self._exchange()
 
-    def _per_range(
-        self, data: torch.Tensor, collective: Callable[[torch.Tensor, int, ProcessGroup], Work]
-    ) -> list[Work]:
-        """One collective for each range; on a GPU all of them in one launch."""
+    def _per_range(self, data: torch.Tensor, collective: Collective) -> list[Work]:
+        """One collective for each range."""
         if self._group.size() == 1:
             return []
-        if data.device.type != "cuda":
-            return [collective(data[part.start : part.end], part.owner, self._group) for part in self.planned.ranges]
-        with _coalescing_manager(self._group, device=data.device, async_ops=True) as launched:
-            for part in self.planned.ranges:
-                collective(data[part.start : part.end], part.owner, self._group)
-        return launched.works
+        parts = [(data[part.start : part.end], part.owner) for part in self.planned.ranges]
+        return _each(parts, self._group, collective)
 
     def _exchange(self) -> list[Work]:
         """Send every owner its ranges, and receive this rank's from everybody."""
@@ -271,6 +268,21 @@ def nothing_to_gather(ddp: DistributedDataParallel) -> None:
 
 def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
     return all(getattr(param, TAG, False) for bucket in group.buckets for param in bucket.params_list)
+
+
+def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
+    """A reduction of each tensor to its owner, as a bucket's are; what to wait for."""
+    return _each(parts, group, _reduce)
+
+
+def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
+    """On a GPU they are handed over together: whether they are one launch is the backend's (`megatron.grouping`)."""
+    if parts[0][0].device.type != "cuda":
+        return [collective(data, owner, group) for data, owner in parts]
+    with _coalescing_manager(group, device=parts[0][0].device, async_ops=True) as launched:
+        for data, owner in parts:
+            collective(data, owner, group)
+    return launched.works
 
 
 def _reduce(data: torch.Tensor, owner: int, group: ProcessGroup) -> Work:

@@ -46,6 +46,11 @@ class GroupTraffic:
     gradients: Traffic
     weights: Traffic
 
+    @property
+    def collectives(self) -> int:
+        """All-to-alls in which something moves."""
+        return sum(any(traffic.sent) for traffic in (self.gradients, self.weights))
+
 
 def exchange_bytes(config: RunConfig) -> tuple[int, int]:
     """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""

@@ -146,17 +146,27 @@ class Links:
         tree = 2 * math.ceil(math.log2(group.size)) * self.latency(group.link)
         return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
 
-    def rooted(self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group) -> Transfer:
+    def rooted(
+        self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
+    ) -> Transfer:
         """Reductions to (broadcasts from) one rank after another, each of its number of bytes, started together.
 
         Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever owns
-        most; whoever owns least sends most. Nobody is flooded.
+        most; whoever owns least sends most. Nobody is flooded. On GPUs the link carries one byte after another and
+        only latencies overlap, in a group: without one, each of the `collectives` has its own.
         """
+        on_gpu = self.cluster.device == "cuda"
+        chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
         each = [self._measured(kind, size, group) for size in sizes]
         measured = [one for one in each if one is not None]
         if not measured:
             least = min(sizes) if len(sizes) == group.size else 0.0
-            return self.through(sum(sizes) - least, group)
+            whole = self.through(sum(sizes) - least, group)
+            return replace(whole, latency_s=chains * whole.latency_s)
+        if on_gpu:
+            return Transfer(
+                latency_s=chains * max(one.latency_s for one in measured), link_s=sum(one.link_s for one in measured)
+            )
         at_once = min(GLOO_THREADS, len(measured))
         seconds = sum(one.seconds for one in measured) / at_once
         return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))

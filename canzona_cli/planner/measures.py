@@ -1,15 +1,16 @@
 """What a plan comes to without simulating it: load balance and its bound, bytes moved, memory of the fullest rank."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.exchange import exchange_bytes, group_traffic
-from canzona_cli.planner.plan import Bucket, Mesh, Place, Plan
-from canzona_cli.planner.reduction import shares
+from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
+from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
+from canzona_cli.planner.reduction import collectives, shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Bytes one rank sends in a step, the busiest one where ranks differ."""
+    """Bytes one rank sends in a step, and collectives it takes part in; of the busiest one where ranks differ."""
 
     dp_reduce_bytes: int
     """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers."""
@@ -45,6 +46,12 @@ class Communication:
     """Updated weights, the same way back."""
     tp_exchange_bytes: int
     """Gradient fragments to hosts, new weights and their flags from them."""
+    dp_reductions: int
+    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket, or for the bucket."""
+    dp_gathers: int
+    """Collectives that gather their weights."""
+    tp_exchanges: int
+    """All-to-alls of the micro-groups, two each."""
     dp_byte_balance: float
     """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
@@ -85,10 +92,14 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     for bucket in plan.buckets:
         reduced[bucket.stage] += bucket.elements
     moved = max(reduced) * (mesh.owners - 1) / mesh.owners
+    stages = [[collectives(one, mesh.owners) for one in plan.buckets if one.stage == stage] for stage in range(mesh.pp)]
     return Communication(
         dp_reduce_bytes=round(moved * grad),
         dp_gather_bytes=round(moved * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
+        dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
+        dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
+        tp_exchanges=max(_exchanges(plan).values(), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
@@ -103,15 +114,29 @@ def _byte_balance(plan: Plan) -> float:
     return busiest / even if even else 1.0
 
 
+def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
+    """What each micro-group moves."""
+    for group in plan.groups:
+        matrices, hosts = zip(
+            *((plan.matrices[index], plan.assignment.cells[index].host) for index in group.matrices), strict=True
+        )
+        yield group, group_traffic(matrices, hosts, plan.subject.layout.tp)
+
+
+def _exchanges(plan: Plan) -> Counter[tuple[int, int]]:
+    """All-to-alls in a step, by stage and owner."""
+    found: Counter[tuple[int, int]] = Counter()
+    for group, traffic in _traffic(plan):
+        found[group.stage, group.owner] += traffic.collectives
+    return found
+
+
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     """Bytes each rank sends inside its TP group in a step: by stage, then cell."""
-    mesh, cells = plan.subject.layout, plan.assignment.cells
+    mesh = plan.subject.layout
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
-    for group in plan.groups:
-        moved = group_traffic(
-            [plan.matrices[index] for index in group.matrices], [cells[index].host for index in group.matrices], mesh.tp
-        )
+    for group, moved in _traffic(plan):
         first = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
             sent[first + host] += gradients * grad + weights * width

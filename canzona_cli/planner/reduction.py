@@ -45,6 +45,15 @@ def in_order(bucket: Bucket) -> bool:
     return all(a.owner < b.owner and b.start - a.end < ALIGNMENT for a, b in pairwise(bucket.ranges))
 
 
+def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
+    """How many a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
+    if owners == 1:
+        return 0, 0
+    if bucket.reduction == "even":
+        return 1, 1
+    return 1 if bucket.reduction == "all_to_all" else len(bucket.ranges), len(bucket.ranges)
+
+
 class ReductionModel:
     """Prices a run's buckets on its links, and chooses."""
 
@@ -97,9 +106,11 @@ class ReductionModel:
         return max(found.values()) * self._group.size <= SIMILAR * sum(found.values())
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """A reduction (broadcast) of each range, grouped into one launch; each adds the work of issuing it."""
+        """A reduction (broadcast) of each range; each adds the work of issuing it."""
         width = self._grad if kind == "reduce" else self._width
-        whole = self._links.rooted(kind, [share * width for share in shares(bucket).values()], self._group)
+        whole = self._links.rooted(
+            kind, [share * width for share in shares(bucket).values()], self._group, collectives=len(bucket.ranges)
+        )
         issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
         return replace(whole, latency_s=whole.latency_s + issue)
 

@@ -17,7 +17,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.data.corpus import cache_root, read_corpus
     from canzona_cli.errors import WorkerCrashed
-    from canzona_cli.megatron import parallel
+    from canzona_cli.megatron import grouping, parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.timeline import write_timeline
     from canzona_cli.training.assemble import assemble, join
@@ -38,6 +38,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
+    if (otherwise := grouping.contradiction(trainee)) is not None:
+        journal.incident("grouping", detail=otherwise, level="warning")
 
     journal.stage("build data", str(corpus.prefix))
     datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")

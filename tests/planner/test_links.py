@@ -146,7 +146,24 @@ def test_an_uneven_exchange_takes_its_busiest_rank_unless_cores_are_too_few() ->
 
 
 def test_reductions_to_several_owners_run_two_at_a_time_when_measured() -> None:
-    one, four = (MEASURED.rooted("reduce", [1e6] * count, PAIR) for count in (1, 4))
+    gloo = Links(cluster=replace(MEASURED.cluster, device="cpu"))
+    one, four = (gloo.rooted("reduce", [1e6] * count, PAIR, collectives=count) for count in (1, 4))
     assert (one.seconds, one.cores) == (2e-3, 1.0)
     assert (four.seconds, four.cores) == (4e-3, 2.0)
-    assert MEASURED.rooted("broadcast", [1e6, 1e6], PAIR) == MEASURED.through(1e6, PAIR)
+    assert MEASURED.rooted("broadcast", [1e6, 1e6], PAIR, collectives=2) == MEASURED.through(1e6, PAIR)
+
+
+@pytest.mark.parametrize("collectives", [(), (("reduce", 2, 8.0, 1e-5, 0.0), ("reduce", 2, 1e6, 1e-3, 0.0))])
+def test_on_gpus_reductions_share_the_link_and_a_groups_latency(
+    collectives: tuple[tuple[str, int, float, float, float], ...],
+) -> None:
+    grouped = Links(cluster=replace(H100, collectives=collectives))
+    serial = Links(cluster=replace(grouped.cluster, grouped_collectives=False))
+    one, five, apart = (
+        links.rooted("reduce", [1e6] * owners, PAIR, collectives=count)
+        for links, owners, count in ((grouped, 1, 1), (grouped, 1, 5), (serial, 1, 5))
+    )
+    assert one == five, "a group has one latency"
+    assert (apart.latency_s, apart.link_s) == (5 * one.latency_s, one.link_s)
+    both = grouped.rooted("reduce", [1e6, 2e6, 2e6], PAIR, collectives=3)
+    assert both.link_s == pytest.approx(5 * one.link_s, rel=0.02), "bytes never pass at the same time"

@@ -91,6 +91,12 @@ class ClusterConfig:
     launch_us: Annotated[NotNegative, "What launching one operation adds to its work.", Unit("microseconds"), PLAN] = (
         5.0
     )
+    grouped_collectives: Annotated[
+        bool,
+        "Whether all reductions to (broadcasts from) the owners of a bucket go out as one launch, as those of an NCCL "
+        "group do; false: one after another, each with its own latency. Workers on GPUs check it when they start.",
+        PLAN,
+    ] = True
     measured_updates: Annotated[
         tuple[tuple[str, int, int, float], ...],
         "Measured updates, used instead of the cost model: algorithm (soap, muon/standard/5), rows, columns, "
