@@ -1,9 +1,8 @@
 """Which layouts are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
 
 Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
-Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `DotProductAttention` (no context
-parallelism without Transformer Engine), `get_num_layers_to_build` (even pipeline stages), `WrappedTorchNorm` (no
-sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
+Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
+stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
 """
 
 import math
@@ -72,17 +71,12 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield problem_with(config, "gpus", reason, fix)
-    te = config.cluster.transformer_engine
-    if cp > 1 and not te:
-        reason = "context parallelism needs Transformer Engine's attention, which this cluster profile does not use"
-        fix = "set parallel.cp=1, or cluster.transformer_engine=true where it is installed"
-        yield problem_with(config, "parallel.cp", reason, fix)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
         yield problem_with(config, "train.seq_length", reason, fix)
     if parallel.sequence_parallel:
-        if not te:
+        if not config.cluster.transformer_engine:
             reason = "sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use"
             fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
             yield problem_with(config, "parallel.sequence_parallel", reason, fix)

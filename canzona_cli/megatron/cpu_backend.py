@@ -53,12 +53,13 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """`device='cuda'` becomes the CPU; every other call passes through untouched."""
+    """`device='cuda'` becomes the CPU, and memory is not pinned; every other call passes through untouched."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 
     return create
@@ -118,7 +119,12 @@ def _replacements() -> tuple[Replacement, ...]:
         (mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
         (torch.Tensor, "type", _megatron_type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
         (torch.Tensor, "cuda", _tensor_cuda, "models.common.language_module (tied weights)"),
-        (torch, "tensor", _factory_on_cpu, "optimizer.optimizer (found_inf, loss scale), optimizer.clip_grads"),
+        (
+            torch,
+            "tensor",
+            _factory_on_cpu,
+            "optimizer.optimizer (found_inf, loss scale), rotary tables under cp",
+        ),
         (torch, "zeros", _factory_on_cpu, "pipeline_parallel.schedules (token count), optimizer.clip_grads"),
         (torch, "ones", _factory_on_cpu, "transformer.utils (attention masks)"),
     )

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
+from canzona_cli.megatron.attention import CausalAttention
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import Weight, weight_of
 
@@ -75,6 +76,7 @@ def build_model(config: RunConfig, world: World) -> torch.nn.Module:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
+        spec.submodules.self_attention.submodules.core_attention = CausalAttention
     model: torch.nn.Module = GPTModel(
         config=mcore,
         transformer_layer_spec=spec,

@@ -58,8 +58,8 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     - residual stream: two norm inputs and the two linear inputs they become, 4 T h / x elements;
     - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
       T (a + g) d / t, context T a d / t;
-    - core attention without a flash kernel (no Transformer Engine): the softmax in fp32 and its copy in w bytes,
-      a b s^2 / t each, and k and v repeated for every query head, 2 T a d / t, in place of the rotated k;
+    - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d / t, in
+      place of the rotated k, and the context once more, T a d / t, where its two chunks are joined;
     - SwiGLU: gate and up 2 T f / t, their product T f / t.
     On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
     copy of up. selective recomputes core attention, full keeps only the layer's input.
@@ -77,12 +77,10 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     if on_cpu:
         # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
         attention += FP32 * (heads + groups) + (FP32 * (heads + groups) - width * heads if bf16 else 0)
-    if not config.cluster.transformer_engine and recompute == "none":
-        attention += (FP32 + width if bf16 else FP32) * _scores(config, layout)
-        if heads > groups:
-            attention += width * (2 * heads - rotated_k)
-            # Repeating copied v, so nothing holds the fused qkv unless a norm kept its input there.
-            attention -= width * fused_qkv if on_cpu and bf16 else 0
+    if layout.cp > 1 and not config.cluster.transformer_engine and recompute == "none":
+        attention += width * (2 * layout.cp * groups - rotated_k + context)
+        # Gathering copied v, so nothing holds the fused qkv unless a norm kept its input there.
+        attention -= width * fused_qkv if on_cpu and bf16 else 0
     mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
     return 2 * _norm(config, stream) + attention + mlp
 
@@ -138,8 +136,6 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     # largest weight before it joins the buffer, and what recomputation brings back.
     working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
-    if not config.cluster.transformer_engine:
-        working += (2 * FP32 + width) * _scores(config, layout)
     update, adamw = _workspaces(config, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
@@ -174,12 +170,6 @@ def _matrix_workspace(config: RunConfig) -> int:
         return 3 * FP32 * rows * cols
     sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
     return 3 * FP32 * rows * cols + 4 * FP32 * max(sides, default=0) ** 2
-
-
-def _scores(config: RunConfig, layout: Layout) -> int:
-    """Elements of one micro-batch's attention scores in one layer."""
-    heads = config.model.num_attention_heads // layout.tp
-    return layout.micro_batch_size * heads * (config.train.seq_length // layout.cp) * config.train.seq_length
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

@@ -70,6 +70,7 @@ class Groups:
     """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp."""
 
     tp: Group
+    cp: Group
     data: Group
     """dp * cp: over which gradients are reduced."""
     stage_crosses: bool
@@ -82,6 +83,7 @@ class Groups:
         shards = layout.owners
         return cls(
             tp=strided(1, layout.tp, ranks, per_machine),
+            cp=strided(layout.tp, layout.cp, ranks, per_machine),
             data=strided(layout.tp, shards, ranks, per_machine),
             stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
             world=strided(1, ranks, ranks, per_machine),

@@ -21,8 +21,9 @@ Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 """Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et al. 2024
 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
-UNFUSED_ATTENTION = 4.0
-"""Time of core attention without a flash kernel over the time with one: the scores go through memory."""
+TORCH_ATTENTION = 1.6
+"""Time of torch's own kernel, FlashAttention-2, over that of Transformer Engine's on Hopper: 1.5 to 2 forward, 1.5 to
+1.75 backward (the same paper)."""
 ELEMENTWISE_PASSES = {True: 1.0, False: 3.0}
 """Memory traffic of elementwise work over what fused kernels need: with Transformer Engine, and without."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
@@ -80,8 +81,9 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
     With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t under
     sequence parallelism, per micro-batch and rank:
-    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm and
-      rotary embedding 4 T (a+g)d/t elements through memory; proj: product T x ad/t x h, residual 3 T h/x;
+    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal), behind an all-gather of keys
+      and values, 2 T c gd/t, without Transformer Engine, whose ring hides them; norm 2 T h/x, QK-norm and rotary
+      embedding 4 T (a+g)d/t elements through memory; proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements, and adds
       every weight's gradient to its buffer once a micro-batch;
@@ -147,9 +149,16 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     unit: Unit = config.train.precision
     peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
     core_s = 2.0 * tokens * config.train.seq_length * heads / peak
-    if not cluster.transformer_engine:
-        core_s *= UNFUSED_ATTENTION
     attention = core_s / ATTENTION_FORWARD, 2.5 * core_s / ATTENTION_BACKWARD
+    if not cluster.transformer_engine:
+        attention = TORCH_ATTENTION * attention[0], TORCH_ATTENTION * attention[1]
+        if layout.cp > 1:
+            links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
+            size = 2.0 * layout.cp * tokens * groups * element_bytes(config)[0]
+            attention = (
+                attention[0] + links.all_gather(size, group).seconds,
+                attention[1] + links.reduce_scatter(size, group).seconds,
+            )
     return (
         module("qkv", hidden, heads + 2 * groups, 2 * stream + 4 * tokens * (heads + groups), *attention),
         module("proj", heads, hidden, 3 * stream),

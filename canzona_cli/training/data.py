@@ -14,6 +14,8 @@ from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.megatron.parallel import World
 
 Batch = dict[str, torch.Tensor]
+"""`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a `BatchStream`
+also `counted`: how many tokens of the micro-batch the loss is the mean of, on all context-parallel ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,11 @@ class BatchStream(Iterator[Batch]):
             key: raw[key].to(self._world.device, non_blocking=True)
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         }
+        # Of the whole sequences: the ranks that share them must agree on what a token counts.
+        counted = batch["loss_mask"].sum()
         if self._world.layout.cp > 1:
-            batch = dict(get_batch_on_this_cp_rank(batch))
-        return batch
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._world.groups.cp)
+        return {**batch, "counted": counted}
 
 
 def _indices(

@@ -117,14 +117,18 @@ def _forward_step(
     with timer.phase("data"):
         batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_mean_loss, batch["loss_mask"])
+    return output, partial(_mean_loss, batch["loss_mask"], batch["counted"])
 
 
-def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean over the micro-batch's tokens (of this context-parallel rank): for backward, and for the record."""
-    mean = (losses.float() * mask).sum() / mask.sum()
+def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This context-parallel rank's part of the micro-batch's mean loss: for backward, and for the record.
+
+    Megatron's schedule multiplies a loss by cp, for gradients are averaged over dp * cp ranks; so parts are what it
+    wants (`schedules.forward_step_calc_loss`).
+    """
+    part = (losses.float() * mask).sum() / counted
     # A copy for the record: the schedule scales the loss in place.
-    return mean, mean.detach().clone()
+    return part, part.detach().clone()
 
 
 def _agree(
@@ -135,7 +139,7 @@ def _agree(
     facts = torch.zeros(5, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
-        facts[1] = 1.0
+        facts[1] = 1.0 / world.layout.cp  # their losses are parts of one
     facts[2] = float(stop_requested)
     if isinstance(optimizer, CanzonaOptimizer) and trainee.model.training:
         facts[3] = optimizer.matrices.fallbacks()

@@ -74,7 +74,7 @@ def start(config: RunConfig, layout: Layout) -> World:
 
 def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
-    model = _model(config, world)
+    model = build_model(config, world)
     stage = world.pp_rank
     tag_matrices(model, named_matrix_parameters(model, plan, stage))
     overlap = config.parallel.overlap_grad_reduce
@@ -95,18 +95,13 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
 
 def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
     """The same model; `reference` all-reduces its gradients."""
-    model = _model(config, world)
+    model = build_model(config, world)
     return DistributedDataParallel(
         config=get_model_config(model),
         ddp_config=_ddp_config(config, overlap=False, sharded=False),
         module=model,
         pg_collection=world.groups,
     )
-
-
-def _model(config: RunConfig, world: World) -> torch.nn.Module:
-    # Without Transformer Engine no attention works under context parallelism, but parameters are the same.
-    return build_model(config, replace(world, layout=replace(world.layout, cp=1)))
 
 
 def _ddp_config(config: RunConfig, *, overlap: bool, sharded: bool) -> DistributedDataParallelConfig:

@@ -1,40 +1,63 @@
 """The activation formulas of the memory estimate against what autograd really saves."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
 
 from canzona_cli.cluster import fit
+from canzona_cli.config.schema import Layout, Precision, Recompute, RunConfig
+from canzona_cli.megatron import parallel
+from canzona_cli.megatron.model import build_model
+from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.memory import estimate
-from tests.dist.activation_probe import CASES, MICRO_BATCH
+from tests.dist.ranks import run_ranks
 from tests.sizes import run
 
+MICRO_BATCH = 4
+CASES: tuple[tuple[Precision, Recompute], ...] = tuple(
+    (precision, recompute) for precision in ("bf16", "fp32") for recompute in ("none", "selective", "full")
+)
 
-def test_estimated_activations_are_what_autograd_saves() -> None:
+
+def _resolve(cp: int, precision: Precision, recompute: Recompute) -> tuple[RunConfig, Layout]:
+    config = run("tiny", cp, tp=1, pp=1, micro_batch_size=MICRO_BATCH, precision=precision, recompute=recompute)
+    return fit.resolve(replace(config, parallel=replace(config.parallel, cp=cp)))
+
+
+def _saved_bytes(config: RunConfig, world: World) -> int:
+    """Bytes of the distinct storages, weights apart, that the backward pass of one micro-batch would need."""
+    model = build_model(config, world)
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in weights:
+            kept.setdefault(storage, tensor)  # holding the tensor keeps its address from being used again
+        return tensor
+
+    tokens = torch.randint(0, 256, (MICRO_BATCH, config.train.seq_length // world.layout.cp))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, torch.zeros_like(tokens), None, labels=tokens)
+    assert torch.isfinite(loss).all()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_estimated_activations_are_what_autograd_saves(cp: int) -> None:
     """Within 2%: rotary tables, log-sum-exps and masks are left out of the formulas."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.dist.activation_probe"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "MASTER_PORT": str(port)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    measured = {tuple(entry["case"]): entry["bytes"] for entry in json.loads(done.stdout.splitlines()[-1])}
-    assert set(measured) == set(CASES)
-    for precision, recompute in CASES:
-        config, layout = fit.resolve(
-            run("tiny", 1, micro_batch_size=MICRO_BATCH, precision=precision, recompute=recompute)
-        )
-        # Of the logits, autograd saves the fp32 softmax; the estimate adds the logits themselves and their gradient.
-        softmax = 4 * MICRO_BATCH * config.train.seq_length * config.model.vocab_size
-        expected = estimate(config, layout).parts["activations"] + softmax
-        assert abs(measured[precision, recompute] - expected) <= 0.02 * expected, (precision, recompute)
+    cases = [_resolve(cp, *case) for case in CASES]
+
+    def rank() -> list[int]:
+        logging.disable(logging.WARNING)
+        world = parallel.initialize(cases[0][1], "cpu", seed=1)
+        return [_saved_bytes(config, replace(world, layout=layout)) for config, layout in cases]
+
+    for measured in run_ranks(cp, rank):
+        for case, (config, layout), found in zip(CASES, cases, measured, strict=True):
+            # Of the logits, autograd saves the fp32 softmax; the estimate adds the logits and their gradient.
+            softmax = 4 * MICRO_BATCH * config.train.seq_length // cp * config.model.vocab_size
+            expected = estimate(config, layout).parts["activations"] + softmax
+            assert abs(found - expected) <= 0.02 * expected, case

@@ -168,7 +168,6 @@ def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
 
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
-    """Attention cannot be cut along the sequence without Transformer Engine, so gradients are made up."""
     config, layout = case("gpus=4")
     layout = replace(layout, dp=2, cp=2)
     plan = planned(config, layout)

@@ -34,7 +34,8 @@ class Part:
 
     tp_rank: int
     pp_rank: int
-    dp_rank: int
+    owner: int
+    """Among data- and context-parallel ranks, which all hold the same."""
     fragments: Mapping[str, Fragment]
 
 
@@ -43,7 +44,7 @@ def part_of(model: torch.nn.Module, world: World) -> Part:
     return Part(
         tp_rank=world.tp_rank,
         pp_rank=world.pp_rank,
-        dp_rank=world.dp_rank,
+        owner=world.owner,
         fragments={
             name: Fragment(
                 values=param.detach().float().numpy().copy(),
@@ -78,13 +79,13 @@ def assemble(parts: Sequence[Part], shape: ModelConfig) -> Weights:
     """
     whole: Weights = {}
     for name in dict.fromkeys(name for part in parts for name in part.fragments):
-        for dp_rank in sorted({part.dp_rank for part in parts}):
-            holders = [part for part in parts if name in part.fragments and part.dp_rank == dp_rank]
+        for owner in sorted({part.owner for part in parts}):
+            holders = [part for part in parts if name in part.fragments and part.owner == owner]
             for pp_rank in sorted({part.pp_rank for part in holders}):
                 pieces = sorted((p for p in holders if p.pp_rank == pp_rank), key=lambda p: p.tp_rank)
                 for key, value in _canonical(name, [p.fragments[name] for p in pieces], shape).items():
                     known = whole.setdefault(key, value)
-                    assert torch.equal(known, value), f"{key} differs between ranks (dp {dp_rank}, pp {pp_rank})"
+                    assert torch.equal(known, value), f"{key} differs between ranks (owner {owner}, pp {pp_rank})"
     return whole
 
 

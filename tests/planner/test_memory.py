@@ -25,7 +25,7 @@ from canzona_cli.planner.memory import (
     placement,
 )
 from canzona_cli.planner.plan import Algorithm
-from tests.sizes import layout, model, run
+from tests.sizes import H100, layout, model, run
 
 N = 596_049_920
 MATRICES = 440_401_920
@@ -126,19 +126,30 @@ def test_full_recomputation_keeps_one_input_a_layer() -> None:
     assert parts["activations"] == 2 * 4096 * (28 * 1024 + 2 * 1024)
 
 
-def test_unfused_attention_keeps_the_scores_and_selective_recomputation_frees_them() -> None:
+@pytest.mark.parametrize("cp", [1, 2])
+def test_no_attention_keeps_scores(cp: int) -> None:
+    """As many tokens in longer sequences keep as much."""
     config = run("tiny", 1)
-    none, selective = (estimate(config, replace(layout(micro=4), recompute=r)) for r in ("none", "selective"))
-    scores = 4 * 8 * 256 * 256
-    repeated = 2 * 4 * 256 * 8 * 32
-    fused_qkv_and_rotated_k = 4 * 256 * ((8 + 2 * 4) + 4) * 32
-    saved = none.parts["activations"] - selective.parts["activations"]
-    assert saved == 4 * (scores * (4 + 2) + 2 * (repeated - fused_qkv_and_rotated_k))
+    longer = replace(config, train=replace(config.train, seq_length=512))
+    short, long = (replace(layout(micro=micro), cp=cp) for micro in (4, 2))
+    assert estimate(config, short).parts == estimate(longer, long).parts
 
 
-def test_flash_attention_gains_nothing_from_selective_recomputation() -> None:
-    config = run("8b", 1)
+@pytest.mark.parametrize("transformer_engine", [True, False])
+def test_selective_recomputation_gains_nothing_where_sequences_are_whole(transformer_engine: bool) -> None:
+    config = run("8b", 1, cluster=replace(H100, transformer_engine=transformer_engine))
     assert estimate(config, layout()).total == estimate(config, replace(layout(), recompute="selective")).total
+
+
+def test_selective_recomputation_frees_keys_and_values_that_were_gathered() -> None:
+    """8B without Transformer Engine, a sequence of 4096 over four ranks: of 8 + 8 heads, for 8 rotated keys; and a copy
+    of 32 heads' context."""
+    config = run("8b", 1, cluster=replace(H100, transformer_engine=False))
+    none, selective = (
+        estimate(config, replace(layout(), cp=4, recompute=recompute)).parts["activations"]
+        for recompute in ("none", "selective")
+    )
+    assert none - selective == 36 * 2 * 128 * ((8 + 8) * 4096 + (32 - 8) * 1024)
 
 
 @given(
