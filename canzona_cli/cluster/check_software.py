@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.cluster.findings import TORCHRUN_VARIABLES, Finding, info, judged
 from canzona_cli.cluster.machine import GpuInfo, installed_version
 from canzona_cli.run.machine import tool_output
@@ -183,6 +184,11 @@ def gpus(found: Mapping[str, object] | str, visible: Sequence[GpuInfo], installe
     yield judged("gpu", "GPUs", usable, value, meaning, fix)
     if driver := visible[0].driver:
         yield judged("gpu", "driver", True, driver, "must be new enough for torch's CUDA build")
+    lacks = compiling_lacks()
+    value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
+    meaning = "SwiGLU and the loss run unfused, on all machines of a run" if lacks else "torch.compile can fuse kernels"
+    fix = "install gcc and your Python's development package (python3-dev), or set CC"
+    yield judged("gpu", "compiler", lacks is None, value, meaning, fix)
 
 
 def slurm() -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Qwen3 as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -14,16 +15,23 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron.attention import CausalAttention
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import Weight, weight_of
 
+_LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
-    """Megatron's description of the model and of how it is computed."""
+def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
+    """Megatron's description of the model and of how it is computed.
+
+    Args:
+        compiled: whether to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused gradients
+            are always bf16.
+    """
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
@@ -48,8 +56,8 @@ def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
         add_qkv_bias=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # The fused SwiGLU and RoPE kernels are written for CUDA.
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=compiled,
+        cross_entropy_loss_fusion=compiled and dtype is torch.bfloat16,
         apply_rope_fusion=on_gpu and config.cluster.transformer_engine,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -70,8 +78,8 @@ def transformer_config(config: RunConfig, world: World) -> TransformerConfig:
 
 
 def build_model(config: RunConfig, world: World) -> torch.nn.Module:
-    """This rank's part of the model on its device, initialised, in the run's precision."""
-    mcore = transformer_config(config, world)
+    """This rank's part of the model on its device, initialised, in the run's precision. Collective."""
+    mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     if config.cluster.transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_norm)
     else:
@@ -93,6 +101,19 @@ def build_model(config: RunConfig, world: World) -> torch.nn.Module:
     model = model.to(world.device)
     initialize_weights(model, config.model, world, seed=config.train.seed)
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+
+
+def can_compile(world: World) -> bool:
+    """Whether torch.compile works on every rank: fused and unfused cross-entropy differ in their collectives.
+
+    Collective; rank 0 logs it where it does not.
+    """
+    lacks = compiling_lacks()
+    works = torch.tensor(float(lacks is None), device=world.device)
+    torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
+    if world.rank == 0 and not works:
+        _LOG.warning("SwiGLU and the loss run unfused: %s is missing", lacks or "what `canzona doctor` names elsewhere")
+    return bool(works)
 
 
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:

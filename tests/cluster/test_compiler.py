@@ -1,0 +1,41 @@
+"""What torch.compile needs on a machine is looked for where Triton looks for it."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.compiler import compiling_lacks
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH and where Python's header files are: both empty."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+def _compiler(path: Path) -> Path:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_bare_machine_lacks_one_thing_after_another(bare: Path) -> None:
+    assert compiling_lacks() == "a C compiler"
+    _compiler(bare / "clang")
+    assert compiling_lacks() == "Python's header files"
+    (bare / "Python.h").touch()
+    assert compiling_lacks() is None
+
+
+def test_a_named_compiler_counts_alone(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton reads it: with CC set, gcc and clang are not looked for."""
+    (bare / "Python.h").touch()
+    monkeypatch.setenv("CC", str(_compiler(bare / "mine")))
+    assert compiling_lacks() is None
+    _compiler(bare / "gcc")
+    monkeypatch.setenv("CC", "nothing-of-this-name")
+    assert compiling_lacks() == "a C compiler"

@@ -1,0 +1,79 @@
+"""What Megatron fuses by torch.compile on GPUs: the same loss as without, and the same choice on every rank."""
+
+import os
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Precision
+from canzona_cli.megatron import model, parallel
+from tests.dist.engine_support import heard
+from tests.dist.jobs import SMALL
+from tests.dist.ranks import run_ranks
+
+CONFIG, LAYOUT = fit.resolve(compose_run([*SMALL, "gpus=2", "parallel.tp=2"]).config)
+
+
+def _start() -> parallel.World:
+    return parallel.initialize(LAYOUT, "cpu", seed=1)
+
+
+@pytest.mark.parametrize("lacking", [None, 0, 1])
+def test_all_ranks_compile_or_none_does(lacking: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused cross-entropy adds up in one collective what else takes two: ranks that differ would wait for ever."""
+    monkeypatch.setattr(model, "compiling_lacks", lambda: "gcc" if os.environ["RANK"] == str(lacking) else None)
+
+    def rank() -> tuple[bool, list[str]]:
+        with heard(model.__name__) as lines:
+            return model.can_compile(_start()), lines
+
+    (first, said), (second, silent) = run_ranks(2, rank)
+    assert first is second is (lacking is None)
+    assert len(said) == (lacking is not None)
+    assert ("gcc" in "".join(said)) is (lacking == 0)
+    assert silent == []
+
+
+def test_fused_cross_entropy_is_the_unfused_one_with_gradients_in_bf16() -> None:
+    """Run without compiling: what is compiled is this code."""
+
+    def rank() -> tuple[float, float, torch.dtype]:
+        world = _start()
+        generator = torch.Generator().manual_seed(1)
+        logits = torch.randn(8, 3, 64, generator=generator).bfloat16().chunk(2, dim=-1)[world.tp_rank]
+        labels = torch.randint(64, (8, 3), generator=generator)
+        found = []
+        with torch.compiler.set_stance("force_eager"):
+            for of in (fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy):
+                leaf = logits.clone().requires_grad_()
+                loss = of(leaf, labels, tp_group=world.groups.tp)
+                found.append((loss.detach(), *torch.autograd.grad(loss.mean(), leaf)))
+        (fused, gradient), (plain, expected) = found
+        return float((fused - plain).abs().max()), float((gradient - expected).abs().max()), gradient.dtype
+
+    for loss, gradient, dtype in run_ranks(2, rank):
+        assert loss == 0.0
+        assert gradient == 0.0
+        assert dtype is torch.bfloat16
+
+
+def test_what_is_fused_depends_on_the_compiler_and_on_the_precision() -> None:
+    """Gradients of the fused loss are rounded to bf16 whatever the logits are."""
+
+    def rank() -> list[tuple[bool, bool]]:
+        world = _start()
+        found = []
+        for precision in get_args(Precision):
+            config = replace(CONFIG, train=replace(CONFIG.train, precision=precision))
+            for compiled in (True, False):
+                made = model.transformer_config(config, world, compiled=compiled)
+                found.append((made.bias_activation_fusion, made.cross_entropy_loss_fusion))
+        return found
+
+    assert run_ranks(2, rank)[0] == [(True, True), (False, False), (True, False), (False, False)]
