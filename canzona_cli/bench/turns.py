@@ -1,9 +1,7 @@
 """The strategies of one sitting, taking turns on one rank."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +12,7 @@ from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.holdings import finish_gathering, leaves
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
+from canzona_cli.training.garbage import no_garbage_collection
 from canzona_cli.training.step import train_step
 
 
@@ -112,7 +111,7 @@ def tensor_bytes(trainee: Trainee) -> int:
 def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[], bool]) -> bool:
     """A few training steps between two barriers; False after a request to stop."""
     trainee = strategy.trainee
-    with _no_garbage_collection():
+    with no_garbage_collection():
         torch.distributed.barrier()
         for _ in range(steps):
             worked = time.process_time()
@@ -125,17 +124,6 @@ def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[
         finish_gathering(trainee.model)
         torch.distributed.barrier()
     return True
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """One strategy's garbage is not collected during another one's steps."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _gather[T](value: T) -> list[T]:

@@ -16,6 +16,7 @@ from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.calibrate.team import Team, repeat, timed
 from canzona_cli.config.schema import MuonConfig, RunConfig, Splitting
 from canzona_cli.engine.factory import optimizer_factory
+from canzona_cli.engine.hosted import Write, write_finite
 from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
@@ -135,6 +136,11 @@ class _Group:
         self._finite = torch.ones(self.count, device=device)
         self._ours = variant.kind == "ours"
         self._device = device
+        rounded = torch.empty_like(self._weights[0])
+        self._writes = [
+            Write(target=weight, source=master.detach(), rounded=rounded)
+            for master, weight in zip(self._masters, self._weights, strict=True)
+        ]
         self.optimizer = self._make(variant, rows, cols)
 
     @torch.no_grad()
@@ -144,10 +150,13 @@ class _Group:
                 assert master.grad is not None
                 master.grad.mul_(_CLIP)
         self.optimizer.step()
-        for place, (master, weight) in enumerate(zip(self._masters, self._weights, strict=True)):
-            if self._ours:
-                torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
-            weight.copy_(master.detach())
+        if not self._ours:
+            for write in self._writes:
+                write.target.copy_(write.source)
+            return
+        for place, master in enumerate(self._masters):
+            torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
+        write_finite(list(enumerate(self._writes)), self._finite, on_host=self._device.type == "cpu")
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
         """Make all eigenvalues distinct: factors of few gradients are mostly zero, and decompose too quickly."""

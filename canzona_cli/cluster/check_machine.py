@@ -32,7 +32,7 @@ _MEANINGS = {
     "NCCL_P2P_DISABLE": "1 keeps GPUs from talking directly: slow",
     "NCCL_IB_DISABLE": "1 keeps NCCL off InfiniBand: slow between machines",
     "CUDA_LAUNCH_BLOCKING": "1 makes every kernel wait: for debugging only",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1 is what tensor parallelism with overlap wants",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1 keeps reductions and gatherings from overlapping",
     "CANZONA_CACHE": "where prepared corpora go",
     "ONEDNN_MAX_CPU_ISA": "caps the instruction sets of CPU matrix products",
 }

@@ -5,6 +5,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import CustomConfig, RunConfig
 from canzona_cli.engine.agreement import agree_on_optimizer
+from canzona_cli.engine.aside import Aside
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.factory import Fallbacks, optimizer_factory
 from canzona_cli.engine.fragments import Fragments
@@ -58,6 +59,7 @@ def build_engine(
         tp_group=world.groups.tp if world.layout.tp > 1 else None,
         timer=timer,
         watcher=watcher_for(world.device),
+        aside=Aside(world.device),
         device=world.device,
         masters=masters,
         make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, matrices, fallbacks), source, world),

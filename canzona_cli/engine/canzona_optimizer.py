@@ -31,7 +31,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
 
     AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are updated. The
-    norm is the step's one host synchronisation; it comes before any state changes.
+    norm is the step's one host synchronisation; it comes before any state changes. With it comes how many updates of
+    the step before went wrong: until then nobody needs to know.
 
     Args:
         matrices: by the plan (`PlannedOptimizer`), or all of them on every rank (`RedundantOptimizer`).
@@ -53,6 +54,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
         self.skipped = 0
         """Steps skipped so far for non-finite gradients, the same on every rank."""
+        self.fallbacks = 0
+        """Updates of the step before the last that were not finite or needed a fallback, on all ranks."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
@@ -66,12 +69,12 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """
         self._adamw.prepare_grads()
         norm = self.get_grad_norm()
-        if not math.isfinite(norm):
-            if self._non_finite == "stop":
-                raise NonFiniteGradients(*self._culprits())
-            self.skipped += 1
-            # What the last update left broken was counted with it.
+        if not math.isfinite(norm) and self._non_finite == "stop":
+            raise NonFiniteGradients(*self._culprits())
+        if self.fallbacks:
             self.matrices.repair()
+        if not math.isfinite(norm):
+            self.skipped += 1
             # Every rank has its parameters as they were.
             nothing_to_gather(self._model)
             return False, norm, None
@@ -94,16 +97,33 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return self.matrices.step_with_ready_grads()
 
     @torch.no_grad()
+    def settle(self) -> int:
+        """Count and repair what went wrong in the last update now, not with the next norm. Collective; the host waits.
+
+        Returns:
+            As `fallbacks`, but of the last step.
+        """
+        count = self.matrices.fallbacks()
+        torch.distributed.all_reduce(count, group=self._stats_group)
+        [found] = self._timer.read(count)
+        if found:
+            self.matrices.repair()
+        return round(found)
+
+    @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global norm of the reduced gradients, before clipping."""
+        """Global norm of the reduced gradients, before clipping; sets `fallbacks`."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
         # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
-        torch.distributed.all_reduce(squares, group=self._stats_group)
-        return math.sqrt(value) if (value := float(squares.item())) >= 0 else math.nan
+        facts = torch.cat([squares.view(1), self.matrices.fallbacks()])
+        torch.distributed.all_reduce(facts, group=self._stats_group)
+        square, fallbacks = self._timer.read(facts)
+        self.fallbacks = round(fallbacks)
+        return math.sqrt(square) if square >= 0 else math.nan
 
     def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:

@@ -63,7 +63,7 @@ def optimizer_factory(
     if isinstance(chosen, ShampooConfig | SoapConfig):
         return _preconditioned(chosen, _refresh_offsets(config, chosen, matrices), on_fallback)
     assert isinstance(chosen, CustomConfig)
-    return _custom(chosen)
+    return _custom(chosen, torch.device(config.cluster.device))
 
 
 def _muon(config: RunConfig, chosen: MuonConfig) -> MakeOptimizer:
@@ -115,7 +115,7 @@ def _preconditioned(
     return make
 
 
-def _custom(chosen: CustomConfig) -> MakeOptimizer:
+def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
     kind: Callable[..., torch.optim.Optimizer] = load_class(
         chosen.source, (_OURS,) if chosen.built_in else chosen.allow
     )
@@ -123,7 +123,7 @@ def _custom(chosen: CustomConfig) -> MakeOptimizer:
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
 
-    probe(make)
+    probe(make, device)
 
     def custom(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return make(params)

@@ -1,10 +1,12 @@
 """One micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices it hosts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from canzona_cli.engine.aside import Aside
 from canzona_cli.engine.buffers import AllToAll
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.megatron.in_flight import Watcher
@@ -28,6 +30,8 @@ class Wiring:
     """None with one TP rank, where nothing travels."""
     timer: PhaseTimer
     watcher: Watcher
+    aside: Aside
+    """Where messages are packed, and arriving weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
     """By matrix index: the fp32 weights of what this rank updates, (rows, columns)."""
@@ -37,13 +41,16 @@ class Wiring:
 class HostedGroup:
     """Call, in the pipeline's order: send_gradients, receive_gradients, step, send_weights, receive_weights.
 
-    Everything is bound to its place once; a step moves data and allocates nothing.
+    Everything is bound to its place once; a step moves data and allocates nothing. Gradients are put together and
+    matrices updated on the current stream; what is sent, and weights that come back, are left to `wiring.aside`, which
+    the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
         gradients: fragments from all ranks to the hosts of their matrices.
         weights: fragments of new weights from the hosts back to all ranks.
         scratch: fp32, flat, of at least `scratch_elements(hosted)`; gradients of what is updated, one group at a time.
+        finite: by hosted matrix, where to say how the update went: a number, or NaN or infinite where it was not.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class HostedGroup:
         gradients: AllToAll,
         weights: AllToAll,
         scratch: torch.Tensor,
+        finite: torch.Tensor,
     ) -> None:
         self.hosted = hosted
         self._wiring, self._gradients, self._weights = wiring, gradients, weights
@@ -62,8 +70,7 @@ class HostedGroup:
         self._on_host = wiring.device.type == "cpu"
         self._masters = [wiring.masters[m.index] for m in hosted]
         self.optimizer = wiring.make_optimizer(hosted, self._masters) if hosted else None
-        self.finite = torch.ones(len(hosted), device=wiring.device)
-        """By hosted matrix: finite (a number) where the update was, NaN or infinite where it was not."""
+        self._finite = finite
 
         fragments = wiring.fragments
         # Gradients out: own parameter to message.
@@ -84,7 +91,7 @@ class HostedGroup:
         )
         self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
         self._own_weights = [
-            (place, _Copy(fragments.weight(m), fragments.in_whole(m, master.detach(), wiring.rank)))
+            (place, _own_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
             for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
             if wiring.rank in m.holders(fragments.tp)
         ]
@@ -115,22 +122,22 @@ class HostedGroup:
         """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
-        # Copied: flags are read after the step, when another group's message may have overwritten the buffer.
-        self._flags = torch.ones(len(arriving), dtype=weights.receive.dtype, device=self._wiring.device)
+        places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
         self._flag_places = torch.tensor(
             [place for _, place in arriving], dtype=torch.int64, device=self._wiring.device
         )
-        self._flag_receives = [(m, flag) for (m, _), flag in zip(arriving, self._flags.unbind(), strict=True)]
-        flags = {m.index: flag for m, flag in self._flag_receives}
         self._weight_unpack = [
-            (flags[parcel.matrix.index], _Copy(weight, _at(weights.receive, parcel.offset, weight)))
+            (
+                places[parcel.matrix.index],
+                Write(target=weight, source=_at(weights.receive, parcel.offset, weight), rounded=weight),
+            )
             for parcel in weights.route.receives
             for weight in (fragments.weight(parcel.matrix),)
         ]
 
     def send_gradients(self) -> None:
         """Pack this rank's fragments and send them to their hosts."""
-        with self._wiring.timer.phase(self._moving):
+        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             for copy in self._grad_pack:
                 copy.run()
             self._start(self._gradients)
@@ -138,7 +145,9 @@ class HostedGroup:
     def receive_gradients(self, scale: float) -> None:
         """Wait for the fragments and put the hosted matrices' gradients together, times `scale` (clipping)."""
         with self._wiring.timer.phase(self._moving):
-            self._finish(self._gradients)
+            # Where nothing comes in, only the next message to be packed has to wait until this one is away.
+            with nullcontext() if self._grad_unpack else self._wiring.aside.work():
+                self._finish(self._gradients)
             for copy in self._grad_unpack:
                 copy.run(scale)
             if scale != 1.0:
@@ -156,39 +165,25 @@ class HostedGroup:
             for place, master in enumerate(self._masters):
                 master.grad = None
                 # A sum is finite only if all of it is; weights are far too small to overflow it.
-                torch.sum(master.detach(), dim=(0, 1), out=self.finite[place])
+                torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
 
     def send_weights(self) -> None:
-        """Write own fragments, pack the others' in model precision, and send them back."""
-        with self._wiring.timer.phase(self._moving):
+        """Pack the others' fragments in model precision, send them back, and write own ones."""
+        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             for copy in self._weight_pack:
                 copy.run()
-            for place, copy in self._own_weights:
-                self._write(copy, self.finite[place])
             for flags in self._flag_sends:
-                flags.copy_(self.finite)
+                flags.copy_(self._finite)
             self._start(self._weights)
+            write_finite(self._own_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
         """Wait for the updated fragments and write them; those of a non-finite update are left as they were."""
-        with self._wiring.timer.phase(self._moving):
+        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             self._finish(self._weights)
-            if self._weights.route.travels and self._flag_receives:
-                torch.index_select(self._weights.receive, 0, self._flag_places, out=self._flags)
-            for flag, copy in self._weight_unpack:
-                self._write(copy, flag)
-
-    def flags(self) -> list[tuple[Matrix, torch.Tensor]]:
-        """Every matrix of the group whose flag this rank has: not finite where its update was not."""
-        return [*zip(self.hosted, self.finite.unbind(), strict=True), *self._flag_receives]
-
-    def _write(self, copy: "_Copy", flag: torch.Tensor) -> None:
-        if self._on_host:
-            if torch.isfinite(flag):
-                copy.run()
-        else:
-            # The host must not wait to know the flag.
-            copy.target.copy_(torch.where(torch.isfinite(flag), copy.source, copy.target))
+            if self._weight_unpack:
+                flags = self._weights.receive.index_select(0, self._flag_places)
+                write_finite(self._weight_unpack, flags, on_host=self._on_host)
 
     def _start(self, exchange: AllToAll) -> None:
         begin = self._wiring.timer.now()
@@ -233,6 +228,47 @@ class _Copy:
             # In the target's precision: scaled in bf16, a gradient would be rounded twice.
             self.target.copy_(self.source)
             self.target.mul_(scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """A new fragment of a weight, which is only taken if its update was finite."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    rounded: torch.Tensor
+    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes would work in
+    the wider one, in memory of its own."""
+
+
+def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
+    """Write what is given with the place of a finite flag; other targets stay as they are.
+
+    Args:
+        flags: flat.
+        on_host: whether they are the host's; else it does not wait to know them.
+    """
+    good = torch.isfinite(flags)
+    if on_host:
+        finite: list[bool] = good.tolist()
+        for place, write in writes:
+            if finite[place]:
+                write.target.copy_(write.source)
+        return
+    each = good.unbind()
+    for place, write in writes:
+        source = write.source
+        if source.dtype is not write.target.dtype:
+            source = write.rounded.copy_(source)
+        torch.where(each[place], source, write.target, out=write.target)
+
+
+def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
+    weight = fragments.weight(matrix)
+    # The fragment's reduced gradient has been used up when its weight is written, and has room for the rounded weight.
+    same = weight.dtype is source.dtype
+    room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
+    return Write(target=weight, source=source, rounded=room)
 
 
 def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[_Copy]:

@@ -55,11 +55,12 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
-        """Updates of the last step that needed a fallback, each counted on one rank; a scalar on the device."""
+        """How many updates of the last step were not finite, or needed their optimizer's fallback; each counted on one
+        rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
 
     @abstractmethod
     def repair(self) -> None:
-        """Mend what the last update left broken."""
+        """Mend what the last update left broken. Collective over the TP ranks; the host waits."""
 
     @abstractmethod
     def publish(self) -> None:

@@ -60,15 +60,26 @@ class PlannedOptimizer(MasterOptimizer):
         self._scratch = torch.empty(scratch, dtype=torch.float32, device=wiring.device)
         with torch.no_grad():
             self._gather_whole(self._owned)
+        hosted = [self._hosted(batch) for batch in batches]
+        self._finite = torch.ones(sum(map(len, hosted)), device=wiring.device)
+        """Of all matrices hosted here: finite where the last update was."""
+        self._hosted_places = torch.tensor(
+            [place for place, matrix in enumerate(self._owned) if self._hosts[matrix.index] == wiring.rank],
+            dtype=torch.int64,
+            device=wiring.device,
+        )
+        """Of `_finite`, among `_owned`."""
+        parts = self._finite.split([len(own) for own in hosted])  # type: ignore[no-untyped-call]
         self.groups: list[HostedGroup] = [
             HostedGroup(
                 wiring,
-                self._hosted(batch),
+                hosted[number],
                 AllToAll(out[number], self._gradients, number, wiring.tp_group),
                 AllToAll(back[number], self._weights, number, wiring.tp_group),
                 self._scratch,
+                finite,
             )
-            for number, batch in enumerate(batches)
+            for number, finite in enumerate(parts)
         ]
         self._slices = self._gradient_slices(plan, stage, owner)
 
@@ -81,13 +92,15 @@ class PlannedOptimizer(MasterOptimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update all matrices of this rank's owner and start gathering what the next forward needs first."""
-        self.repair()
         self._update()
         self._gather()
         return True
 
     def _update(self) -> None:
-        """While group i is updated, the gradients of i + 1 and the weights of i - 1 travel."""
+        """While group i is updated, the gradients of i + 1 and the weights of i - 1 travel.
+
+        Meanwhile what i + 2 sends is packed, and what came back of i - 1 written, aside.
+        """
         groups, scale = self.groups, self._scale
         for group in groups[:2]:
             group.send_gradients()
@@ -101,6 +114,8 @@ class PlannedOptimizer(MasterOptimizer):
                 groups[number - 1].receive_weights()
         if groups:
             groups[-1].receive_weights()
+        with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
+            self._wiring.aside.join()
 
     def _gather(self) -> None:
         """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""
@@ -111,41 +126,34 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """How many updates of matrices hosted here were not finite in the last step, or needed their optimizer's
-        fallback; a scalar on the device."""
-        count = torch.tensor(float(self._fallbacks.take()), device=self._wiring.device)
-        counts = [torch.isfinite(group.finite).logical_not().sum() for group in self.groups if group.hosted]
-        return count + torch.stack(counts).sum() if counts else count
+        """Of matrices hosted here."""
+        count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
+        return count + torch.isfinite(self._finite).logical_not().sum()
 
     @torch.no_grad()
     def repair(self) -> None:
         """Give matrices whose last update was not finite their previous weights back, and a new optimizer state.
 
         Fragments of such an update were never written, so the model's own weights are the previous ones; the master is
-        made of them again. Every rank of the TP group knows the flags and takes part.
+        made of them again. The TP ranks agree first: where no fragment travelled, flags did not either.
         """
-        flagged = [(matrix, flag) for group in self.groups for matrix, flag in group.flags()]
-        if not flagged:
-            return
-        values = torch.stack([flag.float() for _, flag in flagged])
-        broken = [
-            matrix for (matrix, _), good in zip(flagged, torch.isfinite(values).tolist(), strict=True) if not good
-        ]
+        finite = torch.ones(len(self._owned), device=self._wiring.device)
+        finite[self._hosted_places] = torch.isfinite(self._finite).float()
+        if self._wiring.tp_group is not None:
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=self._wiring.tp_group)
+        broken = [m for m, good in zip(self._owned, self._wiring.timer.read(finite), strict=True) if not good]
         if not broken:
             return
         self._gather_whole(sorted(broken, key=lambda matrix: matrix.index))
         for group in self.groups:
-            for place, matrix in enumerate(group.hosted):
+            for matrix in group.hosted:
                 if matrix in broken:
                     assert group.optimizer is not None
                     group.optimizer.state.pop(self._wiring.masters[matrix.index], None)
-                    group.finite[place] = 1.0
                     _log.warning(
                         "%s keeps its weight: its update was not finite; its optimizer state starts anew", matrix.name
                     )
-            for matrix, flag in group.flags():
-                if matrix in broken:
-                    flag.fill_(1.0)
+        self._finite.fill_(1.0)
 
     # --- whole matrices ---
 
@@ -155,6 +163,7 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
+        self._wiring.aside.join()
 
     @torch.no_grad()
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:

@@ -130,8 +130,8 @@ class RedundantOptimizer(MasterOptimizer):
         super().__init__(adamw_settings(config), model, wiring.masters, wiring.device)
         self._matrices, self._wiring, self._fallbacks = matrices, wiring, fallbacks
         self._gathering = FragmentGather(wiring, matrices)
-        # Every rank does the same fallbacks; one of them counts.
-        self._counts = world.tp_rank == 0 and world.owner == 0
+        # Every rank of a stage does the same fallbacks; one of each replica counts.
+        self._counts = world.tp_rank == 0
         copied = [matrix.elements for matrix in matrices if not self._gathering.spared(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self.reload_model_params()
@@ -158,7 +158,7 @@ class RedundantOptimizer(MasterOptimizer):
 
     def fallbacks(self) -> torch.Tensor:
         count = self._fallbacks.take()
-        return torch.tensor(float(count if self._counts else 0), device=self._device)
+        return torch.full((1,), float(count if self._counts else 0), device=self._device)
 
     def repair(self) -> None:
         """Nothing is put back."""

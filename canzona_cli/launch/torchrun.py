@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ ENDPOINT_PLACEHOLDER = "HOST:PORT"
 
 _NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
 """Beginnings of names of interfaces that lead nowhere but to this machine's own processes and containers."""
+_NUMA_NODES = Path("/sys/devices/system/node")
 _MAX_THREADS_BESIDE_GPU = 8
 """Threads a rank with a GPU gets at most: they only feed the GPU."""
 
@@ -91,6 +93,7 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
         *("--max-restarts", "0"),
         *("--redirects", "3"),
         *("--log-dir", str(logs)),
+        *(("--numa-binding", "node") if config.cluster.device == "cuda" and _can_bind() else ()),
         *("-m", module),
         str(run_dir),
     ]
@@ -112,9 +115,15 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # each rank of a group that breaks down would print pages of warnings
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed
     }
-    if on_gpu and layout.tp * layout.cp > 1:
-        # Megatron overlaps tensor- and context-parallel communication by the order of launches on one queue.
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if on_gpu:
+        # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron recommends
+        # 1, so that what tensor-parallel ranks exchange starts before the product launched behind it; but then nothing
+        # runs beside reductions and gatherings. That NCCL's streams come first on the device does the same.
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        wanted["TORCH_NCCL_HIGH_PRIORITY"] = "1"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
+            # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
+            wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
         wanted["PYTHONSAFEPATH"] = "1"
@@ -126,6 +135,17 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
     if not on_gpu:
         chosen["CUDA_VISIBLE_DEVICES"] = ""  # Megatron is given CPU meanings for its CUDA calls, in these ranks alone
     return chosen
+
+
+def _can_bind() -> bool:
+    """Whether torchrun can keep each rank on the processors beside its GPU.
+
+    It does so by numactl, and starts no rank of a GPU beside which there is no processor for us.
+    """
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+    beside = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in _NUMA_NODES.glob("node[0-9]*")]
+    nodes = [cpus for cpus in beside if cpus]
+    return shutil.which("numactl") is not None and len(nodes) > 1 and all(cpus & allowed for cpus in nodes)
 
 
 def _installed() -> bool:

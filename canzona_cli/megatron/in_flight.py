@@ -1,11 +1,15 @@
 """When asynchronous collectives complete, without making anybody wait for them."""
 
+import os
 import time
 from typing import Protocol
 
 import torch
 
 from canzona_cli.megatron.timers import Span
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable that says how many hardware queues the streams of a process are spread over."""
 
 
 class Waitable(Protocol):
@@ -47,19 +51,36 @@ class HostWatcher:
 
 
 class CudaWatcher:
-    """For NCCL: a stream of its own waits for the collective and records an event; the host goes on."""
+    """For NCCL: a stream of its own waits for the collective and records an event; the host goes on.
+
+    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, and this wait would hold up every launch
+    behind it: computing would stand still until each collective has ended. There, a span ends where the computing
+    stream itself waits for the collective, an upper bound.
+    """
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.waits = os.environ.get(CONNECTIONS) != "1"
+        """Whether it may; else spans are upper bounds."""
+        self._stream = torch.cuda.Stream() if self.waits else None  # type: ignore[no-untyped-call]
 
     def watch(self, span: Span, handle: Waitable) -> None:
-        with torch.cuda.stream(self._stream):
-            handle.wait()
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        span.end = event
+        if not getattr(handle, "works", True):
+            span.end = span.start  # nothing travels
+        elif self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                handle.wait()
+                span.end = _event()
 
-    def waited(self, span: Span) -> None: ...
+    def waited(self, span: Span) -> None:
+        """The current stream has been told to wait for the collective."""
+        if span.end is None:
+            span.end = _event()
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 Watcher = HostWatcher | CudaWatcher

@@ -6,6 +6,7 @@ and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.p
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,9 +17,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
-from canzona_cli.megatron.in_flight import Watcher, watcher_for
+from canzona_cli.megatron.in_flight import CONNECTIONS, CudaWatcher, Watcher, watcher_for
 from canzona_cli.megatron.timers import TOTAL_OF, PhaseTimer, Span
 from canzona_cli.run.phases import Phase
+
+_log = logging.getLogger(__name__)
 
 _PHASE_OF_TIMER: dict[str, Phase] = {
     "forward-compute": "forward",
@@ -42,12 +45,20 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
         optimizer: one of Megatron's own; None for one that tells `timer` its phases itself.
     """
     get_model_config(model).timers = MegatronTimers(timer)
-    watcher = watcher_for(next(model.parameters()).device)
+    watcher = watcher_for(timer.device)
+    if isinstance(watcher, CudaWatcher) and not watcher.waits:
+        _log.warning(
+            "%s=1 keeps communication from overlapping; how long it was in flight is only known as an upper bound: "
+            "until the step waited for it",
+            CONNECTIONS,
+        )
     for group in model.bucket_groups:
         _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
         _Communication(group, timer, watcher, what="param", phase="param_gather")
     if optimizer is None:
         return
+    # In it Megatron's optimizers read the norm, unless they leave it on the device.
+    optimizer.get_grad_norm = _waiting(timer, optimizer.get_grad_norm)
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         leaf.step_with_ready_grads = _in_phase(timer, phase, leaf.step_with_ready_grads)
@@ -127,6 +138,15 @@ def _in_phase(timer: PhaseTimer, phase: Phase, original: Callable[..., object]) 
             return original(*args, **kwargs)
 
     return timed
+
+
+def _waiting(timer: PhaseTimer, original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def waiting(*args: object, **kwargs: object) -> object:
+        with timer.waiting():
+            return original(*args, **kwargs)
+
+    return waiting
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:

@@ -73,6 +73,9 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
+        # Else every transfer ends with the host waiting for the whole device, gradient reductions in flight included:
+        # a way around "a bug in older version of PyTorch" (model_parallel_config.py), none that canzona runs on.
+        batch_p2p_sync=False,
         **recompute_settings[layout.recompute],
     )
 

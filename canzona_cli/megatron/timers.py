@@ -65,8 +65,8 @@ class _Step:
     """Each change of phase: when, and to what."""
     spans: list[Span] = field(default_factory=list)
     end: object | None = None
-    host_end_s: float = 0.0
-    """The host's clock at the end."""
+    moment: tuple[object, float] | None = None
+    """A timestamp near the step and the host's clock at it, where one was known at the step's end."""
     waited_s: float = 0.0
     """As in `StepTiming`."""
 
@@ -74,13 +74,14 @@ class _Step:
 class HostClock:
     """Timestamps of a device without queues."""
 
+    moment: tuple[object, float] | None = (0.0, 0.0)
+    """A timestamp and the host's clock at it."""
+
     def now(self) -> object:
         return time.perf_counter()
 
-    def host(self, stamp: object) -> float:
-        """The host's clock at `stamp`, which was taken just now."""
-        assert isinstance(stamp, float)
-        return stamp
+    def wait_for(self, stamp: object) -> None:
+        """Until `stamp` has passed on the device."""
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -91,14 +92,20 @@ class HostClock:
 class CudaClock:
     """Timestamps as events on the current stream; their distance is known once both have passed."""
 
+    def __init__(self) -> None:
+        self.moment: tuple[object, float] | None = None
+
     def now(self) -> object:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def host(self, stamp: object) -> float:
-        # The step ends with the loss on the host: nothing is queued before this event any more.
-        return time.perf_counter()
+    def wait_for(self, stamp: object) -> None:
+        assert isinstance(stamp, torch.cuda.Event)
+        if not stamp.query():  # type: ignore[no-untyped-call]
+            stamp.synchronize()
+            # The host goes on at the very moment at which the event passes.
+            self.moment = stamp, time.perf_counter()
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, torch.cuda.Event)
@@ -111,7 +118,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | CudaClock = CudaClock() if device.type == "cuda" else HostClock()
-        self._device = device
+        self.device = device
         self._stack: list[Phase] = []
         self._step: _Step | None = None
         self._closed: _Step | None = None
@@ -147,8 +154,7 @@ class PhaseTimer:
     def end_step(self) -> None:
         """Close the step. The one before it is read now: its events have passed, its transfers have landed."""
         assert self._step is not None
-        self._step.end = self._clock.now()
-        self._step.host_end_s = self._clock.host(self._step.end)
+        self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
         self._closed, self._step = self._step, None
         if self._keep is None or self._keep[0] <= self._begun <= self._keep[1]:
@@ -156,16 +162,17 @@ class PhaseTimer:
 
     def timings(self) -> list[StepTiming]:
         """All steps so far. Waits for the device, so call it after training."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._wait_for_all()
         self._read()
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
         """The steps that were kept. Waits for the device, so call it after training."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return [self._timeline(step) for step in self._kept]
+        self._wait_for_all()
+        # On a device with nothing to do, now is now.
+        idle = self._clock.now(), time.perf_counter()
+        self._wait_for_all()
+        return [self._timeline(step, step.moment or idle) for step in self._kept]
 
     def annotate(self, wanted: bool) -> None:
         """Name phases in a trace of torch's profiler from now on, or no longer. Between steps only."""
@@ -199,7 +206,7 @@ class PhaseTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what the host reads from the device: until other ranks have come as far, it waits there."""
+        """Around what makes the host wait for the device: until other ranks have come as far, it stays there."""
         if self.on_wait is not None:
             self.on_wait(True)
         try:
@@ -207,6 +214,27 @@ class PhaseTimer:
         finally:
             if self.on_wait is not None:
                 self.on_wait(False)
+
+    def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Start to bring `values` (flat) to the host: the one way in which a step reads from its device.
+
+        Returns:
+            What waits until they have come, and gives them. What the device does behind them is not waited for; so what
+            is fetched early and asked for after a later wait costs none.
+        """
+        copy, landed = values.to("cpu", non_blocking=True), self._clock.now()
+
+        def arrived() -> list[float]:
+            with self.waiting():
+                self._clock.wait_for(landed)
+            found: list[float] = copy.tolist()
+            return found
+
+        return arrived
+
+    def read(self, values: torch.Tensor) -> list[float]:
+        """`values` (flat), now. The host waits."""
+        return self.fetch(values)()
 
     def now(self) -> object:
         """A timestamp of this device."""
@@ -225,9 +253,13 @@ class PhaseTimer:
         if self.on_change is not None:
             self.on_change(self.current)
 
-    def _timeline(self, step: _Step) -> StepTimeline:
-        origin = step.marks[0][0]
-        start_s = step.host_end_s - self._clock.elapsed(origin, step.end)
+    def _wait_for_all(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _timeline(self, step: _Step, moment: tuple[object, float]) -> StepTimeline:
+        origin, (stamp, host_s) = step.marks[0][0], moment
+        start_s = host_s + self._clock.elapsed(stamp, origin)
 
         def interval(name: str, start: object, end: object) -> Interval:
             return Interval(
@@ -243,7 +275,7 @@ class PhaseTimer:
         return StepTimeline(
             number=step.number,
             start_s=start_s,
-            end_s=step.host_end_s,
+            end_s=start_s + self._clock.elapsed(origin, step.end),
             phases=tuple(phase for phase in phases if phase.end_s > phase.start_s),
             transfers=tuple(sorted(transfers, key=lambda transfer: transfer.start_s)),
         )

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 _PROBE_SHAPES = ((4, 6), (6, 4))
+_HOST = torch.device("cpu")
 
 
 class UnusableOptimizer(ValueError):
@@ -46,18 +47,19 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
     return kind
 
 
-def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: torch.device = _HOST) -> None:
     """Try an optimizer out on two tiny matrices: two steps, without autograd and without closure.
 
     Args:
         make: Makes it as a run will, of these parameters instead; with a learning rate above zero.
+        device: That the run updates matrices on: what is written for GPUs may work on no other.
 
     Raises:
         UnusableOptimizer: It cannot be made; needs more than `step()`; changes a parameter's shape or dtype; gives
             values that are not finite; or leaves weights as they are.
     """
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in _PROBE_SHAPES]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in _PROBE_SHAPES]
     before = [p.detach().clone() for p in params]
     try:
         optimizer = make(params)
@@ -70,7 +72,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> 
         raise UnusableOptimizer(f"its step() needs {', '.join(needed)}; canzona calls step() without arguments")
     for number in (1, 2):
         for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
         try:
             with torch.no_grad():
                 optimizer.step()

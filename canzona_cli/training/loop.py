@@ -3,17 +3,18 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
 from canzona_cli.checkpoint.manifest import Progress
-from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, StepMetrics
 from canzona_cli.training.data import BatchStream, Datasets
+from canzona_cli.training.garbage import collect_after, no_garbage_collection
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Journal, RankRecord
@@ -88,20 +89,22 @@ class Training:
             trainee.timer.keep(*config.run.trace_steps)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
-        for step in range(first, last + 1):
-            self.record.heart.step(step)
-            profiler.before(step)
-            result, elapsed = self._step(step, batches)
-            finished = step == last
-            profiler.after(step, final=finished or result.stop)
-            stragglers.after_step(step)
-            self._check(step, result, elapsed)
-            if step % config.run.log_interval == 0 or finished or result.stop:
-                self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
-            if result.stop and not finished:
-                # At once: whoever asked is waiting, and a validation may take as long as many steps.
-                return self._stop()
-            self._save_and_validate(step, wanted=result.save, finished=finished)
+        with no_garbage_collection():
+            for step in range(first, last + 1):
+                self.record.heart.step(step)
+                profiler.before(step)
+                result, elapsed = self._step(step, batches)
+                finished = step == last
+                profiler.after(step, final=finished or result.stop)
+                stragglers.after_step(step)
+                self._check(step, result, elapsed)
+                if step % config.run.log_interval == 0 or finished or result.stop:
+                    self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+                if result.stop and not finished:
+                    # At once: whoever asked is waiting, and a validation may take as long as many steps.
+                    return self._stop()
+                self._save_and_validate(step, wanted=result.save, finished=finished)
+                collect_after(step)
         if self.saver is not None:  # without a save at the end, one begun before it may still be on its way to the disk
             self.record.heart.stage("save")
             self.saver.settle()
@@ -128,6 +131,10 @@ class Training:
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             raise
         elapsed = time.perf_counter() - started
+        ends = result.stop or result.save or step == trainee.config.train.steps
+        if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
+            # There is no next step, or not for whoever resumes here, to bring this one's.
+            result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.settle())
         self.progress = advanced(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
         return result, elapsed

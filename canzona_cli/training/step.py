@@ -18,15 +18,13 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What the ranks tell one another at the end of a step."""
+    """What the ranks tell one another in a step, between backward and update."""
 
     loss: float
     stop: bool = False
     """Somebody asked the run to stop after this step."""
     save: bool = False
     """A checkpoint is due after this step."""
-    fallbacks: int = 0
-    """Matrices, on all ranks, whose update was replaced by what their optimizer does when it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,9 @@ class StepResult(Agreed):
     """The rate the step used."""
     skipped: bool = False
     """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
+    fallbacks: int = 0
+    """Matrices, on all ranks, whose update in the step before was replaced by what their optimizer does when it fails.
+    (Of the last step: `CanzonaOptimizer.settle`.)"""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own loss was not finite."""
 
@@ -51,9 +52,12 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, update, schedule.
 
+    The host waits for the device once: for the gradient norm. What the ranks tell one another is on its way by then, so
+    asking for it at the end costs nothing, and the next step is launched while this one's update goes on.
+
     Args:
-        stop_requested: whether this rank knows of a stop request; asked at the end of the step, so that a request that
-            comes during a step stops after it. All ranks learn of it with the loss, in one reduction.
+        stop_requested: whether this rank knows of a stop request; asked after the backward pass, so that a request that
+            comes before stops after this step. All ranks learn of it with the loss, in one reduction.
         save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on likewise.
 
     Raises:
@@ -67,21 +71,23 @@ def train_step(
     lr = optimizer.param_groups[0]["lr"]
     try:
         with timer.phase("norm_clip"):
+            agreed = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
             # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # Every rank is here, so they can still tell each other where it came from.
         where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so it arose in the backward pass"
         problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
-        raise NonFiniteGradients(*problems, loss=_agree(trainee, losses).loss) from None
+        raise NonFiniteGradients(*problems, loss=agreed().loss) from None
     trainee.schedule.step(increment=1)
-    facts = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
+    facts = agreed()
     timer.end_step()
     return StepResult(
         **vars(facts),
         grad_norm=float(grad_norm),
         lr=float(lr),
         skipped=not updated,
+        fallbacks=optimizer.fallbacks if isinstance(optimizer, CanzonaOptimizer) else 0,
         bad_ranks=() if math.isfinite(facts.loss) else _bad_ranks(trainee, losses),
     )
 
@@ -92,7 +98,7 @@ def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int)
     trainee.model.eval()
     losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
     trainee.model.train()
-    return _agree(trainee, losses).loss
+    return _agree(trainee, losses)().loss
 
 
 def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
@@ -133,21 +139,24 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 
 def _agree(
     trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
-) -> Agreed:
-    """Average the losses of all last stages, spread requests, add up fallbacks, in one small reduction."""
-    world, optimizer = trainee.world, trainee.optimizer
-    facts = torch.zeros(5, device=world.device)
+) -> Callable[[], Agreed]:
+    """Average the losses of all last stages and spread requests, in one small reduction; what is returned waits for
+    it."""
+    world = trainee.world
+    facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
         facts[1] = 1.0 / world.layout.cp  # their losses are parts of one
     facts[2] = float(stop_requested)
-    if isinstance(optimizer, CanzonaOptimizer) and trainee.model.training:
-        facts[3] = optimizer.matrices.fallbacks()
-    facts[4] = float(save_due)
-    with trainee.timer.waiting():
-        torch.distributed.all_reduce(facts)
-        total, count, stops, fallbacks, saves = facts.tolist()
-    return Agreed(loss=total / count, stop=stops > 0, save=saves > 0, fallbacks=round(fallbacks))
+    facts[3] = float(save_due)
+    torch.distributed.all_reduce(facts)
+    arrived = trainee.timer.fetch(facts)
+
+    def agreed() -> Agreed:
+        total, count, stops, saves = arrived()
+        return Agreed(loss=total / count, stop=stops > 0, save=saves > 0)
+
+    return agreed
 
 
 def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What is not finite stays out of the weights, on every rank alike, and is told by name."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.hosted import HostedGroup
+from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.step import StepResult, train_step
 from tests.dist.engine_support import (
     SMALL_GROUPS,
@@ -259,6 +263,70 @@ def _one_fresh_update(config: RunConfig, start: Weights, name: str, step: int) -
     return start[name].clone().mul_(1 - lr * decay).sub_(gradient, alpha=lr).bfloat16().float()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    """One rank of a run in which an update of a matrix at home went wrong, and others'."""
+
+    owner: int
+    silent: list[str]
+    """Of the matrices hosted here, the broken one whose flag no other rank is told."""
+    broken: list[str]
+    """Hosted here."""
+    repaired: list[list[str]]
+    """At each repair."""
+    left: int
+    """Fallbacks after the last step."""
+
+
+def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_travelled(
+    faulty_run: tuple[RunConfig, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads lie whole on one rank each: groups of heads that are updated at home exchange nothing, flags included."""
+    config, layout = faulty_run
+    config = replace(config, engine=replace(config.engine, splitting="per_head"))
+    plan = make_plan(config, layout)
+    single = [(group, index) for group in plan.groups for index in group.matrices]
+    alone = replace(
+        plan, groups=tuple(replace(group, matrices=(index,), index=n) for n, (group, index) in enumerate(single))
+    )
+    monkeypatch.setattr("tests.dist.jobs.make_plan", lambda config, layout: alone)
+
+    def rank() -> Repaired:
+        trainee = build(config, layout)
+        matrices = engine_of(trainee).matrices
+        assert isinstance(matrices, PlannedOptimizer)
+        quiet = [group for group in matrices.groups if not group._weights.route.travels]
+        silent = [matrix.name for group in quiet for matrix in group.hosted][:1]
+        hit = (*silent, "layers.0.proj", "layers.1.down")
+        _break(trainee, hit)
+        repaired: list[list[str]] = []
+        gather = matrices._gather_whole
+
+        def gathering(broken: Sequence[Matrix]) -> None:
+            repaired.append(sorted(matrix.name for matrix in broken))
+            gather(broken)
+
+        monkeypatch.setattr(matrices, "_gather_whole", gathering)
+        for step in range(3):
+            optimizer_step(trainee, step)
+        return Repaired(
+            owner=trainee.world.owner,
+            silent=silent,
+            broken=[matrix.name for group in matrices.groups for matrix in group.hosted if matrix.name in hit],
+            repaired=repaired,
+            left=int(matrices.fallbacks()),
+        )
+
+    found = run_ranks(layout.world_size, rank)
+    assert any(rank.silent for rank in found), "no matrix is updated where it lies: nothing is tested"
+    for owner in (0, 1):
+        members = [rank for rank in found if rank.owner == owner]
+        broken = sorted(name for rank in members for name in rank.broken)
+        assert broken
+        assert [rank.repaired for rank in members] == [[broken]] * 2
+    assert all(rank.left == 0 for rank in found)
+
+
 def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: tuple[RunConfig, Layout]) -> None:
     config, layout = faulty_run
     config = replace(config, train=replace(config.train, non_finite="skip"))
@@ -274,7 +342,8 @@ def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: 
         return [*results, train_step(trainee, stream)]
 
     for results in run_ranks(layout.world_size, rank):
-        assert [result.fallbacks for result in results] == [0, 1, 0, 0]
+        # Each step hears of the one before.
+        assert [result.fallbacks for result in results] == [0, 0, 1, 0]
         assert [result.skipped for result in results] == [False, False, True, False]
         assert all(math.isfinite(result.loss) for result in results)
 
@@ -308,8 +377,8 @@ def test_a_failed_decomposition_is_counted_named_and_survived(monkeypatch: pytes
     everything = sorted(name for _, _, hosted, _ in found for name in hosted)
     assert len(everything) == 2 * 7
     for results, log, hosted, same in found:
-        # Both sides of every matrix; and none at the next refresh.
-        assert [result.fallbacks for result in results] == [0, 0, 2 * len(everything), 0, 0]
+        # Both sides of every matrix, heard of a step later; and none at the next refresh.
+        assert [result.fallbacks for result in results] == [0, 0, 0, 2 * len(everything), 0]
         assert sorted(line.split(":")[0] for line in log) == sorted(hosted * 2)
         assert all("the previous one is kept" in line for line in log)
         assert same, "roots changed, or factors did not"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from canzona_cli.engine.aside import Aside
 from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.hosted import HostedGroup, Wiring
@@ -101,6 +102,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
             tp_group=torch.distributed.group.WORLD,
             timer=PhaseTimer(CPU),
             watcher=watcher_for(CPU),
+            aside=Aside(CPU),
             device=CPU,
             masters={m.index: torch.nn.Parameter(torch.zeros(m.rows, m.cols)) for m in hosted},
             make_optimizer=lambda _, masters: torch.optim.SGD(masters, lr=1.0),
@@ -112,6 +114,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
             AllToAll(out, Messages.for_routes([out], torch.float32, CPU), 0, wiring.tp_group),
             AllToAll(back, Messages.for_routes([back], torch.bfloat16, CPU), 0, wiring.tp_group),
             torch.empty(sum(m.elements for m in hosted)),
+            torch.ones(len(hosted)),
         )
         with counted(wiring.tp_group) as sent:
             group.send_gradients()

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from canzona_cli.config.schema import Layout
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
 from tests.faults.support import LAYOUT, run_config
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*VARIABLES, "NCCL_SOCKET_IFNAME"):
+    for name in (*VARIABLES, *ALLOCATOR, "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -96,12 +99,59 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
 
 
-def test_a_gpu_run_with_tensor_parallelism_orders_its_launches() -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, tp=2, dp=1)], ids=["dp", "tp"])
+def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = run_config()
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    assert worker_environment(cuda, replace(LAYOUT, tp=2, dp=1))["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(cuda, LAYOUT)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(config, replace(LAYOUT, tp=2, dp=1))
+    found = worker_environment(cuda, layout)
+    assert int(found["CUDA_DEVICE_MAX_CONNECTIONS"]) == 32, "the most CUDA has"
+    assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert not {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"} & worker_environment(config, layout).keys()
+    # torch reads the older name first, but would mix both.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in worker_environment(cuda, layout)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "allowed", "numactl", "bound"),
+    [
+        (({0, 1}, {2, 3}), {1, 2}, True, True),
+        (({0, 1}, {2, 3}), {1, 2}, False, False),
+        # torchrun would start no rank of the second node's GPUs.
+        (({0, 1}, {2, 3}), {0, 1}, True, False),
+        # A node of memory alone, a GPU's own for example, binds nobody.
+        (({0, 1}, set()), {0, 1}, True, False),
+        (({0, 1},), {0, 1}, True, False),
+    ],
+)
+def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: tuple[set[int], ...],
+    allowed: set[int],
+    numactl: bool,
+    bound: bool,
+) -> None:
+    for number, cpus in enumerate(nodes):
+        (tmp_path / f"node{number}").mkdir()
+        for name in (*(f"cpu{cpu}" for cpu in cpus), "cpulist", "cpumap"):
+            (tmp_path / f"node{number}" / name).touch()
+    monkeypatch.setattr(torchrun, "_NUMA_NODES", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if numactl else None)
+    config = run_config()
+    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    command = build(cuda, LAYOUT, tmp_path)
+    assert ("--numa-binding" in command.argv) == bound
+    if bound:
+        assert option(command, "--numa-binding") == "node"
+        # torchrun itself understands it.
+        parsed = get_args_parser().parse_args(list(command.argv[3:]))
+        assert (parsed.numa_binding, parsed.training_script) == ("node", "canzona_cli.training.worker")
+    assert "--numa-binding" not in build(config, LAYOUT, tmp_path).argv
 
 
 def test_cpu_ranks_see_no_gpu_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

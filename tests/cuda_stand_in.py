@@ -1,0 +1,415 @@
+"""A CUDA device that is not there: what only runs beside CUDA runs here on the CPU, and leaves a record of its order.
+
+Streams, events, pinned memory and host waits get CPU meanings: every operation is done at once, in the host's order.
+The record keeps what a real device would have been bound to: an operation comes after those before it on its stream,
+after what its stream was told to wait for, and after what the host had waited for; a collective runs on its
+communicator's own stream behind the stream that launched it, and `Work.wait` holds up the current stream alone. Else
+a device may do two operations at the same time: `Record.races` are those that share memory which one of them writes.
+
+Vector clocks, as in L. Lamport, "Time, clocks, and the ordering of events in a distributed system", CACM 21 (1978).
+"""
+
+import sys
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DEVICE = torch.device("cuda", 0)
+COMPUTE = "compute"
+Clock = dict[str, int]
+"""By stream: the number of the last operation that is known to be over."""
+_TO_HOST = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+_COLLECTIVES = (
+    "allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "_reduce_scatter_base", "reduce_scatter",
+    "alltoall_base", "all_to_all_single", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+    "all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "barrier",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Memory that an operation reads or writes."""
+
+    number: int
+    what: str
+    writes: bool
+    place: tuple[int, tuple[int, ...], tuple[int, ...], int]
+    """Bytes into the storage, sizes, strides in elements, bytes of an element."""
+
+    def bytes(self) -> np.ndarray:
+        start, sizes, strides, width = self.place
+        offsets = np.zeros(1, dtype=np.int64)
+        for size, stride in zip(sizes, strides, strict=True):
+            offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
+        return (start + (offsets * width)[:, None] + np.arange(width)).reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """In the host's order."""
+
+    stream: str
+    number: int
+    name: str
+    storages: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A stream was told to wait for a collective."""
+
+    stream: str
+    collective: Operation
+    position: int
+    """How many operations had been enqueued."""
+
+
+@dataclass
+class Record:
+    """What happened on this rank."""
+
+    operations: list[Operation] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    """What used memory that another stream allocated during the record, and would need `record_stream`."""
+    host_waits: list[str] = field(default_factory=list)
+    """The host waited: for an event that had not passed yet, or for the whole device."""
+    host_reads: list[str] = field(default_factory=list)
+    """The host read a tensor, other than through a copy that it had waited for."""
+    pinned: int = 0
+    """Tensors that were asked for in pinned memory."""
+
+    def forget(self) -> None:
+        """Begin anew; what has been allocated so far was before anything ran."""
+        device = _active()
+        for found in (self.operations, self.waits, self.races, self.foreign, self.host_waits, self.host_reads):
+            found.clear()
+        device.made_on.clear()
+
+
+class _Device:
+    """The one device of this process while the stand-in is in place."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.done: dict[str, Clock] = defaultdict(dict)
+        """By stream, and "host": what comes before its next operation."""
+        self.count: dict[str, int] = defaultdict(int)
+        self.current: list[str] = [COMPUTE]
+        self.accesses: dict[int, dict[str, list[Access]]] = defaultdict(lambda: defaultdict(list))
+        self.made_on: dict[int, str] = {}
+        self.on_host: set[int] = set()
+        self.works: dict[int, tuple[object, Operation]] = {}
+        self.launched: Operation | None = None
+
+    def enqueue(self, name: str, stream: str, touched: Sequence[tuple[torch.Tensor, bool]]) -> Operation:
+        """An operation on `stream`; `touched`: tensors, and whether they are written."""
+        before = self.done[stream]
+        _merge(before, self.done["host"])
+        self.count[stream] += 1
+        number = self.count[stream]
+        storages = set()
+        for tensor, writes in touched:
+            storage = tensor.untyped_storage().data_ptr()
+            if not storage or not tensor.numel():
+                continue
+            storages.add(storage)
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            place = (start, tuple(tensor.shape), tensor.stride(), tensor.itemsize)
+            access = Access(number=number, what=f"{name} on {stream}", writes=writes, place=place)
+            self._compare(storage, stream, access, before)
+            self.accesses[storage][stream].append(access)
+            maker = self.made_on.get(storage, stream)
+            if maker != stream and not stream.startswith("nccl"):
+                self.record.foreign.append(f"{access.what} uses memory of {maker}")
+        before[stream] = number
+        found = Operation(stream=stream, number=number, name=name, storages=frozenset(storages))
+        self.record.operations.append(found)
+        return found
+
+    def _compare(self, storage: int, stream: str, access: Access, before: Clock) -> None:
+        for other, earlier in self.accesses[storage].items():
+            if other == stream:
+                continue
+            unordered = earlier[bisect_right([found.number for found in earlier], before.get(other, 0)) :]
+            for found in unordered:
+                if (found.writes or access.writes) and np.intersect1d(found.bytes(), access.bytes()).size:
+                    self.record.races.append(f"{found.what} | {access.what}")
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """New memory: a device's allocator gives what a stream has freed to nobody else."""
+        storage = tensor.untyped_storage().data_ptr()
+        self.accesses.pop(storage, None)
+        self.on_host.discard(storage)
+        self.made_on[storage] = self.current[-1]
+
+    def host_waits(self, clock: Clock, why: str) -> None:
+        if not _covers(self.done["host"], clock):
+            self.record.host_waits.append(f"{why} at {_caller()}")
+            _merge(self.done["host"], clock)
+
+
+class StandInEvent:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, **_: object) -> None:
+        self._timed, self._clock, self._time_s = enable_timing, dict[str, int](), 0.0
+
+    def record(self, stream: "StandInStream | None" = None) -> None:
+        name = _active().current[-1] if stream is None else stream.name
+        self._clock, self._time_s = dict(_active().done[name]), time.perf_counter()
+
+    def query(self) -> bool:
+        return _covers(_active().done["host"], self._clock)
+
+    def synchronize(self) -> None:
+        _active().host_waits(self._clock, "event")
+
+    def wait(self, stream: "StandInStream | None" = None) -> None:
+        _merge(_active().done[_active().current[-1] if stream is None else stream.name], self._clock)
+
+    def elapsed_time(self, other: "StandInEvent") -> float:
+        assert self._timed
+        assert other._timed
+        assert self.query(), "CUDA raises: the first event has not passed"
+        assert other.query(), "CUDA raises: the second event has not passed"
+        return (other._time_s - self._time_s) * 1e3
+
+
+class StandInStream:
+    """`torch.cuda.Stream`."""
+
+    made = 0
+
+    def __init__(self, name: str | None = None, *, priority: int = 0, **_: object) -> None:
+        if name is None:
+            StandInStream.made += 1
+        self.name = name or f"stream {StandInStream.made}"
+        self.priority = priority
+
+    def wait_stream(self, stream: "StandInStream") -> None:
+        _merge(_active().done[self.name], _active().done[stream.name])
+
+    def wait_event(self, event: StandInEvent) -> None:
+        event.wait(self)
+
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        event = event or StandInEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _active().host_waits(dict(_active().done[self.name]), "stream")
+
+
+_devices: list[_Device] = []
+_wait_for_real = torch.distributed.Work.wait
+
+
+def _active() -> _Device:
+    return _devices[-1]
+
+
+def _merge(clock: Clock, other: Mapping[str, int]) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(clock.get(stream, 0), number)
+
+
+def _covers(clock: Clock, other: Clock) -> bool:
+    return all(clock.get(stream, 0) >= number for stream, number in other.items())
+
+
+def _caller() -> str:
+    """The nearest line of ours or Megatron's; empty where host tensors are read: counters of torch's optimizers, and
+    the host's random state."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parts[-2:] == ("tensor_parallel", "random.py") or {"torch", "optim"} <= {*path.parts}:
+            return ""
+        if "canzona_cli" in path.parts or "megatron" in path.parts:
+            return f"{path.parent.name}/{path.name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+class _Functions(TorchFunctionMode):
+    """Names of a device that is not there become the CPU's."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", None):
+            _active().record.pinned += 1
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        name = getattr(func, "__name__", "")
+        if name == "to":
+            to_host = _named(args[1:], kwargs) == "cpu"
+            args = (args[0], *("cpu" if _is_cuda(arg) else arg for arg in args[1:]))
+            if to_host and kwargs.get("non_blocking"):
+                # A copy, as from a device; there once the host has waited for what comes behind it on this stream.
+                copy = args[0].clone()
+                _active().on_host.add(copy.untyped_storage().data_ptr())
+                return copy
+            if to_host:
+                self._read(name, args[0])
+        elif name in _TO_HOST and isinstance(args[0], torch.Tensor):
+            self._read(name, args[0])
+        return func(*args, **kwargs)
+
+    def _read(self, name: str, tensor: torch.Tensor) -> None:
+        place = _caller()
+        if place and tensor.untyped_storage().data_ptr() not in _active().on_host:
+            _active().record.host_reads.append(f"{name} at {place}")
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation, on the stream that is current."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        device = _active()
+        result = func(*args, **kwargs)
+        given = [
+            (tensor, bool(argument.alias_info and argument.alias_info.is_write))
+            for argument, value in zip(
+                func._schema.arguments, [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])],
+                strict=False,
+            )
+            for tensor in _tensors(value)
+        ]  # fmt: skip
+        if func.namespace == "c10d":
+            device.launched = self._collective(func, args, given)
+            return result
+        inputs = {tensor.untyped_storage().data_ptr() for tensor, _ in given}
+        fresh = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in inputs]
+        for tensor in fresh:
+            device.made(tensor)
+        if fresh or any(writes for _, writes in given):
+            device.enqueue(func._schema.name, device.current[-1], [*given, *((tensor, True) for tensor in fresh)])
+        return result
+
+    def _collective(self, func: Any, args: tuple[Any, ...], given: list[tuple[torch.Tensor, bool]]) -> Operation:
+        device = _active()
+        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        stream = f"nccl {torch._C._distributed_c10d.ProcessGroup.unbox(groups[0]).group_name}"
+        _merge(device.done[stream], device.done[device.current[-1]])
+        # Not every schema says what it writes.
+        return device.enqueue(func._schema.name, stream, [(tensor, True) for tensor, _ in given])
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_cuda(device: object) -> bool:
+    return device is not None and not isinstance(device, torch.dtype | torch.Tensor) and _named((device,), {}) == "cuda"
+
+
+def _named(args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    for value in (*args, kwargs.get("device")):
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, str):
+            return value.partition(":")[0]
+    return None
+
+
+@contextmanager
+def _stream(stream: StandInStream | None) -> Iterator[None]:
+    current = _active().current
+    current.append(current[-1] if stream is None else stream.name)
+    try:
+        yield
+    finally:
+        current.pop()
+
+
+def _synchronize(device: object = None) -> None:
+    everything: Clock = {}
+    for stream, number in _active().count.items():
+        everything[stream] = number
+    _active().host_waits(everything, "device")
+
+
+def _launching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(*args: object, **kwargs: object) -> object:
+        _active().launched = None
+        work: Any = original(*args, **kwargs)
+        launched = _active().launched
+        if work is not None and launched is not None:
+            # gloo's threads finish it now; later waits only order streams. (A reduce-scatter copies in each wait.)
+            with _disable_current_modes():
+                _wait_for_real(work)
+            # The object is kept, so that its number is nobody else's.
+            _active().works[id(work)] = (work, launched)
+        return work
+
+    return launch
+
+
+def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(work: object, *args: object, **kwargs: object) -> object:
+        device, found = _active(), _active().works.get(id(work))
+        if found is not None:
+            operation = found[1]
+            stream = device.current[-1]
+            device.record.waits.append(
+                Wait(stream=stream, collective=operation, position=len(device.record.operations))
+            )
+            _merge(device.done[stream], {operation.stream: operation.number})
+            return True
+        return original(work, *args, **kwargs)
+
+    return wait
+
+
+@contextmanager
+def cuda_stand_in() -> Iterator[Record]:
+    """CUDA's branches run within; `DEVICE` is their device. What was built before belongs to the host."""
+    record = Record()
+    group, work = torch.distributed.ProcessGroup, torch.distributed.Work
+    _devices.append(_Device(record))
+    cuda: dict[str, object] = {
+        "Event": StandInEvent,
+        "Stream": StandInStream,
+        "stream": _stream,
+        "current_stream": lambda device=None: StandInStream(_active().current[-1]),
+        "synchronize": _synchronize,
+        "max_memory_allocated": lambda device=None: 1,
+    }
+    with ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        for name in _COLLECTIVES:
+            if hasattr(group, name):
+                stack.enter_context(patch.object(group, name, _launching(getattr(group, name))))
+        stack.enter_context(patch.object(work, "wait", _waiting(work.wait)))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Operations())  # type: ignore[no-untyped-call]
+        try:
+            yield record
+        finally:
+            _devices.pop()

@@ -1,0 +1,224 @@
+"""Training steps on a stand-in for CUDA: what a real device would be free to reorder, and what anybody waits for.
+
+Real ranks, real steps, with clipping and guards; only the device is not there (`tests.cuda_stand_in`).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+from megatron.core.utils import get_model_config
+
+from canzona_cli.checkpoint.manifest import Shard
+from canzona_cli.checkpoint.snapshot import Snapshots
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.engine.aside import Aside
+from canzona_cli.megatron.in_flight import CONNECTIONS
+from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.phases import StepTimeline
+from canzona_cli.training.assemble import assemble, join
+from canzona_cli.training.step import train_step
+from tests.cuda_stand_in import COMPUTE, DEVICE, Record, cuda_stand_in
+from tests.dist.engine_support import SMALL_GROUPS, Digests, batches, engine_of, resolve, weights
+from tests.dist.jobs import build
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import finish_gathering
+
+STEPS = 3
+SETTINGS = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0.01", *SMALL_GROUPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stood:
+    """One rank's steps on the stand-in."""
+
+    losses: list[float]
+    weights: Digests
+    saved: Digests
+    """What a checkpoint would hold."""
+    host: list[tuple[list[str], list[str]]]
+    """By step: where the host waited for the device, and where it read a tensor without."""
+    races: list[str]
+    foreign: list[str]
+    unordered: list[str]
+    """Races of a step whose streams were never joined."""
+    early: list[str]
+    """Waits of the computing stream with products between them and the first use of what was waited for."""
+    waiting: dict[str, set[str]]
+    """By stream: the collectives it was told to wait for."""
+    aside: list[str]
+    """Operations on the stream beside."""
+    timings: list[StepTiming]
+    timelines: list[StepTimeline]
+    pinned: int
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[RunConfig, Layout]:
+    return resolve(*SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def stood(small: tuple[RunConfig, Layout]) -> list[Stood]:
+    config, layout = small
+    return run_ranks(layout.world_size, lambda: _steps(config, layout))
+
+
+def _steps(config: RunConfig, layout: Layout) -> Stood:
+    with _standing(config, layout) as (trainee, record):
+        stream = batches(trainee)
+        timer, losses, host = trainee.timer, [], []
+        for _ in range(STEPS):
+            before = len(record.host_waits), len(record.host_reads)
+            losses.append(train_step(trainee, stream).loss)
+            host.append((record.host_waits[before[0] :], record.host_reads[before[1] :]))
+        races, foreign, early = list(record.races), list(record.foreign), _early(record)
+        waiting: dict[str, set[str]] = {}
+        for wait in record.waits:
+            waiting.setdefault(wait.stream, set()).add(wait.collective.name.removeprefix("c10d::"))
+        beside = engine_of(trainee).matrices.groups[0]._wiring.aside._stream.name  # type: ignore[attr-defined]
+        aside = [found.name for found in record.operations if found.stream == beside]
+        timings, timelines = list(timer.timings()), timer.timelines()
+        pinned = record.pinned
+        saved = _hashes(Snapshots(trainee).take())
+        held = weights(trainee)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Aside, "join", lambda self: None)
+            train_step(trainee, stream)
+            trainee.model.zero_grad_buffer()
+        return Stood(
+            losses=losses,
+            weights=held,
+            saved=saved,
+            host=host,
+            races=races,
+            foreign=foreign,
+            unordered=record.races[len(races) :],
+            early=early,
+            waiting={("beside" if name == beside else name): found for name, found in waiting.items()},
+            aside=aside,
+            timings=timings,
+            timelines=timelines,
+            pinned=record.pinned - pinned,
+        )
+
+
+@contextmanager
+def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Record]]:
+    """A trainee on the stand-in, before its first step."""
+    plan = make_plan(config, layout)
+    world = replace(join(config, layout), device=DEVICE)
+    with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
+        patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)  # as on CUDA
+        trainee = assemble(config, world, plan)
+        assert get_model_config(trainee.model).bias_activation_fusion
+        # It would be compiled, and rounds in other places.
+        get_model_config(trainee.model).bias_activation_fusion = False
+        record.forget()
+        yield trainee, record
+
+
+def _hashes(shard: Shard) -> Digests:
+    return {name: hashlib.sha256(buffer.data).hexdigest() for name, buffer in shard.tensors.items()}
+
+
+def _early(record: Record) -> list[str]:
+    """Each wait of the computing stream that a product stands behind before anything uses what was waited for."""
+    found = []
+    for wait in record.waits:
+        if wait.stream != COMPUTE:
+            continue
+        for operation in record.operations[wait.position :]:
+            if operation.stream != COMPUTE:
+                continue
+            if operation.storages & wait.collective.storages:
+                break
+            if operation.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"):
+                found.append(f"{wait.collective.name} before {operation.name}")
+                break
+    return found
+
+
+def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> None:
+    for rank in stood:
+        assert rank.races == rank.foreign == []
+        # The check can fail: without the streams' meeting, the next step writes what is still being read.
+        assert rank.unordered
+        # And there was something to check.
+        assert {"aten::copy_", "aten::where"} <= set(rank.aside)
+
+
+def test_the_host_waits_once_a_step(stood: list[Stood]) -> None:
+    """For the gradient norm; with it have come the loss, requests and the failures of the last update."""
+    for rank in stood:
+        for number, (waits, reads) in enumerate(rank.host):
+            assert waits == ["event at megatron/timers.py:wait_for"]
+            # Once, Megatron moves its table of angles to the device.
+            assert reads == (["to at embeddings/rotary_pos_embedding.py:get_emb"] if number == 0 else [])
+
+
+def test_the_computing_stream_waits_for_a_collective_when_it_needs_it(stood: list[Stood]) -> None:
+    for rank in stood:
+        assert rank.early == []
+        assert {"alltoall_base_", "broadcast_", "allreduce_"} <= rank.waiting[COMPUTE]
+        assert rank.waiting["beside"] == {"alltoall_base_"}
+        # What a watcher waits for is held up by nobody: nothing is enqueued behind it.
+        assert len(rank.waiting) == 4
+
+
+def test_the_same_comes_out_as_on_the_cpu(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
+    config, layout = small
+
+    def on_cpu() -> tuple[list[float], Digests, Digests]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+            trainee = build(config, layout)
+            stream = batches(trainee)
+            losses = [train_step(trainee, stream).loss for _ in range(STEPS)]
+            finish_gathering(trainee)
+            return losses, weights(trainee), _hashes(Snapshots(trainee).take())
+
+    for (losses, held, saved), rank in zip(run_ranks(layout.world_size, on_cpu), stood, strict=True):
+        assert rank.losses == losses
+        assert rank.weights == held
+        assert rank.saved == saved
+        assert rank.pinned == len(saved)
+
+
+def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -> None:
+    """The stand-in's events refuse to be read before the host knows that they have passed, as CUDA's do."""
+    for rank in stood:
+        assert len(rank.timings) == STEPS
+        for timing in rank.timings:
+            assert {"exchange_total", "grad_reduce_total", "param_gather_total"} <= timing.phases.keys()
+        ends = [line.end_s for line in rank.timelines]
+        assert ends == sorted(ends)
+        for line, timing in zip(rank.timelines, rank.timings[-len(rank.timelines) :], strict=True):
+            assert line.end_s - line.start_s == pytest.approx(timing.step_s)
+
+
+def test_on_one_queue_nobody_but_the_step_waits(
+    small: tuple[RunConfig, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user may force it: a watcher's wait would then hold up every launch behind it."""
+    config, layout = small
+    monkeypatch.setenv(CONNECTIONS, "1")
+
+    def rank() -> tuple[Counter[str], list[StepTiming]]:
+        with _standing(config, layout) as (trainee, record):
+            stream = batches(trainee)
+            for _ in range(2):
+                train_step(trainee, stream)
+            return Counter(wait.stream for wait in record.waits), list(trainee.timer.timings())
+
+    for waits, timings in run_ranks(layout.world_size, rank):
+        assert len(waits) == 2, "the computing stream and the one beside it"
+        for timing in timings:
+            # Upper bounds: until the step waited.
+            assert timing.phases["exchange_total"] >= timing.phases["exchange"]
+            assert timing.phases["grad_reduce_total"] >= timing.phases["grad_reduce"]
