@@ -86,6 +86,7 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         timings, timelines = list(timer.timings()), timer.timelines()
         pinned = record.pinned
         saved = _hashes(Snapshots(trainee).take())
+        finish_gathering(trainee)
         held = weights(trainee)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Aside, "join", lambda self: None)
