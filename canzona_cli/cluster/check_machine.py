@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from canzona_cli.cluster.findings import TORCHRUN_VARIABLES, Finding, Status, info, judged
+from canzona_cli.cluster.gpu_needs import interface_problem
 from canzona_cli.cluster.machine import cpu_fact, processor_name
 from canzona_cli.run.machine import cores, existing_folder
 
@@ -184,8 +185,12 @@ def environment() -> Iterator[Finding]:
         yield judged("environment", "left over", False, value, meaning, f"unset {' '.join(left_over)}")
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
     for name in names:
-        meaning = _MEANINGS.get(name, "changes how workers run; kept as it is")
-        yield info("environment", name, os.environ[name] or "(empty)", meaning)
+        value, meaning = os.environ[name], _MEANINGS.get(name, "changes how workers run; kept as it is")
+        problem = interface_problem(value, alone=True) if name == "NCCL_SOCKET_IFNAME" else None
+        if problem is None:
+            yield info("environment", name, value or "(empty)", meaning)
+        else:
+            yield judged("environment", name, False, value, problem.reason, problem.fix)
     if not names and not left_over:
         value = "none of CUDA_*, NCCL_*, GLOO_*, OMP_*, ... is set"
         yield judged("environment", "variables", True, value, "everything has its default")

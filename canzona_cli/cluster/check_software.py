@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.cluster.findings import TORCHRUN_VARIABLES, Finding, info, judged
+from canzona_cli.cluster.gpu_needs import driver_problem
 from canzona_cli.cluster.machine import GpuInfo, installed_version
 from canzona_cli.run.machine import tool_output
 
@@ -182,8 +183,13 @@ def gpus(found: Mapping[str, object] | str, visible: Sequence[GpuInfo], installe
     meaning = f"a run on this machine takes up to gpus={len(visible)}" if usable else "torch cannot use them"
     fix = "install the torch build for this driver (pytorch.org/get-started), or update the driver"
     yield judged("gpu", "GPUs", usable, value, meaning, fix)
-    if driver := visible[0].driver:
-        yield judged("gpu", "driver", True, driver, "must be new enough for torch's CUDA build")
+    problem = driver_problem()
+    reason, fix = (problem.reason, problem.fix) if problem else ("it runs torch's CUDA", "")
+    yield judged("gpu", "driver", problem is None, visible[0].driver or "there is one", reason, fix)
+    fused = installed_version("transformer-engine")
+    meaning = "fused layers, which the profiles of GPUs ask for" if fused else "the profiles of GPUs ask for its layers"
+    fix = "pip install 'canzona[te]', or cluster.transformer_engine=false, which trains the same without"
+    yield judged("gpu", "Transformer Engine", fused is not None, fused or "not installed", meaning, fix)
     lacks = compiling_lacks()
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
     meaning = "SwiGLU and the loss run unfused, on all machines of a run" if lacks else "torch.compile can fuse kernels"

@@ -6,11 +6,12 @@ from contextlib import suppress
 
 import psutil
 
+from canzona_cli.cluster.gpu_needs import driver_problem, interface_problem
 from canzona_cli.cluster.machine import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken
+from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken, worker_environment
 from canzona_cli.planner.memory import GIB, estimate
 
 
@@ -89,7 +90,7 @@ def _holder(port: int) -> str:
 def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """Everything this machine lacks for its share of the run."""
     if config.cluster.device == "cuda":
-        yield from _gpus(config)
+        yield from list(_gpus(config)) or _beside_gpus(config, layout)
     else:
         yield from _host_memory(config, layout)
     if config.cluster.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
@@ -114,6 +115,13 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     if here:
         ways.insert(0, f"gpus={here} asks for what is here")
     yield problem_with(config, "gpus", f"{config.name} needs {needed} GPUs{per_machine}, and {found}", ";\n".join(ways))
+
+
+def _beside_gpus(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """What keeps ranks off the GPUs that are here."""
+    interfaces = worker_environment(config, layout).get("NCCL_SOCKET_IFNAME")
+    found = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config))
+    yield from (problem for problem in found if problem is not None)
 
 
 def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]
 
 
 def test_json_of_this_machine_has_the_stable_schema_and_says_that_cpu_runs_are_possible() -> None:
-    done = doctor("--json", variables={"RANK": "3", "NCCL_DEBUG": "INFO"})
+    done = doctor("--json", variables={"RANK": "3", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "nosuch0"})
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert set(report) == {"version", "ok", "exit_code", "can", "gpus", "findings"}
@@ -53,6 +53,7 @@ def test_json_of_this_machine_has_the_stable_schema_and_says_that_cpu_runs_are_p
         assert name in found
     assert found["torch/gloo"]["status"] == "ok"
     assert found["environment/left over"]["fix"] == "unset RANK"
+    assert found["environment/NCCL_SOCKET_IFNAME"]["status"] == "warn"
 
 
 @pytest.mark.parametrize("columns", [80, 120])

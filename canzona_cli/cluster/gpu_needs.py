@@ -1,0 +1,109 @@
+"""What ranks on GPUs need of this machine besides GPUs: asked before a run, and by the doctor. Imports no torch."""
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Mapping, Set
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+
+import psutil
+
+from canzona_cli.cluster.machine import torch_version
+from canzona_cli.errors import Problem
+
+_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+"""The first driver for each major release of CUDA; it runs all its minor ones.
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
+_GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
+
+Release = tuple[int, int]
+"""Of CUDA: (13, 2)."""
+
+
+def driver_problem() -> Problem | None:
+    """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can, or where nothing tells."""
+    wanted, here = torch_cuda(), driver_cuda()
+    if here is None or wanted is None:
+        return None
+    if wanted == (0, 0):
+        reason = "it is built without CUDA and cannot use the GPUs here"
+        return Problem(key="torch", value=torch_version(), reason=reason, fix=_GET_TORCH)
+    if here[0] >= wanted[0]:
+        return None
+    newer = f" to {_DRIVERS[wanted[0]]} or later" if wanted[0] in _DRIVERS else ""
+    return Problem(
+        key="NVIDIA driver",
+        value=f"for CUDA {_dotted(here)}",
+        reason=f"it is too old for torch {torch_version()} here, which is built for CUDA {_dotted(wanted)}",
+        fix=f"update the driver{newer}, or {_GET_TORCH}",
+    )
+
+
+def driver_cuda() -> Release | None:
+    """The newest CUDA that the driver runs, with NVIDIA's compatibility package if that is on the library path."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def torch_cuda() -> Release | None:
+    """What the installed torch is built for, (0, 0) for none; None where it does not say."""
+    found = importlib.util.find_spec("torch")
+    try:
+        text = Path(found.origin).with_name("version.py").read_text("utf-8") if found and found.origin else ""
+    except OSError:
+        return None
+    told = re.search(r"^cuda\b[^=]*=\s*(?:None|'(\d+)\.(\d+))", text, re.MULTILINE)
+    return told and (int(told[1] or 0), int(told[2] or 0))
+
+
+def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
+    """An NCCL_SOCKET_IFNAME by which NCCL finds no network interface, or none that leads to another machine.
+
+    Args:
+        chosen: beginnings of names, `=` before them: whole names, `^` before that: all but those.
+        alone: the run is on this machine.
+    """
+    if not chosen:
+        return None
+    up = _interfaces()
+    usable = up if alone else {name for name in up if not name.startswith("lo")}
+    if named(chosen, usable):
+        return None
+    others = ", ".join(sorted(usable)) or "none"
+    where = "" if alone else " that leads to other machines"
+    return Problem(
+        key="NCCL_SOCKET_IFNAME",
+        value=chosen,
+        reason=f"NCCL finds no network interface by it{where}",
+        fix=f"unset it, or name one that is up here: {others}",
+    )
+
+
+def named(chosen: str, interfaces: Set[str]) -> set[str]:
+    """Which of the interfaces NCCL takes (its src/misc/socket.cc)."""
+    without = chosen.removeprefix("^")
+    whole = without.startswith("=")
+    names = [name.partition(":")[0] for name in without.removeprefix("=").split(",") if name]
+    fits = {
+        interface
+        for interface in interfaces
+        if any(interface == name if whole else interface.startswith(name) for name in names)
+    }
+    return set(interfaces - fits) if chosen.startswith("^") else fits
+
+
+def _interfaces() -> set[str]:
+    """Those that are up and have an address."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    addresses = psutil.net_if_addrs().items()
+    return {name for name, own in addresses if name in up and any(one.family in (AF_INET, AF_INET6) for one in own)}
+
+
+def _dotted(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"

@@ -1,0 +1,157 @@
+"""What ranks on GPUs need besides GPUs, on a machine whose driver and network interfaces are stand-ins."""
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from canzona_cli.cluster import check_software, gpu_needs
+from canzona_cli.cluster.gpu_needs import driver_cuda, driver_problem, interface_problem, named, torch_cuda
+from canzona_cli.cluster.machine import GpuInfo
+from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.launch import preflight
+from tests.faults.support import LAYOUT, run_config
+
+Driver = Callable[[int], None]
+"""Makes the machine one whose driver runs this release of CUDA, as it says it: 13020."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    def install(release: int) -> None:
+        def version(place: object) -> int:
+            place._obj.value = release  # type: ignore[attr-defined]
+            return 0
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+
+    return install
+
+
+def test_the_installed_torch_says_what_it_is_built_for() -> None:
+    told = torch_cuda()
+    assert told is not None
+    assert torch.version.cuda == (f"{told[0]}.{told[1]}" if told > (0, 0) else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cuda: Optional[str] = '12.8'\n", (12, 8)),
+        ("cuda = '13.0'\nhip = None\n", (13, 0)),
+        ("cuda: Optional[str] = None\n", (0, 0)),
+        ("debug = False\n", None),
+    ],
+)
+def test_a_build_is_read_from_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: tuple[int, int] | None
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert torch_cuda() == told
+
+
+@pytest.mark.parametrize(
+    ("release", "built", "words"),
+    [
+        (12080, (13, 2), ("CUDA 12.8", "too old", "CUDA 13.2", "580 or later")),
+        (11040, (12, 1), ("CUDA 11.4", "525 or later")),
+        (13000, (13, 2), None),  # minor releases run on the driver of the first
+        (13020, (12, 6), None),
+        (13020, (0, 0), ("without CUDA",)),
+        (13020, None, None),
+    ],
+)
+def test_a_driver_must_run_the_major_release_that_torch_is_built_for(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    release: int,
+    built: tuple[int, int] | None,
+    words: tuple[str, ...] | None,
+) -> None:
+    driver(release)
+    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: built)
+    problem = driver_problem()
+    assert (problem is None) == (words is None)
+    if problem is not None and words is not None:
+        assert all(word in f"{problem.value} {problem.reason} {problem.fix}" for word in words)
+        assert "pytorch.org" in problem.fix
+
+
+def test_without_a_driver_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert driver_cuda() is None
+    assert driver_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "taken"),
+    [
+        ("eth", {"eth0", "eth1"}),
+        ("=eth", set()),
+        ("=eth1", {"eth1"}),
+        ("ib0,eth1", {"ib0", "eth1"}),
+        ("eth0:3,nothing", {"eth0"}),
+        ("^lo,docker", {"eth0", "eth1", "ib0"}),
+        ("^=eth0", {"eth1", "ib0", "lo", "docker0"}),
+        ("^e,i,l,d", set()),
+    ],
+)
+def test_interfaces_are_chosen_as_nccl_chooses_them(chosen: str, taken: set[str]) -> None:
+    assert named(chosen, {"lo", "eth0", "eth1", "ib0", "docker0"}) == taken
+
+
+def test_a_list_that_leaves_no_interface_is_named_with_those_there_are() -> None:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    problem = interface_problem("no-such-interface", alone=True)
+    assert problem is not None
+    assert problem.value == "no-such-interface"
+    assert any(name in problem.fix for name in up)
+    assert interface_problem("lo", alone=True) is None
+    leading_nowhere = interface_problem("lo", alone=False)
+    assert leading_nowhere is not None
+    assert "other machines" in leading_nowhere.reason
+    assert interface_problem(None, alone=False) is None
+
+
+def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(12080)
+    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 8)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
+    config = run_config(gpus=2)
+    cuda = replace(config, cluster=replace(config.cluster, device="cuda", transformer_engine=True))
+    with pytest.raises(EnvironmentProblem) as raised:
+        preflight.check_machine(cuda, LAYOUT)
+    assert raised.value.exit_code == 3
+    keys = [problem.key for problem in raised.value.problems]
+    if importlib.util.find_spec("transformer_engine") is None:
+        assert keys.pop() == "cluster.transformer_engine"
+        assert "cluster.transformer_engine=false" in raised.value.problems[-1].fix
+    assert keys == ["NVIDIA driver", "NCCL_SOCKET_IFNAME"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    driver(13000)
+    preflight.check_machine(replace(cuda, cluster=replace(cuda.cluster, transformer_engine=False)), LAYOUT)
+
+
+def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
+    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
+    monkeypatch.setattr(check_software, "installed_version", lambda package: None)
+    for release, status in ((12080, "warn"), (13000, "ok")):
+        driver(release)
+        found = {finding.name: finding for finding in check_software.gpus({"cuda_available": True}, gpus, 1)}
+        assert (found["driver"].status, found["driver"].value) == (status, "570.86.15")
+        assert ("580 or later" in found["driver"].fix) == (status == "warn")
+        assert found["Transformer Engine"].status == "warn"
+        assert "cluster.transformer_engine=false" in found["Transformer Engine"].fix
