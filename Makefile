@@ -2,6 +2,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/installed
 
 .PHONY: setup demo test test-sweep test-faults test-slurm exactness gpu-check lint typecheck clean
 
@@ -38,9 +40,15 @@ test-sweep: setup
 exactness: setup
 	$(BIN)/python scripts/exactness.py exactness.json
 
-# Where there is a GPU: trains on it, calibrates it, measures matrix updates on it. Fails where there is none.
-gpu-check: setup
-	$(BIN)/python -W ignore scripts/gpu_check.py
+# The first hour on a GPU machine, in ten minutes: what works there, what falls short, and why. With WHEELS=FOLDER, which
+# scripts/pack_wheels fills, beside the torch of the machine's own Python and without network. Fails without a GPU.
+gpu-check: $(if $(WHEELS),$(GPU_STAMP),setup)
+	PYTHONPATH=$(CURDIR) $(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python -W ignore scripts/gpu_check.py $(ARGUMENTS)
+
+$(GPU_STAMP): $(wildcard $(WHEELS)/*.whl)
+	@scripts/beside-torch $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-index --no-deps $(wildcard $(WHEELS)/*.whl)
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -50,5 +58,5 @@ typecheck: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist runs plans bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build dist runs plans bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -102,7 +102,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
 
     The samples of such a mean are those of plain steps, each weighted with the median of the refreshes.
     """
-    group = _Group(variant, rows, cols, team.device)
+    group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
     if not isinstance(optimizer, KroneckerOptimizer):
         return [sample / group.count for sample in team.samples(group.update, budget_s)]
@@ -122,7 +122,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     return [((period - 1) * sample + refresh) / period for sample in plain]
 
 
-class _Group:
+class Group:
     """Matrices of one shape with their gradients, optimizer and model weights."""
 
     def __init__(self, variant: Variant, rows: int, cols: int, device: torch.device) -> None:

@@ -1,22 +1,27 @@
-"""`make gpu-check`: what it measures of updates, here on the CPU; where there is nothing to check it does not pass."""
+"""`make gpu-check`: its parts on CPU ranks, its table where parts fail, and that it does not pass without a GPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_check
 import pytest
+from gpu_check import PARTS, Part, check, examine
+from gpu_parts import one_gpu, two_gpus
+from gpu_parts.losses import apart
+from gpu_parts.outcome import Outcome, Setup
+from gpu_parts.runs import on_device
+from gpu_parts.traces import Event, read_steps
 
-from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.cost import flops
 from canzona_cli.planner.plan import Algorithm
 from tests.sizes import model
 
-ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 ALGORITHMS = {
     "muon/standard/5": Algorithm(name="muon"),
     "muon/standard/5/stacked": Algorithm(name="muon", stack=True),
@@ -25,28 +30,52 @@ ALGORITHMS = {
 }
 
 
-SCRIPT = ROOT / "scripts" / "gpu_check.py"
-
-
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, *arguments],
+        [sys.executable, "-W", "ignore", SCRIPTS / "gpu_check.py", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parent)},
     )
+
+
+def _parts(path: Path) -> dict[str, dict[str, object]]:
+    return {part["part"]: part for part in json.loads(path.read_text(encoding="utf-8"))["parts"]}
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    found = Setup(device="cpu", name="cpu", gpus=1, sizes=("qwen3-tiny",), budget_s=0.01, work=str(tmp_path))
+    found.save()
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_every_part_passes_on_cpu_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    parts = [name for name in PARTS if name != "updates"]
+    done = _run("--device", "cpu", "--only", *parts, "--minutes", "14", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = _parts(out)
+    assert {name: part["status"] for name, part in found.items()} == {
+        name: "not run" if name == "overlap" else "pass" for name in parts
+    }
+    for name in parts:
+        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
 
 
 @pytest.mark.sweep
 def test_updates_of_every_algorithm_and_shape_beside_products(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    done = _run("--device", "cpu", "--sizes", "qwen3-tiny", "--budget", "0.01", "--out", str(out))
+    given = ("--device", "cpu", "--only", "updates", "--sizes", "qwen3-tiny", "--budget", "0.01", "--out", str(out))
+    done = _run(*given)
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["device"] == "cpu"
     shapes = {*layer_shapes(model("tiny"), "split"), *layer_shapes(model("tiny"), "fused")[2:3]}
-    updates = found["kernels"]
+    numbers = _parts(out)["updates"]["numbers"]
+    assert isinstance(numbers, dict)
+    updates = numbers["updates"]
     assert {(u["algorithm"], u["rows"], u["cols"]) for u in updates} == {(a, *s) for a in ALGORITHMS for s in shapes}
     for update in updates:
         spread = update["seconds"]
@@ -57,7 +86,11 @@ def test_updates_of_every_algorithm_and_shape_beside_products(tmp_path: Path) ->
         assert update["precision"] == ("bf16" if update["algorithm"].startswith("muon") else "fp32")
         # As large as the update's own: between the matrix's sides.
         assert min(update["rows"], update["cols"]) <= update["side"] <= max(update["rows"], update["cols"])
-    lines = [line for line in done.stdout.splitlines() if "share" not in line and " squared's " in line]
+        # Muon's five iterations are three products each, at the least.
+        assert (
+            update["launches"] > (15 / 4 if "stacked" in update["algorithm"] else 15) or update["precision"] == "fp32"
+        )
+    lines = [line for line in done.stdout.splitlines() if " squared's " in line]
     assert len(lines) == len(updates)
 
 
@@ -69,32 +102,114 @@ def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "found.json").exists()
 
 
-@pytest.mark.parametrize(("gpu", "profile"), [("NVIDIA H100 80GB HBM3", "h100-80g"), ("NVIDIA H200", "h200")])
-def test_on_a_gpu_a_part_that_fails_is_told_after_the_others(
-    gpu: str, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_crashes_hangs_or_falls_short_costs_the_others_nothing(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The GPU and the commands are stand-ins: what they are started with has to be a run that is possible."""
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", script)
-    spec.loader.exec_module(script)
-    started: list[tuple[str, ...]] = []
+    """The script of the parts' processes is a stand-in."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "part, work = sys.argv[2], pathlib.Path(sys.argv[4])\n"
+        "if part == 'demo': sys.exit('out of luck')\n"
+        "if part == 'train': time.sleep(600)\n"
+        'said = \'{"status": "%s", "said": "so so", "numbers": {"step_s": 0.5}}\'\n'
+        "(work / f'{part}.result.json').write_text(said % ('short' if part == 'step' else 'pass'))\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(script))
+    monkeypatch.setattr(gpu_check, "LEAST_S", 0.0)
+    monkeypatch.setitem(PARTS, "train", Part(limit_s=1))
+    out = tmp_path / "found.json"
+    with pytest.raises(WorkerCrashed) as raised:
+        check(setup, list(PARTS), 600, out)
+    found = _parts(out)
+    alone = ("demo", "train", "step", "checkpoint", "te", "updates")
+    assert [found[name]["status"] for name in alone] == ["short", "short", "short", "pass", "pass", "pass"]
+    assert {found[name]["status"] for name in PARTS if name not in alone} == {"not run"}
+    assert "ended with code 1" in str(found["demo"]["said"])
+    assert "did not end within 5 s" in str(found["train"]["said"])
+    assert found["step"]["numbers"] == {"step_s": 0.5}
+    assert [problem.key for problem in raised.value.problems] == ["demo", "train", "step"]
+    shown = capfd.readouterr().out
+    assert any(line.split()[:2] == ["checkpoint", "pass"] for line in shown.splitlines())
+    assert any(line.startswith("tp2") and "2 GPUs" in line for line in shown.splitlines())
 
-    def canzona(*arguments: str) -> int:
-        started.append(arguments)
-        return 4 if arguments[0] == "train" else 0
 
-    monkeypatch.setattr(script, "canzona", canzona)
-    monkeypatch.setattr(script, "require", lambda: gpu)
-    monkeypatch.setattr(script, "measure", lambda *_: iter(()))
-    with pytest.raises(WorkerCrashed, match="canzona train"):
-        script.check("cuda", (), script.PARTS, 0.01, tmp_path / "found.json")
-    assert [arguments[0] for arguments in started] == ["train", "calibrate"]
-    for _, *arguments in started:
-        config = compose_run([argument for argument in arguments if "=" in argument]).config
-        assert (config.name, config.gpus, config.cluster.name) == ("qwen3-mini", 1, profile)
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert found["train"]["exit_code"] == 4
-    assert found["kernels"] == []
+def test_what_there_is_no_time_for_is_not_begun(setup: Setup) -> None:
+    outcome = examine(setup, "demo", 1.0)
+    assert (outcome.status, outcome.said) == ("not run", "the time was up")
+
+
+def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
+    gpu_check.answer(setup, "checkpoint", 60)
+    outcome = Outcome(**json.loads(setup.result("checkpoint").read_text(encoding="utf-8")))
+    assert outcome.status == "short"
+    assert "it needs the run `gpu`" in outcome.said
+
+
+def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:
+    exact = {1: 2.0, 2: 1.5, 3: 1.0}
+    cpu = {1: 2.001, 2: 1.497, 3: 1.002}  # at most 0.003 off
+    near, far = {1: 1.999, 2: 1.506, 3: 1.01}, {1: 2.001, 2: 1.51, 3: 1.002}
+    assert apart(near, cpu, exact).holds
+    assert not apart(far, cpu, exact).holds
+    assert apart(far, cpu, exact, steps=1).holds
+    assert not apart({**near, 3: float("nan")}, cpu, exact).holds
+    # Half a unit in the last place of bf16 is allowed even where the CPU rounded to the very value.
+    assert apart({1: 2.003}, {1: 2.0}, exact).holds
+    assert not apart({1: 2.005}, {1: 2.0}, exact).holds
+
+
+def _event(name: str, category: str, begin: float, lasted: float) -> Event:
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": lasted}
+
+
+STEP = [
+    _event("cudaDeviceSynchronize", "cuda_runtime", 0, 5),  # the profiler's own, before the step
+    _event("forward", "user_annotation", 10, 40),
+    _event("norm_clip", "user_annotation", 50, 50),
+    _event("cudaLaunchKernel", "cuda_runtime", 11, 1),
+    _event("gemm", "kernel", 12, 30),
+    _event("ncclDevKernel_Reduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", 30, 20),
+    _event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", 60, 4),
+    _event("cudaStreamSynchronize", "cuda_runtime", 64, 3),
+    _event("gemm", "kernel", 120, 30),
+    _event("cudaStreamSynchronize", "cuda_runtime", 130, 3),
+]
+
+
+def test_a_trace_tells_kernels_waits_and_how_much_communication_is_hidden() -> None:
+    seen = read_steps(STEP)
+    assert seen.kernels == 3
+    assert dict(seen.waits) == {"cudaStreamSynchronize": 1}
+    assert dict(seen.collectives) == {"Reduce": 1, "AllReduce": 1}
+    assert seen.collective_s == pytest.approx(24e-6)
+    assert seen.hidden == pytest.approx(12 / 24)  # of microseconds 30 to 50, those up to 42
+    assert read_steps([]).hidden is None
+
+
+def test_reductions_that_run_one_by_one_fall_short() -> None:
+    seen = read_steps(STEP)
+    assert two_gpus.judge(seen, buckets=1).status == "pass"
+    more = [_event(f"ncclDevKernel_Reduce_Sum_f32_RING_LL_{n}", "kernel", 13 + n, 1) for n in range(5)]
+    outcome = two_gpus.judge(read_steps([*STEP, *more]), buckets=1)
+    assert outcome.status == "short"
+    assert "one by one" in outcome.said
+    assert two_gpus.judge(read_steps([]), buckets=1).status == "not run"
+
+
+@pytest.mark.parametrize(("gpu", "profile"), [("NVIDIA H100 80GB HBM3", "h100-80g"), ("NVIDIA H200", "h200")])
+def test_runs_on_a_gpu_are_ones_that_compose(gpu: str, profile: str, tmp_path: Path) -> None:
+    from canzona_cli.cluster import fit
+    from canzona_cli.config.compose import compose_run
+
+    setup = Setup(device="cuda", name=gpu, gpus=2, sizes=(), budget_s=0.1, work=str(tmp_path))
+    runs = [
+        (one_gpu.go_on(setup, *on_device(setup)), 1),
+        (one_gpu.go_on(setup, *on_device(setup, fused=True)), 1),
+        (one_gpu.step_overrides(setup), 1),
+        (two_gpus.overlap_overrides(setup), 2),
+        *((two_gpus.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
+    ]
+    for overrides, ranks in runs:
+        config, layout = fit.resolve(compose_run(list(overrides)).config)
+        assert (config.cluster.name, config.gpus, layout.world_size) == (profile, ranks, ranks)

@@ -1,0 +1,110 @@
+"""`canzona` as a process of its own, and what its run directory says afterwards."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from canzona_cli.run.breakdown import Breakdown, load_breakdown
+from canzona_cli.run.codec import read_lines
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import StepMetrics
+from gpu_parts.losses import Curve
+from gpu_parts.outcome import Setup
+from gpu_parts.traces import Event
+
+
+class Failed(Exception):
+    """A command did not end with 0; the text names it and repeats its last words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    files: RunFiles
+
+    @property
+    def losses(self) -> Curve:
+        return {line.step: line.loss if line.loss is not None else float("nan") for line in self._lines()}
+
+    @property
+    def grad_norms(self) -> Curve:
+        return {line.step: line.grad_norm if line.grad_norm is not None else float("nan") for line in self._lines()}
+
+    @property
+    def breakdown(self) -> Breakdown:
+        return load_breakdown(self.files.root)
+
+    def trace(self, rank: int = 0) -> list[Event]:
+        """Of torch's profiler."""
+        found: list[Event] = json.loads(self.files.rank_profile(rank).read_text(encoding="utf-8"))["traceEvents"]
+        return found
+
+    def _lines(self) -> list[StepMetrics]:
+        return read_lines(self.files.metrics, StepMetrics)[0]
+
+
+def train(setup: Setup, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
+    """Runs side by side, by name, each with its overrides.
+
+    Raises:
+        Failed: naming the first that did.
+    """
+    started = {
+        name: start(setup, name, "train", *overrides, f"run.dir={setup.folder / name}")
+        for name, overrides in wanted.items()
+    }
+    for name, process in started.items():
+        finish(setup, name, process)
+    return {name: run(setup, name) for name in wanted}
+
+
+def run(setup: Setup, name: str) -> Run:
+    """One that an earlier part has finished.
+
+    Raises:
+        Failed: it has not.
+    """
+    files = RunFiles(setup.folder / name)
+    if not files.metrics.is_file():
+        raise Failed(f"it needs the run `{name}`, which an earlier part did not finish")
+    return Run(files=files)
+
+
+def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """What it prints goes into `<name>.log`."""
+    print(f"canzona {' '.join(arguments)}", flush=True)
+    with _log(setup, name).open("wb") as log:
+        command = [sys.executable, "-W", "ignore", "-m", "canzona_cli.app", *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(setup: Setup, name: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait for it.
+
+    Raises:
+        Failed: it did not end with 0.
+    """
+    code = process.wait()
+    if code:
+        said = [line.strip() for line in _log(setup, name).read_text(errors="replace").splitlines() if line.strip()]
+        raise Failed(f"`{name}` ended with code {code}: {' '.join(said[-8:])}")
+
+
+def _log(setup: Setup, name: str) -> Path:
+    return setup.folder / f"{name}.log"
+
+
+def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str, ...]:
+    """Overrides that put a run on the device that is checked.
+
+    A GPU that there is no profile of is taken for an H100. On a CPU, micro-batches of one sequence make the run round
+    at other places than one that chooses them itself, as a GPU would.
+    """
+    if setup.device == "cpu":
+        return (f"gpus={gpus}", "train.micro_batch_size=1")
+    profile = "h200" if "H200" in setup.name else "h100-80g"
+    return (f"gpus={gpus}", f"cluster={profile}", f"cluster.transformer_engine={str(fused).lower()}")

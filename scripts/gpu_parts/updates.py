@@ -1,0 +1,156 @@
+"""Every optimizer's update of every matrix of Qwen3, against products of the same card.
+
+Updates are timed as `canzona calibrate` times them: one warms up, then samples until a budget is spent; SOAP and
+Shampoo as the mean over a period between refreshes. A rate is the FLOPs that plans count over the median time. Beside
+it stands a product of two squares of the update's mean volume in its precision, measured here too: bf16 for Muon, TF32
+for the others (on a CPU fp32). Launches are counted by torch's profiler: kernels and copies on a GPU, operations on a
+CPU. Quick ones come first; what the time does not suffice for is counted.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Final
+
+import torch
+
+from canzona_cli.calibrate.team import Team
+from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
+from canzona_cli.config.compose import compose_run
+from canzona_cli.optimizers.matrix_optimizer import products
+from canzona_cli.planner.cost import algorithm, flops, work
+from canzona_cli.run.statistics import Quartiles
+from gpu_parts.outcome import Outcome, Setup
+
+LARGE: Final = 1024
+"""Shorter side of matrices whose updates have to reach a good share of a product's rate."""
+SHARE: Final = 0.6
+"""Plans count on 18.5 ms of products in 23.7 ms of updates; less than this is another kind of update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One algorithm's update of matrices of one shape."""
+
+    algorithm: str
+    rows: int
+    cols: int
+    size: str
+    """The first of the models that has it."""
+    seconds: Quartiles
+    tflops: float
+    precision: str
+    """Of its products, and of the product of two (side, side) squares it is measured against."""
+    side: int
+    product_tflops: float
+    share: float
+    """Of the product's rate."""
+    launches: float
+    """Of one update."""
+
+
+def updates(setup: Setup, seconds: float) -> Outcome:
+    """As many as the time suffices for."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    team = Team(0, 1, torch.device(setup.device))
+    items = wanted(setup.sizes)
+    found: list[Update] = []
+    until = time.monotonic() + seconds
+    for variant, size, shape in items:
+        if time.monotonic() + expected(variant, *shape) > until:
+            break
+        found.append(measure(team, variant, size, shape, setup.budget_s))
+        show(found[-1])
+    torch.distributed.destroy_process_group()
+    return summary(found, left=len(items) - len(found))
+
+
+def wanted(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
+    """Ours of every optimizer with every shape of the sizes, each once, quick ones first."""
+    items: dict[tuple[str, int, int], tuple[Variant, str, tuple[int, int]]] = {}
+    for size in sizes:
+        config = compose_run([f"recipe={size}"]).config
+        for variant in (found for found in variants(config) if found.kind == "ours"):
+            for shape in shapes(config):
+                items.setdefault((variant.label, *shape), (variant, size, shape))
+    return sorted(items.values(), key=lambda item: expected(item[0], *item[2]))
+
+
+def summary(found: Sequence[Update], *, left: int) -> Outcome:
+    """Large updates of Muon in one number; the others in the file."""
+    more = f"; the time was up before {left} more" if left else ""
+    if not found:
+        return Outcome(status="not run", said=f"nothing was measured{more}")
+    muon = [update for update in found if update.algorithm.startswith("muon")]
+    shares = [update.share for update in muon if min(update.rows, update.cols) >= LARGE]
+    said = f"{len(found)} updates{more}"
+    if shares:
+        typical = statistics.median(shares)
+        said += f"; Muon of large matrices at {typical:.0%} of a product's rate, {min(shares):.0%} at least"
+    fine = not shares or statistics.median(shares) >= SHARE
+    return Outcome(status="pass" if fine else "short", said=said, numbers={"updates": [asdict(one) for one in found]})
+
+
+def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:
+    rows, cols = shape
+    side, precision = alike(variant, rows, cols, team.device)
+    against = product_tflops(team, side, precision, budget_s)
+    times = Quartiles.of(update_samples(team, variant, rows, cols, budget_s))
+    tflops = flops(algorithm(variant.config), rows, cols) / times.median / 1e12
+    group = Group(variant, rows, cols, team.device)
+    return Update(
+        algorithm=variant.label, rows=rows, cols=cols, size=size, seconds=times, tflops=tflops,
+        precision=precision, side=side, product_tflops=against, share=tflops / against,
+        launches=launches(group.update, team.device) / group.count,
+    )  # fmt: skip
+
+
+def launches(work: Callable[[], None], device: torch.device) -> int:
+    """Of one call, once it is warm."""
+    work()
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = profile.events() or ()
+    if device.type == "cuda":
+        return sum(event.device_type == torch._C._autograd.DeviceType.CUDA for event in events)
+    return sum(event.cpu_parent is None for event in events)
+
+
+def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
+    """Side and precision of the product of two squares that is like the mean one of an update."""
+    how = algorithm(variant.config)
+    parts = work(how, rows, cols)[0].products
+    volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
+    precision = how.precision if how.name == "muon" else "tf32" if how.tf32 and device.type == "cuda" else "fp32"
+    return max(64, 64 * round(volume ** (1 / 3) / 64)), precision
+
+
+@cache
+def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> float:
+    """Of random numbers: the power that constants take, and so the clock they leave, is another."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b, out = (torch.randn(side, side, device=team.device).to(dtype) for _ in range(3))
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    with products("tf32" if precision == "tf32" else "fp32"):
+        return 2 * side**3 / Quartiles.of(team.samples(multiply, budget_s)).median / 1e12
+
+
+def show(found: Update) -> None:
+    print(
+        f"{found.algorithm:26} {f'{found.rows} x {found.cols}':>13} {found.size:>11} "
+        f"{found.seconds.median * 1e3:9.3f} ms {found.seconds.relative:7.1%} {found.tflops:8.3g} TFLOP/s  "
+        f"{found.share:4.0%} of {found.side} squared's {found.product_tflops:.3g} in {found.precision}, "
+        f"{found.launches:.0f} launches",
+        flush=True,
+    )
