@@ -121,15 +121,14 @@ def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
         # runs beside reductions and gatherings. That NCCL's streams come first on the device does the same.
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         wanted["TORCH_NCCL_HIGH_PRIORITY"] = "1"
+        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a launch.
+        wanted["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
             # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
             wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
         wanted["PYTHONSAFEPATH"] = "1"
-    if on_gpu:
-        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a launch.
-        wanted["TORCH_DIST_USE_NCCL2"] = "0"
     wanted |= _interfaces(config)
     chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if not on_gpu:
