@@ -29,7 +29,7 @@ from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 
-STEPS = 3
+STEPS = 2
 SETTINGS = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0.01", *SMALL_GROUPS)
 
 
