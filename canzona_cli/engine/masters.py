@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.workspace import Workspace
 
 
 class MatrixGroup(Protocol):
@@ -70,6 +71,12 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @abstractmethod
     def exchange_bytes(self) -> int:
         """Bytes of message buffers and gradient scratch."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of scratch that the groups' optimizers keep; what several share counts once."""
+        kept = (getattr(group.optimizer, "workspace", None) for group in self.groups)
+        return sum(one.nbytes for one in {found for found in kept if isinstance(found, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
         """What the next step multiplies gradients by: the clipping coefficient."""

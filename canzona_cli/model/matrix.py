@@ -30,6 +30,10 @@ class Matrix:
     """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
     def elements(self) -> int:
         return self.rows * self.cols
 

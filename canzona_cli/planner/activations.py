@@ -12,7 +12,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.workspace import momentary_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +136,14 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     # largest weight before it joins the buffer, and what recomputation brings back.
     working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
-    update, adamw = _workspaces(config, layout, weights)
+    update, adamw = _scratch(config, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
-def _workspaces(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Scratch of the optimizer step when activations are gone, and of AdamW's part where that comes first, or 0.
 
-    Newton-Schulz holds, per element of the largest matrix it works on whole, the fp32 update, its gathered copy and
-    three iterates, and two Gram matrices of the short side. Shampoo and SOAP hold three such matrices and four
-    squares of the longest side they precondition. What canzona's engine copies besides is in `step_buffers`.
+    What canzona's engine and its optimizers hold all the time is in `memory.step_buffers`.
     """
     execution = execution_of(config)
     # The engine takes the matrices' gradients from where they were reduced to.
@@ -157,19 +155,7 @@ def _workspaces(config: RunConfig, layout: Layout, weights: StageWeights) -> tup
     adamw = copies if config.cluster.transformer_engine else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    return copies + _matrix_workspace(config), adamw if execution.ours else 0
-
-
-def _matrix_workspace(config: RunConfig) -> int:
-    """Scratch of the largest matrix's update; one optimizer instance updates all, one after another."""
-    how, width, shapes = algorithm(config), element_bytes(config)[0], matrix_shapes(config)
-    rows, cols = max(shapes, key=math.prod)
-    if how.name == "muon":
-        return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
-    if how.name == "adamw":
-        return 3 * FP32 * rows * cols
-    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
-    return 3 * FP32 * rows * cols + 4 * FP32 * max(sides, default=0) ** 2
+    return copies + momentary_bytes(config, matrix_shapes(config)), adamw if execution.ours else 0
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

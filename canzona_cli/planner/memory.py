@@ -10,8 +10,11 @@ messages, two sets of each because two groups are in flight (one where an owner 
 rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
 together in fp32. With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32.
 q, k and v do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
-owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. Besides, an
-all-to-all of gradients needs memory while the backward pass runs.
+owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices'
+optimizers keep scratch of their own (`workspace`). Besides, an all-to-all of gradients needs memory while the backward
+pass runs.
+
+Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
 
 Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 """
@@ -34,13 +37,11 @@ from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Algorithm, Place, Plan
 from canzona_cli.planner.reduction import scratch_bytes
+from canzona_cli.planner.workspace import Shape, workspace_bytes
 
 GIB = 1 << 30
 BATCH_BYTES = 256 << 20
 """With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
-
-Shape = tuple[int, int]
-"""(rows, columns)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +68,15 @@ class MemoryEstimate(_Memory):
     parts: Mapping[str, int]
     """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
     once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
-    is the least of the engine's own buffers; how much more a plan takes is known once there is one."""
+    is the least of the engine's own buffers and its optimizers' lasting scratch; how much more a plan takes is known
+    once there is one."""
     worst_rank: str
     """Which rank that is: `every rank`, or `pp stage 0`."""
 
     @property
     def state(self) -> int:
-        """What stays from step to step: weights, gradient buffers and optimizer state."""
-        return self.parts["weights"] + self.parts["gradients"] + self.parts["optimizer"]
+        """What stays from step to step: weights, gradient buffers, optimizer state and the engine's own buffers."""
+        return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +87,14 @@ class StepBuffers:
     """Messages: gradients and weights, sent and received."""
     gradients: int = 0
     """Whole fp32 gradients of a group or batch."""
+    workspace: int = 0
+    """Scratch that the optimizers keep."""
     reduction: int = 0
     """For two buckets that travel all-to-all; unlike the rest it comes and goes under the backward pass."""
 
     @property
     def lasting(self) -> int:
-        return self.exchange + self.gradients
+        return self.exchange + self.gradients + self.workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ class PlanMemory(_Memory):
 
     parts: Mapping[str, int]
     """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
-    What is never alive together counts once, see `activations.Transient`."""
+    What is never alive together counts once, see `activations.Transient`. `exchange` is `buffers.lasting`."""
     worst: Place
     buffers: StepBuffers
     """Of that rank."""
@@ -332,8 +336,11 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for owner in range(mesh.owners):
         groups, held = by_owner.get(owner, []), reduction.get(owner, 0)
         if mesh.tp == 1:
-            copied = [_copied(config, plan.matrices[index], 1, 0) for group in groups for index in group]
-            found.append(StepBuffers(gradients=batch_bytes(copied), reduction=held))
+            own = [plan.matrices[index] for group in groups for index in group]
+            copied = [_copied(config, matrix, 1, 0) for matrix in own]
+            together = [[own[place].shape for place in batch] for batch in _batches(copied)]
+            scratch = workspace_bytes(config, together)
+            found.append(StepBuffers(gradients=batch_bytes(copied), workspace=scratch, reduction=held))
             continue
         hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
         moved = [
@@ -355,17 +362,37 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
                 )
                 for group, at in zip(groups, hosts, strict=True)
             )
-            found.append(StepBuffers(exchange=sets * messages, gradients=FP32 * copied_most, reduction=held))
+            hosted = [
+                [plan.matrices[index].shape for index, own in zip(group, at, strict=True) if own == host]
+                for group, at in zip(groups, hosts, strict=True)
+            ]
+            found.append(
+                StepBuffers(
+                    exchange=sets * messages,
+                    gradients=FP32 * copied_most,
+                    workspace=workspace_bytes(config, hosted),
+                    reduction=held,
+                )
+            )
     return found
 
 
 def batch_bytes(elements: Sequence[int]) -> int:
-    """fp32 bytes for the largest batch: consecutive matrices within `BATCH_BYTES`, or one that alone exceeds it."""
-    most = filled = 0
-    for size in elements:
-        filled = size if filled + size > BATCH_BYTES // FP32 else filled + size
-        most = max(most, filled)
-    return FP32 * most
+    """fp32 bytes for the largest of `_batches`."""
+    return FP32 * _most(sum(elements[place] for place in batch) for batch in _batches(elements))
+
+
+def _batches(elements: Sequence[int]) -> list[list[int]]:
+    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32, or of one that alone exceeds it."""
+    found: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(elements):
+        if not found or filled + size > BATCH_BYTES // FP32:
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += size
+    return found
 
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
@@ -393,6 +420,11 @@ def _most(sizes: Iterable[int]) -> int:
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
+    alone = [(shape,) for shape in matrix_shapes(config)]
+    return workspace_bytes(config, alone) + _least_buffers(config, layout, stage)
+
+
+def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     if execution_of(config) is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)

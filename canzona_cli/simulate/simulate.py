@@ -311,6 +311,8 @@ def assumptions() -> tuple[str, ...]:
         "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type.",
         "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
         "Gradients are clipped in every step.",
+        "Memory: scratch that optimizers keep counts as lasting; communicators' buffers are within the profile's "
+        "reserved_gib, 0.25 GiB for each that data goes through.",
     )
 
 

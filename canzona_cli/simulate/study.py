@@ -128,6 +128,7 @@ class Study:
                 "capacity_bytes": self.memory.capacity,
                 "exchange_buffer_bytes": buffers.exchange,
                 "update_scratch_bytes": buffers.gradients,
+                "optimizer_scratch_bytes": buffers.workspace,
                 "reduction_scratch_bytes": buffers.reduction,
             },
             "communication": asdict(self.communication),

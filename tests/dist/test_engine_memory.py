@@ -39,7 +39,9 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("optimizer", MAKE)
 def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, where: str) -> None:
-    config, layout = resolve(f"optimizer={optimizer}", *LAYOUTS[where])
+    """Scratch included: for stacked updates it is that of all matrices of a shape together."""
+    stacked = ("optimizer.stack=true",) if (optimizer, where) == ("muon", "tp1 dp4") else ()
+    config, layout = resolve(f"optimizer={optimizer}", *LAYOUTS[where], *stacked)
     memory = plan_memory(config, layout, make_plan(config, layout))
     planned = sum(memory.parts[part] for part in STATE) + memory.buffers.lasting
 

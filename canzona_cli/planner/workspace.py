@@ -1,0 +1,83 @@
+"""Scratch of the matrices' optimizers: what they keep from the first step on, and what they need for a moment besides.
+
+The optimizers of one rank share a `Workspace` (`canzona_cli.optimizers`), with a buffer for each role as large as the
+largest request was. Megatron's own optimizers and a user's allocate what they need in every step.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from canzona_cli.config.execution import execution_of
+from canzona_cli.config.schema import MuonConfig, RunConfig
+from canzona_cli.planner.buckets import FP32, element_bytes
+from canzona_cli.planner.cost import algorithm
+
+Shape = tuple[int, int]
+"""(rows, columns)."""
+
+_CPU_BLOCK = 128 * 1024
+"""Elements of the block of rows that Muon's elementwise passes take together on a CPU."""
+
+
+def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> int:
+    """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
+
+    Muon: two iterates and two squares of the short side in the type of its products, for all stacked matrices of one
+    shape, and a direction in fp32. Shampoo and SOAP, all fp32: one square, one whole matrix, and one for each
+    preconditioned side.
+
+    Args:
+        together: shapes of the matrices that one optimizer steps at once, for each optimizer.
+    """
+    if not keeps_workspace(config):
+        return 0
+    if isinstance(config.optimizer, MuonConfig):
+        return _muon(config, config.optimizer, together)
+    how = algorithm(config)
+    shapes = {shape for batch in together for shape in batch}
+    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    # An Adam graft is put together in the left side's buffer, whether that side has a factor or not.
+    left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
+    right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
+    whole = map(math.prod, shapes)
+    square = max((side**2 for side in sides), default=0)
+    return FP32 * (square + sum(max(sizes, default=0) for sizes in (whole, left, right)))
+
+
+def _muon(config: RunConfig, muon: MuonConfig, together: Iterable[Sequence[Shape]]) -> int:
+    iterate = square = direction = block = 0
+    for batch in together:
+        for (rows, cols), count in Counter(batch).items():
+            stacked = count if muon.stack else 1
+            iterate = max(iterate, stacked * rows * cols)
+            square = max(square, stacked * min(rows, cols) ** 2)
+            direction = max(direction, rows * cols)
+            block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
+    fp32 = (direction if muon.nesterov else 0) + (block if config.cluster.device == "cpu" else 0)
+    return element_bytes(config)[0] * 2 * (iterate + square) + FP32 * fp32
+
+
+def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
+    """Bytes that the update of the largest of `shapes` needs besides, given back when it is done.
+
+    With a workspace: nothing for Muon; in a refresh, three squares of Shampoo's and SOAP's longest preconditioned side
+    and one matrix. Without: for Newton-Schulz, per element of the largest matrix that is worked on whole, the fp32
+    update, its gathered copy and three iterates, and two Gram matrices of the short side; else three such matrices and
+    four squares.
+    """
+    how, width = algorithm(config), element_bytes(config)[0]
+    rows, cols = max(shapes, key=math.prod)
+    kept = keeps_workspace(config)
+    if how.name == "muon":
+        return 0 if kept else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    if how.name == "adamw":
+        return 3 * FP32 * rows * cols
+    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    squares, matrices = (3, 1) if kept else (4, 3)
+    return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
+
+
+def keeps_workspace(config: RunConfig) -> bool:
+    """Whether the matrices' optimizers are canzona's own."""
+    return execution_of(config).ours and config.optimizer.name != "custom"
