@@ -53,7 +53,8 @@ def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None
     """Inside the block, Megatron gets its groups from here."""
     rank = torch.distributed.get_rank()
     # Buckets have no part in the world's own group: what all ranks tell each other would wait behind them.
-    groups: dict[tuple[int, ...], Group] = {}
+    # For the same reason attention, which waits for keys and values, shares none with buckets where dp is 1.
+    groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
     def create_group(ranks: Sequence[int], *, group_desc: str, **options: object) -> Group:
@@ -62,7 +63,7 @@ def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None
             return alone
         if group_desc in AMONG_ALL and len(ranks) == torch.distributed.get_world_size():
             return torch.distributed.group.WORLD
-        members = tuple(sorted(ranks))
+        members = (group_desc == "CONTEXT_PARALLEL_GROUP", tuple(sorted(ranks)))
         if members not in groups:
             groups[members] = torch.distributed.new_group(list(ranks), timeout=timeout, group_desc=group_desc)
         return groups[members]

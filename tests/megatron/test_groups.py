@@ -108,9 +108,11 @@ def test_every_purpose_has_the_ranks_that_megatron_gives_it(wanted: Layout) -> N
         # `own` counts the world as well; `calls` counts the group of a rank alone, and the groups of others.
         (layout(dp=8), 118, 2, 2),
         (layout(tp=8, dp=32), 2043, 41, 3),
+        # Attention's keys and values do not wait behind gradients of the same ranks.
+        (layout(tp=2, cp=4), 93, 10, 5),
         (layout(tp=8, dp=128), 8091, 137, 3),
     ],
-    ids=["8", "256", "1024"],
+    ids=["8", "256", "8 of one sequence", "1024"],
 )
 def test_as_few_groups_as_there_are_sets_of_ranks(wanted: Layout, before: int, calls: int, own: int) -> None:
     assert megatrons(0, wanted).calls == before

@@ -229,6 +229,20 @@ def test_the_slowest_stage_takes_as_long_without_its_list_of_modules(mesh: Layou
     assert backward_s == pytest.approx(max(stage.backward_s for stage in stages))
 
 
+@pytest.mark.parametrize("transformer_engine", [True, False])
+def test_keys_and_values_are_gathered_in_time_where_no_ring_hides_them(transformer_engine: bool) -> None:
+    """8B, 4096 tokens over two ranks, keys and values of 8 heads of 128 in bf16: half of them come over the link, in
+    each of 36 layers and in both directions."""
+    mesh, seconds = replace(layout(), cp=2), []
+    for rate in (450.0, 225.0):
+        cluster = replace(H100, transformer_engine=transformer_engine, intra_node_gb_per_s=rate)
+        stage = stage_time(config_of("8b", mesh, cluster), mesh, 0)
+        seconds.append((stage.forward_s, stage.backward_s))
+    received = 0 if transformer_engine else 36 * 4096 // 2 * 2 * 8 * 128 * 2
+    for fast, slow in zip(*seconds, strict=True):
+        assert slow - fast == pytest.approx(received / 360e9, rel=1e-6)
+
+
 def test_traffic_on_the_same_link_slows_the_backward() -> None:
     """Inside one machine, gradient reduction and tensor parallelism share NVLink; across machines they do not."""
     inside, across = layout(tp=4, dp=2, count=1), layout(tp=8, dp=2, count=1)
