@@ -1,0 +1,163 @@
+"""Steps of Qwen3-32B's structure on 256 ranks (TP 8 x DP 32), every side of its matrices divided by 64.
+
+No network and no other process: a recorder stands in for the communicators. What is asserted is what only shows at
+such sizes: every member of a communicator calls the same collectives in the same order, as many as the plan has, and
+no host waits for a value or for a collective before it must.
+"""
+
+import multiprocessing
+from collections import Counter, defaultdict
+from functools import partial
+
+import pytest
+
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.optimizers import muon
+from canzona_cli.planner.measures import communication
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.step import train_step
+from tests.dist.engine_support import batches
+from tests.dist.jobs import build
+from tests.dist.recorder import Event, Recorder, become
+
+TP, DP = 8, 32
+SHAPE = (
+    *("recipe=qwen3-32b", f"gpus={TP * DP}", "cluster=cpu", f"parallel.tp={TP}", "parallel.pp=1"),
+    *(
+        "model.hidden_size=80",
+        "model.ffn_hidden_size=400",
+        "model.head_dim=2",
+        "model.vocab_size=384",
+        "data.tokenizer=byte",
+    ),
+    *("train.seq_length=16", "train.micro_batch_size=1", "train.batch_tokens=1024", "train.eval_interval=0"),
+    "parallel.bucket_elements=10000",
+)
+OF_MATRICES = {"reduce", "broadcast", "all_to_all_single"}
+"""Collectives that Megatron's own buckets, of what AdamW updates, do not use."""
+READS = [("tolist", "norm_clip"), ("tolist", "other")]
+"""What a host waits for in a step: the gradient norm before anything changes, and the step's loss at its end."""
+Recorded = dict[int, list[Event]]
+
+
+def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
+    return fit.resolve(compose_run([*SHAPE, *overrides]).config)
+
+
+def recorded(config: RunConfig, layout: Layout, ranks: list[int]) -> Recorded:
+    """The second step of these ranks: no first times in it."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2, maxtasksperchild=1) as pool:
+        return dict(zip(ranks, pool.map(partial(_rank, config, layout), ranks, chunksize=1), strict=True))
+
+
+def _rank(config: RunConfig, layout: Layout, rank: int) -> list[Event]:
+    become(rank, layout.world_size)
+    recorder = Recorder()
+    with recorder.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "_by_blocks", lambda matrix: False)  # the way of a GPU: whole matrices at once
+        trainee = build(config, layout)
+        for group in getattr(getattr(trainee.optimizer, "matrices", None), "groups", ()):
+            group._on_host = False  # whether an update was finite is then read by nobody
+        samples = batches(trainee)
+        train_step(trainee, samples)
+        trainee.timer.on_change = recorder.mark
+        recorder.active = True
+        train_step(trainee, samples)
+    return recorder.events
+
+
+def ranks_of_both_groups(layout: Layout, members: int = DP) -> list[int]:
+    """All members of rank 0's tensor-parallel communicator, and the first ones of its data-parallel communicator."""
+    return sorted({*range(layout.tp), *range(0, members * layout.tp, layout.tp)})
+
+
+def launches(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.kind == "launch"]
+
+
+def assert_members_agree(found: Recorded) -> None:
+    """Of each communicator, every member that was recorded calls the same collectives in the same order."""
+    calls: dict[tuple[int, ...], dict[int, list[tuple[object, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, events in found.items():
+        for event in launches(events):
+            assert rank in event.group
+            # Of an all-to-all each rank has its own share.
+            size = None if event.name == "all_to_all_single" else event.elements
+            calls[event.group][rank].append((event.name, event.root, event.dtype, size))
+    compared = 0
+    for group, members in calls.items():
+        assert set(members) == set(group) & set(found), "a member calls nothing where others do"
+        first, *others = members.values()
+        for other in others:
+            assert other == first
+            compared += len(first)
+    assert compared > len(found), "no two members were compared"
+
+
+def assert_nothing_waits_early(events: list[Event]) -> None:
+    """Reductions land under the backward pass, exchanges under updates, gathering under the forward pass."""
+    places = {event.number: place for place, event in enumerate(events) if event.kind == "launch"}
+    waits = {event.number: place for place, event in reversed([*enumerate(events)]) if event.kind == "wait"}
+    last_backward = max(place for place, event in enumerate(events) if event.phase == "backward")
+    reductions = [
+        n for n, place in places.items() if events[place].phase == "grad_reduce" and len(events[place].group) == DP
+    ]
+    assert reductions
+    all_to_all = [n for n in reductions if events[places[n]].name == "all_to_all_single"]
+    for number in reductions:
+        if number in all_to_all:
+            # Two of them are on their way at most: the memory of what comes in is shared.
+            later = [n for n in all_to_all if n > number]
+            assert waits[number] > last_backward or places[later[0]] < waits[number] < places[later[1]]
+        else:
+            assert waits[number] > last_backward
+    exchanges = [n for n, place in places.items() if events[place].phase == "exchange"]
+    assert len(exchanges) % 2 == 0
+    for number in exchanges[1:-1]:
+        under = [event.phase for event in events[places[number] : waits[number]]]
+        assert "matrix_update" in under, "something is updated while it travels"
+
+
+CASES = {
+    "canzona": (),
+    "many micro-groups": ("engine.grouping=greedy", "engine.c_max_mib=0.13"),
+    "all-to-all": ("engine.reduction=all_to_all",),
+    "asc": ("engine.strategy=asc",),
+    "soap": ("optimizer=soap",),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "members"),
+    [
+        *(("canzona", 4, 4), ("all-to-all", 4, 4), ("many micro-groups", 16, 2)),
+        *(pytest.param(case, 64, DP if case == "canzona" else 4, marks=pytest.mark.sweep) for case in CASES),
+    ],
+)
+def test_a_step_of_256_ranks_is_the_plans(case: str, layers: int, members: int) -> None:
+    config, layout = resolve(f"model.num_layers={layers}", *CASES[case])
+    plan = make_plan(config, layout)
+    planned = communication(config, layout, plan)
+    found = recorded(config, layout, ranks_of_both_groups(layout, members))
+    assert_members_agree(found)
+    exchanges = []
+    for events in found.values():
+        matrices = Counter(event.phase for event in launches(events) if event.name in OF_MATRICES)
+        assert matrices["grad_reduce"] == planned.dp_reductions
+        assert matrices["param_gather"] == planned.dp_gathers
+        exchanges.append(matrices["exchange"])
+        assert_nothing_waits_early(events)
+        assert [(event.name, event.phase) for event in events if event.kind == "read"] == READS
+    assert max(exchanges) == planned.tp_exchanges
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "override", ["engine.strategy=sc", "engine.strategy=layerwise", "optimizer=adamw", "engine.layout=aligned"]
+)
+def test_megatrons_own_collectives_are_the_same_on_all_members(override: str) -> None:
+    config, layout = resolve("model.num_layers=4", override)
+    assert_members_agree(recorded(config, layout, ranks_of_both_groups(layout, 4)))
