@@ -93,9 +93,9 @@ class Snapshots:
 
     def _agree(self, holding: Holding) -> Routing:
         """Who writes what; asked again only when what some rank holds has changed, as it does in the first step."""
-        changed = torch.tensor(float(holding != self._holding), device=self._trainee.world.device)
+        changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
-        if self._routing is None or changed.item():
+        if self._routing is None or any(self._trainee.timer.read(changed)):
             everyone: list[Holding] = [holding] * self._trainee.world.world_size
             torch.distributed.all_gather_object(everyone, holding)
             units = {piece.unit for other in everyone for piece in other.pieces}

@@ -186,9 +186,9 @@ class Training:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
         told = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
-        preempted = torch.tensor([told], device=self.trainee.world.device)
+        preempted = torch.full((1,), told, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
-        return "preempted" if self.saver is not None and preempted.item() else "interrupted"
+        return "preempted" if self.saver is not None and any(self.trainee.timer.read(preempted)) else "interrupted"
 
     def _validate(self) -> None:
         step, settings = self.progress.step, self.trainee.config.train

@@ -166,9 +166,9 @@ class Saver:
                 begin(self._files.checkpoints, save.step)
             except SaveFailed as error:
                 self._failed(save, error)
-        ready = torch.tensor([float(save.failure is None)], device=world.device)
+        ready = torch.full((1,), float(save.failure is None), device=world.device)
         torch.distributed.broadcast(ready, src=0)
-        return bool(ready.item())
+        return any(self._trainee.timer.read(ready))
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float, reread: bool) -> None:
         """On a thread of its own."""

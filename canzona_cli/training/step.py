@@ -163,10 +163,10 @@ def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
     """Ranks that saw a loss which is not finite. Collective."""
     world = trainee.world
     bad = torch.zeros(world.world_size, device=world.device)
-    if world.is_last_stage and not bool(torch.isfinite(torch.stack(losses)).all()):
-        bad[world.rank] = 1.0
+    if world.is_last_stage:
+        bad[world.rank] = torch.isfinite(torch.stack(losses)).logical_not().any().float()
     torch.distributed.all_reduce(bad)
-    return tuple(bad.nonzero().flatten().tolist())
+    return tuple(rank for rank, found in enumerate(trainee.timer.read(bad)) if found)
 
 
 def bad_losses(ranks: Sequence[int]) -> str:

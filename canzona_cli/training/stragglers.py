@@ -11,7 +11,7 @@ times slower than its peers', and no window of 20 steps was by more than 1.5.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,10 +72,17 @@ class StragglerWatch:
         self._own: list[float] = []
         self._step_s = 0.0
         self._first = True
+        self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
+        """The step with which a window ended, its mean step, and what all ranks have told of it."""
         self._known: frozenset[int] = frozenset()
 
     def after_step(self, step: int) -> None:
-        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps."""
+        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps, for whose outcome
+        nobody waits: it is looked at a step later."""
+        if self._sent is not None:
+            ended, step_s, arrived = self._sent
+            self._sent = None
+            self._judge(ended, step_s, arrived())
         timing = self._timer.newest
         if timing is None:
             return
@@ -85,14 +92,18 @@ class StragglerWatch:
         self._own.append(timing.own_s)
         self._step_s += timing.step_s / WINDOW
         if len(self._own) == WINDOW:
-            self._compare(step)
+            self._sent = step, self._step_s, self._send()
+            self._own, self._step_s = [], 0.0
 
-    def _compare(self, step: int) -> None:
-        mine = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64, device=self._world.device)
-        step_s, self._own, self._step_s = self._step_s, [], 0.0
-        everyone = [torch.empty_like(mine) for _ in range(self._world.world_size)]
-        torch.distributed.all_gather(everyone, mine)
-        rows = [row.tolist() for row in everyone]
+    def _send(self) -> Callable[[], list[float]]:
+        own = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
+        mine = own.to(self._world.device, non_blocking=True)
+        everyone = mine.new_empty(self._world.world_size * len(mine))
+        torch.distributed.all_gather_into_tensor(everyone, mine)
+        return self._timer.fetch(everyone)
+
+    def _judge(self, step: int, step_s: float, told: list[float]) -> None:
+        rows = [told[start : start + WINDOW + 1] for start in range(0, len(told), WINDOW + 1)]
         own, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
         found = list(stragglers(own, stages, step_s=step_s, limits=self._limits))
         for one in found:

@@ -8,7 +8,7 @@ import torch
 
 from canzona_cli.calibrate.measurement import FULL, QUICK, Orders
 from canzona_cli.calibrate.team import LEAST, MOST, repeat
-from canzona_cli.calibrate.updates import expected, shapes, variants
+from canzona_cli.calibrate.updates import Group, expected, shapes, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
@@ -16,6 +16,7 @@ from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.planner.cost import algorithm, label
 from canzona_cli.run.files import RunFiles
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
 
 CPU = torch.device("cpu")
 
@@ -85,3 +86,23 @@ def test_orders_reach_the_ranks(tmp_path: Path) -> None:
     for effort in (FULL, QUICK):
         Orders(effort=effort, workers=2).write(RunFiles(tmp_path))
         assert Orders.read(RunFiles(tmp_path)) == Orders(effort=effort, workers=2)
+
+
+@pytest.mark.parametrize("name", ["muon/standard/5", "megatron/muon/standard/5"])
+def test_on_a_gpu_an_update_is_measured_as_the_engine_runs_it(name: str) -> None:
+    """The weight is written where the update was finite, rounded in memory of its own, and the host does not look."""
+    config = compose_run(["recipe=tiny", "model.num_layers=2"]).config
+    [variant] = [variant for variant in variants(config) if variant.label == name]
+    with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
+        patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+        group = Group(variant, 8, 12, DEVICE)
+        group.update()
+        record.forget()
+        samples = repeat(group.update, DEVICE, 0.0)
+        named = {operation.name for operation in record.operations}
+    assert samples
+    assert ("aten::where" in named) == (variant.kind == "ours")
+    assert record.host_reads == []
+    assert {wait.split(" at ")[0] for wait in record.host_waits} == {"device"}, "between samples"
+    for master, weight in zip(group._masters, group._weights, strict=True):
+        assert torch.equal(weight, master.detach().bfloat16())

@@ -117,9 +117,12 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
     with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
         patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)  # as on CUDA
         trainee = assemble(config, world, plan)
-        assert get_model_config(trainee.model).bias_activation_fusion
+        megatron = get_model_config(trainee.model)
+        assert megatron.bias_activation_fusion
+        assert megatron.batch_p2p_comm
+        assert not megatron.batch_p2p_sync, "every transfer between stages would make the host wait"
         # It would be compiled, and rounds in other places.
-        get_model_config(trainee.model).bias_activation_fusion = False
+        megatron.bias_activation_fusion = False
         record.forget()
         yield trainee, record
 

@@ -1,5 +1,6 @@
 """The training loop on real ranks: it stops everywhere at once, and looking does not change what is looked at."""
 
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import torch
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import Batch, Datasets
 from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
+from tests.dist.engine_support import engine_of
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -194,12 +197,36 @@ def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, 
 
 def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
     def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
+        # It would stop the ranks at different moments, and all of them would wait.
+        assert not gc.isenabled()
         if step == STEPS:
             files.request_stop()
 
     root = tmp_path / "run"
     assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(how="done", error=None, step=STEPS)] * 2
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
+
+
+def test_a_failure_in_the_last_update_is_counted_before_the_run_ends(tmp_path: Path) -> None:
+    """Others are heard of with the next step's norm."""
+
+    def prepare(trainee: Trainee, files: RunFiles) -> None:
+        matrices = engine_of(trainee).matrices
+        assert isinstance(matrices, PlannedOptimizer)
+        update, done = matrices._update, 0
+
+        def updating() -> None:
+            nonlocal done
+            update()
+            done += 1
+            if done in (1, STEPS) and trainee.world.rank == 0:
+                matrices._fallbacks(next(iter(matrices.masters.values())), "no convergence")
+
+        matrices._update = updating  # type: ignore[method-assign]
+
+    root = tmp_path / "run"
+    _run(root, *LAYOUTS["tp2"], *WAYS["canzona"], validation=False, prepare=prepare)
+    assert [line["fallbacks"] for line in _lines(RunFiles(root).metrics)] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("way", WAYS)

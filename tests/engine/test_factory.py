@@ -60,6 +60,22 @@ def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
     assert bool((master == -0.5).all())
 
 
+def test_an_optimizer_is_tried_on_the_runs_device(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written for GPUs alone would fail on the host's matrices."""
+    config = compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,)).config
+    moved: list[object] = []
+
+    def to(tensor: torch.Tensor, device: object) -> torch.Tensor:
+        moved.append(device)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    on_gpu = replace(config, cluster=replace(config.cluster, device="cuda"))
+    optimizer_factory(on_gpu, matrices(config.model, layout(), "split"))
+    # Two weights, and their gradients of two steps.
+    assert moved == [torch.device("cuda")] * 6
+
+
 def test_only_our_own_modules_need_no_consent(recipes: Path) -> None:
     lion = (recipes / "optimizer" / "lion.yaml").read_text()
     (recipes / "optimizer" / "lion.yaml").write_text(lion.replace("canzona_cli.optimizers.", "canzona_cli_optimizers."))

@@ -1,12 +1,17 @@
 """PhaseTimer on a clock that only moves when told: every second of a step belongs to exactly one phase."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.megatron.in_flight import CudaWatcher
+from canzona_cli.megatron.owner_bucket_group import InFlight
 from canzona_cli.megatron.timers import HostClock, PhaseTimer, StepTiming
 from canzona_cli.run.phases import IN_STEP, Phase
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
 
 
 class HandClock(HostClock):
@@ -268,6 +273,37 @@ def test_a_ranks_own_time_is_its_even_work_without_the_waits_in_it() -> None:
     assert timer.newest is not None
     assert (timer.newest.own_s, timer.newest.waited_s) == (6.5, 0.5)
     assert [timing.own_s for timing in timer.timings()] == [6.5, 13.0]
+
+
+def test_what_is_fetched_early_is_not_waited_for_again() -> None:
+    """On CUDA, where the host waits: it is said so while it does, and only then is the host's clock a device's."""
+    with cuda_stand_in() as record:
+        timer = PhaseTimer(DEVICE)
+        heard: list[bool] = []
+        timer.on_wait = heard.append
+        first, second = (torch.tensor([number, 2.0]) * 1.0 for number in (1.0, 3.0))
+        timer.begin_step()
+        early = timer.fetch(first)
+        assert (heard, record.host_waits) == ([], [])
+        assert timer.read(second) == [3.0, 2.0]
+        assert (len(record.host_waits), heard) == (1, [True, False])
+        assert early() == [1.0, 2.0]
+        assert len(record.host_waits) == 1
+        timer.end_step()
+        assert record.host_reads == []
+        before = time.perf_counter()
+        (step,) = timer.timelines()
+        assert (step.start_s, step.end_s) == pytest.approx((before, before), abs=60.0), "the host's clock"
+
+
+def test_a_watched_transfer_of_nothing_takes_no_time() -> None:
+    """With one data-parallel rank: its end must not come before its start, nor from another stream."""
+    with cuda_stand_in() as record:
+        timer = PhaseTimer(DEVICE)
+        span = timer.span("grad_reduce_total", timer.now())
+        CudaWatcher().watch(span, InFlight([]))
+        assert span.end is span.start
+        assert record.waits == []
 
 
 def test_who_listens_hears_every_change_of_phase_and_every_wait() -> None:

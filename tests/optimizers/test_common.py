@@ -81,10 +81,12 @@ def test_a_closure_is_refused(make: Callable[[list[torch.nn.Parameter]], MatrixO
 
 
 def test_precision_is_put_back() -> None:
-    before = torch.get_float32_matmul_precision()
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction
     with products("tf32"):
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert torch.get_float32_matmul_precision() == before
+        assert matmul.fp32_precision == "tf32"
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    assert (torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction) == before
 
 
 @preconditioned
