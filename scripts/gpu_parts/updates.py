@@ -121,7 +121,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
     events = profile.events() or ()
     if device.type == "cuda":
         return sum(event.device_type == torch._C._autograd.DeviceType.CUDA for event in events)
-    return sum(event.cpu_parent is None for event in events)
+    return sum(not event.cpu_children for event in events)
 
 
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
