@@ -13,7 +13,7 @@ from typing import Literal
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import micro_batch_tokens, stream_elements
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import Unit, matmul_rate, matmul_seconds, memory_rate
+from canzona_cli.planner.cost import matmul_rate, matmul_seconds, memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
 
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
@@ -24,6 +24,9 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 TORCH_ATTENTION = 1.6
 """Time of torch's own kernel, FlashAttention-2, over that of Transformer Engine's on Hopper: 1.5 to 2 forward, 1.5 to
 1.75 backward (the same paper)."""
+CPU_ATTENTION = 0.4
+"""Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured 0.25 to
+0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
 ELEMENTWISE_PASSES = {True: 1.0, False: 3.0}
 """Memory traffic of elementwise work over what fused kernels need: with Transformer Engine, and without."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
@@ -146,25 +149,38 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
             exchanges_again=exchanges if layout.recompute == "full" else 0,
         )
 
-    unit: Unit = config.train.precision
-    peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
-    core_s = 2.0 * tokens * config.train.seq_length * heads / peak
-    attention = core_s / ATTENTION_FORWARD, 2.5 * core_s / ATTENTION_BACKWARD
-    if not cluster.transformer_engine:
-        attention = TORCH_ATTENTION * attention[0], TORCH_ATTENTION * attention[1]
-        if layout.cp > 1:
-            links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
-            size = 2.0 * layout.cp * tokens * groups * element_bytes(config)[0]
-            attention = (
-                attention[0] + links.all_gather(size, group).seconds,
-                attention[1] + links.reduce_scatter(size, group).seconds,
-            )
     return (
-        module("qkv", hidden, heads + 2 * groups, 2 * stream + 4 * tokens * (heads + groups), *attention),
+        module(
+            "qkv",
+            hidden,
+            heads + 2 * groups,
+            2 * stream + 4 * tokens * (heads + groups),
+            *_core_attention(config, layout),
+        ),
         module("proj", heads, hidden, 3 * stream),
         module("fc1", hidden, 2 * ffn, 2 * stream + 3 * tokens * ffn),
         module("fc2", ffn, hidden, 3 * stream),
     )
+
+
+def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Seconds of one layer's, forward and backward."""
+    cluster, t, head_dim = config.cluster, layout.tp, config.model.head_dim
+    tokens, unit = micro_batch_tokens(config, layout), config.train.precision
+    operations = 2.0 * tokens * config.train.seq_length * config.model.num_attention_heads * head_dim / t
+    if cluster.device == "cpu":
+        forward = operations / (CPU_ATTENTION * matmul_rate(cluster, 1, "fp32"))
+        backward = 2.5 * forward
+    else:
+        peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
+        slower = 1.0 if cluster.transformer_engine else TORCH_ATTENTION
+        forward = slower * operations / (ATTENTION_FORWARD * peak)
+        backward = 2.5 * slower * operations / (ATTENTION_BACKWARD * peak)
+    if layout.cp == 1 or cluster.transformer_engine:
+        return forward, backward
+    links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
+    size = 2.0 * layout.cp * tokens * config.model.num_query_groups * head_dim / t * element_bytes(config)[0]
+    return forward + links.all_gather(size, group).seconds, backward + links.reduce_scatter(size, group).seconds
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
