@@ -130,7 +130,7 @@ def calibrate(
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
         workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
-        Orders(effort=effort, workers=workers).write(files)
+        Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, layout, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)

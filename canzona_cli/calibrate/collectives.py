@@ -1,7 +1,13 @@
-"""Seconds of collectives on the real backend, by kind, group size and bytes."""
+"""Seconds of collectives on the real backend, by kind, group size and bytes.
+
+On CPU ranks each is timed alone, from the moment all are there. On GPUs the skew of leaving a barrier and launching
+would be as long as what is measured: there, several in a row are timed between two events on the device, behind a
+collective that brings all devices together and keeps them busy until the rest has been launched.
+"""
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,11 +15,17 @@ import torch.distributed as dist
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.team import Team, joined, wait
 from canzona_cli.config.schema import Collective
+from canzona_cli.megatron.grouping import device_seconds, grouped, serial_factor
+from canzona_cli.megatron.owner_bucket_group import broadcast_each, reduce_each
 from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200
+ROW = 16
+"""Collectives between two events."""
 _PILOTS = 2
+_GATHERING_BYTES = 64 << 20
+"""Of the all-reduce ahead of a row, at least 0.2 ms over NVLink."""
 _LARGE_S = 1.5
 """Limit in seconds for the repetitions of the largest size."""
 
@@ -58,15 +70,19 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
             longest = measure(members, kind, make, size, effort.item_s, recorder)
         if effort.large is not None and longest * effort.large / effort.sizes[-1] * LEAST < _LARGE_S:
             measure(members, kind, make, effort.large, effort.item_s, recorder)
+    if members.device.type == "cuda":
+        factor = serial_factor(members.group, members.device, device_seconds)
+        recorder.add(Measurement.of("grouped_collectives", [float(grouped(factor))]))
 
 
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:
     """One kind and size; its median, the same on all members."""
     run, team = make(size, members), members.team
-    pilots = [_alone(team, run) for _ in range(_PILOTS)]
+    once = partial(_alone, team, run) if members.device.type == "cpu" else _in_a_row(members, run)
+    pilots = [once() for _ in range(_PILOTS)]
     pilot = team.decide(min(pilots))
     repetitions = min(MOST, max(LEAST, int(budget_s / 2 / max(pilot, 1e-6))))
-    own = [_alone(team, run) for _ in range(repetitions)]
+    own = [once() for _ in range(repetitions)]
     # It ends when the last rank is done.
     slowest = [max(each) for each in zip(*team.gather(own), strict=True)]
     median = Quartiles.of(slowest).median
@@ -91,21 +107,45 @@ def _alone(team: Team, run: Transfer) -> float:
     return time.perf_counter() - begin
 
 
+def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
+    """Seconds that the device takes for one of `ROW`."""
+    gathering = _all_reduce(_GATHERING_BYTES, members)
+
+    def row() -> None:
+        for _ in range(ROW):
+            run()
+
+    def once() -> float:
+        members.team.meet()
+        gathering()
+        return device_seconds(row) / ROW
+
+    return once
+
+
 def _all_reduce(size: int, members: Members) -> Transfer:
     data = members.buffer(size, torch.float32).zero_()  # sums of sums would overflow
     return lambda: _finish(dist.all_reduce(data, group=members.group, async_op=True))
 
 
 def _reduce(size: int, members: Members) -> Transfer:
-    """To one owner, asynchronously, as gradients travel."""
-    data = members.buffer(size, torch.float32).zero_()
-    return lambda: _finish(dist.reduce(data, group=members.group, group_dst=0, async_op=True))
+    """To owners, asynchronously, as gradients travel."""
+    parts = _ranges(members.buffer(size, torch.float32).zero_(), members)
+    return lambda: _finish(*reduce_each(parts, members.group))
 
 
 def _broadcast(size: int, members: Members) -> Transfer:
-    """From one owner, asynchronously, as weights travel."""
-    data = members.buffer(size, torch.bfloat16)
-    return lambda: _finish(dist.broadcast(data, group=members.group, group_src=0, async_op=True))
+    """From owners, asynchronously, as weights travel."""
+    parts = _ranges(members.buffer(size, torch.bfloat16), members)
+    return lambda: _finish(*broadcast_each(parts, members.group))
+
+
+def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
+    """On GPUs a bucket with a range for each rank, for only together do they show what sharing the link and a launch
+    comes to; on CPU ranks one range, for gloo runs them apart, in threads."""
+    if members.device.type == "cpu":
+        return [(data, 0)]
+    return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]
 
 
 def _all_gather(size: int, members: Members) -> Transfer:
@@ -138,9 +178,10 @@ def _send(size: int, members: Members) -> Transfer:
     return receive
 
 
-def _finish(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()
+def _finish(*works: dist.Work | None) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 KINDS: Mapping[Collective, Make] = {

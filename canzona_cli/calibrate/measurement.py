@@ -1,10 +1,11 @@
 """What the launcher of a calibration tells its ranks, and what they report: a line of JSON per number. No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from canzona_cli.config.schema.cluster import Device
 from canzona_cli.run.codec import JsonLines, parse
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.statistics import Quartiles
@@ -22,10 +23,12 @@ Quantity = Literal[
     "adamw_ns",
     "updates",
     "collectives",
+    "grouped_collectives",
     "forward",
     "backward",
 ]
-"""Profile fields in their own units; updates, collectives, forward and backward in seconds."""
+"""Profile fields in their own units (grouped_collectives: 1 or 0); updates, collectives, forward and backward in
+seconds."""
 
 WHAT: dict[Part, str] = {
     "arithmetic": "matrix products, decompositions, launches",
@@ -52,7 +55,12 @@ class Effort:
     large: int | None = 32 << 20
     """One more size, where it is quick enough."""
 
+    def on(self, device: Device) -> "Effort":
+        """The same with sizes of what travels on it: on GPUs up to buckets and gatherings of the largest models."""
+        return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
+
+GPU_SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 128 << 20, 1 << 30)
 FULL = Effort()
 QUICK = Effort(item_s=0.08, largest_item_s=1.5, end_s=30.0, sizes=(8, 64 << 10, 1 << 20), large=None)
 

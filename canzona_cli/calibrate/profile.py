@@ -67,7 +67,8 @@ def profile_of(
     )
     here = {} if record.facts is None else asdict(record.facts)
     # Each under the name of its field; forward and backward become factors below.
-    measured = {name: significant(value) for name, value in known.items() if name not in ("forward", "backward")}
+    others = ("forward", "backward", "grouped_collectives")
+    measured = {name: significant(value) for name, value in known.items() if name not in others}
     products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _those(record, "matmul_tflops"))
     if not products or "arithmetic" not in record.done:
         products = base.matmul_tflops  # large sizes come last: half a table would make products look slow
@@ -77,6 +78,7 @@ def profile_of(
         matmul_tflops=products,
         measured_updates=_updates(kept, record),
         collectives=_collectives(kept, record),
+        grouped_collectives=bool(known.get("grouped_collectives", base.grouped_collectives)),
         step_factors={},
         crowding=1.0,
         cores=cores() if base.device == "cpu" else base.cores,

@@ -18,6 +18,7 @@ _MEANING = {
     "bf16_tflops": "the fastest of matmul_tflops: no datasheet tells a processor's peak",
     "forward_factor": "measured forward over what the model of it says on this profile",
     "backward_factor": "the same of the backward",
+    "grouped_collectives": "whether small reductions together take little longer than one",
     "crowding": "measured time of steps whose ranks outnumber the cores over even shares of them",
     "step_factors": "measured time in whole steps over what its parts come to",
     "intra_node_gb_per_s": "from all-to-all of 2 ranks",
@@ -117,7 +118,7 @@ def _settings(found: Calibration) -> Iterator[str]:
             yield from (f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())
         else:
             plain = list(value) if isinstance(value, tuple) else value
-            yield f"{name}: {_scalar(plain)}" + (f" # {_spread(single[name])}" if name in single else meaning)
+            yield f"{name}: {_scalar(plain)}" + (meaning or (f" # {_spread(single[name])}" if name in single else ""))
 
 
 def _rows(found: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:

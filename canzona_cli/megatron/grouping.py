@@ -27,12 +27,12 @@ def contradiction(trainee: Trainee) -> str | None:
     several = any(bucket.reduction == "reduce" and len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
-    return judged(serial_factor(group, device, _cuda_seconds), assumed=trainee.config.cluster.grouped_collectives)
+    return judged(serial_factor(group, device, device_seconds), assumed=trainee.config.cluster.grouped_collectives)
 
 
 def judged(factor: float, *, assumed: bool) -> str | None:
     """In words, what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
-    if (factor < SERIAL) == assumed:
+    if grouped(factor) == assumed:
         return None
     found = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
     if assumed:
@@ -41,6 +41,11 @@ def judged(factor: float, *, assumed: bool) -> str | None:
             "plan with cluster.grouped_collectives=false, or let TORCH_DIST_USE_NCCL2=0 choose torch's other backend"
         )
     return f"reductions of a bucket are grouped here ({found}): plan with cluster.grouped_collectives=true"
+
+
+def grouped(factor: float) -> bool:
+    """What a `serial_factor` says."""
+    return factor < SERIAL
 
 
 def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
@@ -62,7 +67,8 @@ def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[
     return float(ratio.item())
 
 
-def _cuda_seconds(operation: Callable[[], None]) -> float:
+def device_seconds(operation: Callable[[], None]) -> float:
+    """From one event on the current stream to the next, `operation` between them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     operation()

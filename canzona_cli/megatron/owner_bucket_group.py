@@ -275,6 +275,11 @@ def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) 
     return _each(parts, group, _reduce)
 
 
+def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
+    """A broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
+    return _each(parts, group, _broadcast)
+
+
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
     """On a GPU they are handed over together: whether they are one launch is the backend's (`megatron.grouping`)."""
     if parts[0][0].device.type != "cuda":

@@ -159,16 +159,17 @@ class Links:
         """
         on_gpu = self.cluster.device == "cuda"
         chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
+        together = self._measured(kind, sum(sizes), group) if on_gpu else None
+        if together is not None:
+            # Measured as a bucket's are issued, with one range for each rank.
+            alone = 1.0 if self.cluster.grouped_collectives else collectives / group.size
+            return replace(together, latency_s=alone * together.latency_s)
         each = [self._measured(kind, size, group) for size in sizes]
         measured = [one for one in each if one is not None]
         if not measured:
             least = min(sizes) if len(sizes) == group.size else 0.0
             whole = self.through(sum(sizes) - least, group)
             return replace(whole, latency_s=chains * whole.latency_s)
-        if on_gpu:
-            return Transfer(
-                latency_s=chains * max(one.latency_s for one in measured), link_s=sum(one.link_s for one in measured)
-            )
         at_once = min(GLOO_THREADS, len(measured))
         seconds = sum(one.seconds for one in measured) / at_once
         return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))

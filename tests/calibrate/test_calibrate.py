@@ -53,6 +53,13 @@ def test_latency_and_bandwidth_say_of_two_ranks_what_was_measured() -> None:
         assert links.all_to_all([size, size], [size, size], pair).seconds == pytest.approx(seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_whether_collectives_are_grouped_is_as_the_largest_group_found_it(together: bool) -> None:
+    assert profile().grouped_collectives == run()[0].cluster.grouped_collectives
+    found = [number("grouped_collectives", float(value)) for value in (not together, together)]
+    assert profile(replace(RECORD, measurements=tuple(found))).grouped_collectives is together
+
+
 def test_factors_make_the_model_say_what_was_measured() -> None:
     config, layout = run()
     found = profile()

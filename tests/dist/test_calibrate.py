@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from canzona_cli.calibrate import collectives
 from canzona_cli.calibrate.calibrate import calibrate, prepared
-from canzona_cli.calibrate.collectives import KINDS, Members, group_sizes, measure_collectives
+from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile_file import write_profile
 from canzona_cli.calibrate.team import Team
@@ -24,6 +25,7 @@ from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 from tests.waiting import PATIENCE_S
 
@@ -84,6 +86,36 @@ def test_collectives_are_measured_in_every_group_and_members_agree() -> None:
     kinds = {(m.key[0], m.key[1]) for m in first}
     assert kinds == {(kind, size) for kind in KINDS for size in (2, 3)} - {("send", 3)}
     assert all(m.busy > 0 for m in first), "gloo works on the processor"
+
+
+def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() -> None:
+    """On a stand-in. A row of every kind lies between two events, behind an all-reduce; nothing else is waited for."""
+
+    def ranks() -> tuple[list[Measurement], list[str], list[str]]:
+        rank = joined()
+        kept: list[Measurement] = []
+        recorder = Recorder(RunFiles(Path()), writes=False)
+        recorder.add = kept.append  # type: ignore[method-assign,assignment]
+        collectives._GATHERING_BYTES = 8
+        with cuda_stand_in() as record:
+            members = Members(Team(rank, 2, DEVICE))
+            measure_collectives(members, HASTY, recorder)
+            issued = [operation.name for operation in record.operations if operation.stream.startswith("nccl")]
+        return kept, issued, record.host_waits
+
+    for kept, issued, waits in run_ranks(2, ranks):
+        measured = {m.key: m for m in kept if m.quantity == "collectives"}
+        assert set(measured) == {(kind, 2, size) for kind in KINDS for size in HASTY.sizes}
+        assert all(m.busy == 0 for m in measured.values())
+        samples = {kind: 2 * 2 + sum(m.repetitions for key, m in measured.items() if key[0] == kind) for kind in KINDS}
+        # A bucket has a range for each of the two ranks.
+        assert sum("reduce_" in name and "scatter" not in name and "all" not in name for name in issued) >= (
+            2 * ROW * samples["reduce"]
+        )
+        assert len(waits) >= sum(samples.values())
+        assert all("event" in wait for wait in waits)
+        [found] = [m for m in kept if m.quantity == "grouped_collectives"]
+        assert found.spread.median in (0.0, 1.0)
 
 
 def test_who_waits_leaves_its_core_to_the_others() -> None:

@@ -8,11 +8,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from canzona_cli.planner.buckets import Parameter, align, stage_parameters
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.buckets import Parameter, align, default_bucket_elements, stage_parameters
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
+from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.plan import Assignment, Bucket
-from canzona_cli.simulate.predict import layerwise
+from canzona_cli.simulate.predict import layerwise, simulate_strategy
 from tests.planner.planning import grid, transformer
+from tests.sizes import run
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,6 +51,30 @@ def test_layerwise_is_megatrons_layout(seed: int) -> None:
             assert (bucket_of, part.owner) == (number, owner)
             assert part.start <= start - first <= end - first <= part.end
             assert assignment.cells[index].owner == owner
+
+
+def test_what_layerwise_reduces_behind_the_backward_is_megatrons_last_buckets() -> None:
+    """32B on 256 GPUs: each bucket of equal shards grows until 32 shards of the largest parameter are 90% full, a
+    quarter of the model; the two first parameters, left over, are padded 18 times."""
+    config = run("32b", 256, strategy="layerwise", tp=8)
+    config, layout = resolve(config)
+    assert (layout.tp, layout.owners) == (8, 32)
+    matrices = matrices_of(config.model, layout, "qkv")
+    tensors = [
+        torch.nn.Parameter(torch.empty(parameter.elements, device="meta"))
+        for parameter in stage_parameters(matrices, 0, layout.tp)
+    ]
+    theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+        tensors, default_bucket_elements(layout.owners), layout.owners, DistributedDataParallelConfig()
+    )
+    sizes = [end - start for start, end in theirs.bucket_indices]
+    assert sizes[-1] > 17 * sum(tensor.numel() for tensor in tensors[:2])
+    assert len(sizes) == 5
+    # What completes with the first layer; the rest has 3/4 of the backward pass to hide under.
+    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+    late = sum(links.reduce_scatter(4 * size, group).seconds for size in sizes[-2:])
+    found, adamw = (simulate_strategy(config, layout, name, matrices) for name in ("layerwise", "adamw"))
+    assert found.phases["grad_reduce"] - adamw.phases["grad_reduce"] == pytest.approx(late, rel=0.1)
 
 
 def placed(

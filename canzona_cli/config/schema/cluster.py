@@ -111,8 +111,9 @@ class ClusterConfig:
         tuple[tuple[str, int, float, float, float], ...],
         "Measured collectives inside a machine, used instead of bandwidth and latency: kind, ranks, bytes, "
         "seconds, and the processor cores they kept busy meanwhile (0 on GPUs). Bytes are those of the whole "
-        "buffer for all_reduce, all_gather and reduce_scatter, of the message for reduce, broadcast and send, and "
-        "of what the busiest rank sends to all others for all_to_all.",
+        "buffer for all_reduce, all_gather and reduce_scatter, of the message for reduce, broadcast and send (on GPUs, "
+        "of a bucket of ranges, one to or from each rank, for reduce and broadcast), and of what the busiest rank "
+        "sends to all others for all_to_all.",
         Example("[[all_reduce,2,1048576,0.002,1.5]]"),
         PLAN,
     ] = ()
