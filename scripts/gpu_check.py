@@ -27,7 +27,7 @@ from pathlib import Path
 
 from gpu_parts.outcome import Found, Outcome, Setup, content, table
 
-from canzona_cli.cluster.machine import gpu_inventory
+from canzona_cli.cluster.machine import GpuInfo, gpu_inventory
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.report.errors import show_failure
@@ -77,27 +77,32 @@ def main() -> None:
         if given.part is not None:
             answer(Setup.read(given.work), given.part, 60 * given.minutes)
         else:
-            name, gpus = require(given.device)
+            gpus = require(given.device)
             with tempfile.TemporaryDirectory(prefix="canzona-gpu-check-") as work:
-                sizes = tuple(given.sizes)
                 setup = Setup(
-                    device=given.device, name=name, gpus=gpus, sizes=sizes, budget_s=given.budget, work=work
-                )  # fmt: skip
-                check(setup, given.only, 60 * (given.minutes or (10 if gpus == 1 else 20)), given.out)
+                    device=given.device,
+                    name=gpus[0].name,
+                    memory_gib=gpus[0].memory_bytes / 2**30,
+                    gpus=len(gpus),
+                    sizes=tuple(given.sizes),
+                    budget_s=given.budget,
+                    work=work,
+                )
+                check(setup, given.only, 60 * (given.minutes or (10 if len(gpus) == 1 else 20)), given.out)
     except Exception as error:
         sys.exit(show_failure(error))
 
 
-def require(device: Device) -> tuple[str, int]:
-    """Name of the GPU, and how many there are."""
+def require(device: Device) -> tuple[GpuInfo, ...]:
+    """The GPUs; on a CPU, two that stand for its ranks."""
     if device == "cpu":
-        return "cpu", 2
+        return (GpuInfo(name="cpu", memory_bytes=0),) * 2
     gpus = gpu_inventory()
     if gpus:
         import torch
 
         if torch.cuda.is_available():
-            return gpus[0].name, len(gpus)
+            return gpus
     seen = f"torch cannot use the {gpus[0].name} that is here" if gpus else "no GPU is visible here"
     fix = "run it where `canzona doctor` finds a GPU; --device cpu has every part run on this machine's CPU"
     raise EnvironmentProblem(Problem(key="gpu-check", reason=f"{seen}: nothing was checked", fix=fix))

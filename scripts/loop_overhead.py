@@ -12,6 +12,7 @@ to --out.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 import warnings
@@ -88,6 +89,8 @@ def main() -> None:
     steps = arguments.steps + WARM_UP
     config, layout = fit.resolve(compose_run([*arguments.overrides, f"train.steps={steps}"]).config)
     corpus = ensure_corpus(config)
+    if config.cluster.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as the launcher does
     world = join(config, layout)
     plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
     data = build_datasets(config, corpus, cache=cache_root(config) / "indices").train

@@ -38,6 +38,8 @@ class Setup:
     """cpu: every part runs on gloo ranks, which shows that it works and says nothing of a GPU."""
     name: str
     """Of the GPU."""
+    memory_gib: float
+    """Of each GPU; 0 where nothing tells."""
     gpus: int
     sizes: tuple[str, ...]
     """Recipes whose matrices are updated."""

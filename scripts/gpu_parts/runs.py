@@ -101,10 +101,11 @@ def _log(setup: Setup, name: str) -> Path:
 def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str, ...]:
     """Overrides that put a run on the device that is checked.
 
-    A GPU that there is no profile of is taken for an H100. On a CPU, micro-batches of one sequence make the run round
-    at other places than one that chooses them itself, as a GPU would.
+    A GPU that there is no profile of is taken for an H100 with its own memory. On a CPU, micro-batches of one sequence
+    make the run round at other places than one that chooses them itself, as a GPU would.
     """
     if setup.device == "cpu":
         return (f"gpus={gpus}", "train.micro_batch_size=1")
     profile = "h200" if "H200" in setup.name else "h100-80g"
-    return (f"gpus={gpus}", f"cluster={profile}", f"cluster.transformer_engine={str(fused).lower()}")
+    memory = (f"cluster.memory_gib={setup.memory_gib:.1f}",) if setup.memory_gib else ()
+    return (f"gpus={gpus}", f"cluster={profile}", f"cluster.transformer_engine={str(fused).lower()}", *memory)

@@ -31,7 +31,9 @@ Sums = dict[str, dict[str, set[int]]]
 
 def _sums() -> Sums:
     first, *others = LAYOUTS
-    world = parallel.initialize(LAYOUTS[first], "cpu", seed=1)
+    signs: list[None] = []
+    world = parallel.initialize(LAYOUTS[first], "cpu", seed=1, alive=lambda: signs.append(None))
+    assert signs, "no sign of life while groups are made"
     found = {first: _added_up(world.groups)}
     for name in others:
         parallel_state.destroy_model_parallel()

@@ -46,7 +46,9 @@ def _parts(path: Path) -> dict[str, dict[str, object]]:
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Setup:
-    found = Setup(device="cpu", name="cpu", gpus=1, sizes=("qwen3-tiny",), budget_s=0.01, work=str(tmp_path))
+    found = Setup(
+        device="cpu", name="cpu", memory_gib=0.0, gpus=1, sizes=("qwen3-tiny",), budget_s=0.01, work=str(tmp_path)
+    )
     found.save()
     return found
 
@@ -202,7 +204,7 @@ def test_runs_on_a_gpu_are_ones_that_compose(gpu: str, profile: str, tmp_path: P
     from canzona_cli.cluster import fit
     from canzona_cli.config.compose import compose_run
 
-    setup = Setup(device="cuda", name=gpu, gpus=2, sizes=(), budget_s=0.1, work=str(tmp_path))
+    setup = Setup(device="cuda", name=gpu, memory_gib=47.5, gpus=2, sizes=(), budget_s=0.1, work=str(tmp_path))
     runs = [
         (one_gpu.go_on(setup, *on_device(setup)), 1),
         (one_gpu.go_on(setup, *on_device(setup, fused=True)), 1),
@@ -213,3 +215,4 @@ def test_runs_on_a_gpu_are_ones_that_compose(gpu: str, profile: str, tmp_path: P
     for overrides, ranks in runs:
         config, layout = fit.resolve(compose_run(list(overrides)).config)
         assert (config.cluster.name, config.gpus, layout.world_size) == (profile, ranks, ranks)
+        assert config.cluster.memory_gib == 47.5
