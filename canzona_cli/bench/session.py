@@ -235,7 +235,7 @@ def _run_sitting(
     first = sitting.strategies[0].config
     config = replace(first, run=replace(first.run, dir=str(files.sitting(number))))
     layout, run = session.line_up.layout, RunDirectory.create(config)
-    command = torchrun.build(config, layout, run.path, module=WORKER_MODULE)
+    command = torchrun.build(config, run.path, module=WORKER_MODULE)
     with run.never_without_result():
         run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
         Turns(

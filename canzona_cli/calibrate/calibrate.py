@@ -131,7 +131,7 @@ def calibrate(
         write_json_atomic(files.layout, asdict(layout))
         workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
-        command = torchrun.build(config, layout, files.root, module=worker)
+        command = torchrun.build(config, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)
         kept = outcome.status == "failed"

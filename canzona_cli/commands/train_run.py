@@ -78,7 +78,7 @@ def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Con
         layout=layout,
         plan=plan,
         memory=estimate(config, layout),
-        command=torchrun.build(config, layout, run_dir),
+        command=torchrun.build(config, run_dir),
     )
     console.print(shown, soft_wrap=True)
     try:
@@ -112,7 +112,7 @@ def _launch(
     with _progress_of(view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run, machines, config = _claim(config, layout, node_rank, corpus)
-    command = torchrun.build(config, layout, run.path)
+    command = torchrun.build(config, run.path)
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():
         if node_rank == 0:

@@ -90,7 +90,7 @@ def _holder(port: int) -> str:
 def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """Everything this machine lacks for its share of the run."""
     if config.cluster.device == "cuda":
-        yield from list(_gpus(config)) or _beside_gpus(config, layout)
+        yield from list(_gpus(config)) or _beside_gpus(config)
     else:
         yield from _host_memory(config, layout)
     if config.cluster.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
@@ -117,9 +117,9 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     yield problem_with(config, "gpus", f"{config.name} needs {needed} GPUs{per_machine}, and {found}", ";\n".join(ways))
 
 
-def _beside_gpus(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
     """What keeps ranks off the GPUs that are here."""
-    interfaces = worker_environment(config, layout).get("NCCL_SOCKET_IFNAME")
+    interfaces = worker_environment(config).get("NCCL_SOCKET_IFNAME")
     found = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config))
     yield from (problem for problem in found if problem is not None)
 

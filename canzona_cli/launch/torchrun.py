@@ -23,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import cores
 
@@ -73,7 +73,7 @@ def ranks_per_node(config: RunConfig) -> int:
     return config.gpus // node_count(config)
 
 
-def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WORKER_MODULE) -> LaunchCommand:
+def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> LaunchCommand:
     """The command that starts this machine's workers.
 
     Args:
@@ -97,10 +97,10 @@ def build(config: RunConfig, layout: Layout, run_dir: Path, *, module: str = WOR
         *("-m", module),
         str(run_dir),
     ]
-    return LaunchCommand(argv=tuple(argv), environment=worker_environment(config, layout))
+    return LaunchCommand(argv=tuple(argv), environment=worker_environment(config))
 
 
-def worker_environment(config: RunConfig, layout: Layout) -> dict[str, str]:
+def worker_environment(config: RunConfig) -> dict[str, str]:
     """Variables the workers run under. What the user has set already stays as it is, but that CPU ranks see no GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))

@@ -198,8 +198,12 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
     def rank() -> list[StepTiming]:
         trainee = build(config, layout)
         batches = _batches(trainee)
+        waits: list[bool] = []
+        trainee.timer.on_wait = waits.append
         for _ in range(STEPS):
             train_step(trainee, batches)
+        # For the norm, also where Megatron reads it, and for what the ranks tell one another.
+        assert waits == [True, False] * 2 * STEPS
         return trainee.timer.timings()
 
     expected = _expected(layout_name, strategy)

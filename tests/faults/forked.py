@@ -38,7 +38,7 @@ def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step,
         config_yaml=dump_resolved(config),
         layout=layout,
         corpus=corpus,
-        command=torchrun.build(config, layout, run.path),
+        command=torchrun.build(config, run.path),
         plan=make_plan(config, layout).to_json() if execution_of(config) is Execution.PLANNED else None,
     )
 

@@ -19,7 +19,7 @@ def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout
     config = run_config(run_dir=run_dir, gpus=ranks)
     layout = replace(LAYOUT, dp=ranks, global_batch_size=ranks)
     run = RunDirectory.create(config)
-    command = torchrun.build(config, layout, run.path, module="tests.faults.worker")
+    command = torchrun.build(config, run.path, module="tests.faults.worker")
     run.write_inputs(config_yaml="", layout=layout, corpus=CORPUS, command=command)
     (run.path / "behaviour").write_text(behaviour)
     view = PlainView(config, layout, Console(width=120))

@@ -83,7 +83,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     config = run_config(run_dir=tmp_path / "run")
     run = RunDirectory.create(config)
-    command = torchrun.build(config, LAYOUT, run.path)
+    command = torchrun.build(config, run.path)
     run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=CORPUS, command=command)
     assert read_json(run.files.layout) == {
         "tp": 1,

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from canzona_cli.config.schema import Layout
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
-from tests.faults.support import LAYOUT, run_config
+from tests.faults.support import run_config
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -30,7 +29,7 @@ def option(command: LaunchCommand, name: str) -> str:
 
 
 def test_one_machine(tmp_path: Path) -> None:
-    command = build(run_config(), LAYOUT, tmp_path)
+    command = build(run_config(), tmp_path)
     assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
     assert command.argv[-3:] == ("-m", "canzona_cli.training.worker", str(tmp_path))
     assert option(command, "--nproc-per-node") == "2"
@@ -44,7 +43,7 @@ def test_one_machine(tmp_path: Path) -> None:
 def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
     config = run_config(gpus=16, nodes=2)
     cluster = replace(config.cluster, node_rank=1, rdzv_endpoint="head:29500", rdzv_id="job7")
-    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=16), tmp_path)
+    command = build(replace(config, cluster=cluster), tmp_path)
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
     assert [option(command, name) for name in names] == ["2", "8", "1", "head:29500", "job7"]
     assert option(command, "--rdzv-backend") == "static"
@@ -56,7 +55,7 @@ def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
 def test_several_launchers_that_meet_on_loopback_stay_there(tmp_path: Path, host: str) -> None:
     config = run_config(gpus=4, nodes=2)
     cluster = replace(config.cluster, node_rank=1, rdzv_endpoint=f"{host}:29500", device="cuda")
-    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=4), tmp_path)
+    command = build(replace(config, cluster=cluster), tmp_path)
     assert option(command, "--rdzv-backend") == torchrun.LOOPBACK_BACKEND
     assert option(command, "--rdzv-conf") == "rank=1"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -66,12 +65,12 @@ def test_several_launchers_that_meet_on_loopback_stay_there(tmp_path: Path, host
 def test_between_machines_nccl_keeps_off_interfaces_that_lead_nowhere(tmp_path: Path) -> None:
     config = run_config(gpus=4, nodes=2)
     cluster = replace(config.cluster, node_rank=0, rdzv_endpoint="no-such-host.invalid:29500", device="cuda")
-    command = build(replace(config, cluster=cluster), replace(LAYOUT, dp=4), tmp_path)
+    command = build(replace(config, cluster=cluster), tmp_path)
     assert command.environment["NCCL_SOCKET_IFNAME"].startswith("^lo,docker,")
 
 
 def test_unset_addresses_of_several_machines_are_marked_placeholders(tmp_path: Path) -> None:
-    command = build(run_config(gpus=16, nodes=2), replace(LAYOUT, dp=16), tmp_path)
+    command = build(run_config(gpus=16, nodes=2), tmp_path)
     assert option(command, "--node-rank") == torchrun.NODE_RANK_PLACEHOLDER
     assert option(command, "--rdzv-endpoint") == torchrun.ENDPOINT_PLACEHOLDER
     assert option(command, "--log-dir").endswith(f"node-{torchrun.NODE_RANK_PLACEHOLDER}")
@@ -80,7 +79,7 @@ def test_unset_addresses_of_several_machines_are_marked_placeholders(tmp_path: P
 @pytest.mark.parametrize("style", ["line", "block"])
 def test_the_printed_command_is_the_command_also_with_awkward_paths(tmp_path: Path, style: str) -> None:
     run_dir = tmp_path / "a run's $(dir)"
-    command = build(run_config(), LAYOUT, run_dir)
+    command = build(run_config(), run_dir)
     shown = command.shell(style="block" if style == "block" else "line")
     assert shlex.split(shown.replace("\\\n", ""))[-len(command.argv) :] == list(command.argv)
     # and a shell agrees: let it run a program that prints what it was given
@@ -95,24 +94,23 @@ def test_the_printed_command_is_the_command_also_with_awkward_paths(tmp_path: Pa
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "cores", lambda: 12)
-    threads = {ranks: worker_environment(run_config(gpus=ranks), LAYOUT)["OMP_NUM_THREADS"] for ranks in (1, 2, 5, 24)}
+    threads = {ranks: worker_environment(run_config(gpus=ranks))["OMP_NUM_THREADS"] for ranks in (1, 2, 5, 24)}
     assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, tp=2, dp=1)], ids=["dp", "tp"])
 def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = run_config()
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    found = worker_environment(cuda, layout)
+    found = worker_environment(cuda)
     assert int(found["CUDA_DEVICE_MAX_CONNECTIONS"]) == 32, "the most CUDA has"
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert not {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"} & worker_environment(config, layout).keys()
+    assert not {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"} & worker_environment(config).keys()
     # torch reads the older name first, but would mix both.
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert "PYTORCH_ALLOC_CONF" not in worker_environment(cuda, layout)
+    assert "PYTORCH_ALLOC_CONF" not in worker_environment(cuda)
 
 
 @pytest.mark.parametrize(
@@ -144,35 +142,35 @@ def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if numactl else None)
     config = run_config()
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    command = build(cuda, LAYOUT, tmp_path)
+    command = build(cuda, tmp_path)
     assert ("--numa-binding" in command.argv) == bound
     if bound:
         assert option(command, "--numa-binding") == "node"
         # torchrun itself understands it.
         parsed = get_args_parser().parse_args(list(command.argv[3:]))
         assert (parsed.numa_binding, parsed.training_script) == ("node", "canzona_cli.training.worker")
-    assert "--numa-binding" not in build(config, LAYOUT, tmp_path).argv
+    assert "--numa-binding" not in build(config, tmp_path).argv
 
 
 def test_cpu_ranks_see_no_gpu_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = run_config()
-    assert worker_environment(config, LAYOUT)["CUDA_VISIBLE_DEVICES"] == ""
+    assert worker_environment(config)["CUDA_VISIBLE_DEVICES"] == ""
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(cuda, LAYOUT)
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(cuda)
 
 
 def test_gpu_ranks_have_the_nccl_backend_that_groups_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     config = run_config()
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    assert worker_environment(cuda, LAYOUT)["TORCH_DIST_USE_NCCL2"] == "0"
-    assert "TORCH_DIST_USE_NCCL2" not in worker_environment(config, LAYOUT)
+    assert worker_environment(cuda)["TORCH_DIST_USE_NCCL2"] == "0"
+    assert "TORCH_DIST_USE_NCCL2" not in worker_environment(config)
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
-    assert worker_environment(cuda, LAYOUT)["TORCH_DIST_USE_NCCL2"] == "1"
+    assert worker_environment(cuda)["TORCH_DIST_USE_NCCL2"] == "1"
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert worker_environment(run_config(), LAYOUT)["OMP_NUM_THREADS"] == "3"
+    assert worker_environment(run_config())["OMP_NUM_THREADS"] == "3"
     assert os.environ["OMP_NUM_THREADS"] == "3"
