@@ -77,8 +77,7 @@ class CausalAttention(torch.nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The last query sees all keys, the one before it all but one, and so on."""
-        if query.is_cuda and query.dtype is torch.float32:
-            # The one kernel for fp32 that stores no scores does not know groups.
+        if not _kernel_knows_groups(query):
             times = query.size(2) // key.size(2)
             key, value = key.repeat_interleave(times, dim=2), value.repeat_interleave(times, dim=2)
         context = scaled_dot_product_attention(
@@ -90,3 +89,8 @@ class CausalAttention(torch.nn.Module):
             enable_gqa=query.size(2) != key.size(2),
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _kernel_knows_groups(query: torch.Tensor) -> bool:
+    """The one kernel for fp32 on GPUs that stores no scores, memory-efficient attention, does not."""
+    return not (query.is_cuda and query.dtype is torch.float32)

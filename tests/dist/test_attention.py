@@ -1,6 +1,7 @@
 """Our core attention computes what Megatron's does, on one rank and cut over context-parallel ranks."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.megatron import parallel
+from canzona_cli.megatron import attention, parallel
 from canzona_cli.megatron.attention import CausalAttention
 from tests.dist.ranks import run_ranks
 
@@ -37,6 +38,8 @@ class Found:
     """On one rank."""
     shared: list[float]
     """Of this rank's part, on all of them together."""
+    repeated: list[float]
+    """The same with keys and values repeated for every query, as on GPUs in fp32."""
     megatron: list[float]
     """Megatron's own in the same precision."""
 
@@ -48,11 +51,11 @@ def _chunks(whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _run(
-    attention: torch.nn.Module, inputs: list[torch.Tensor], upstream: torch.Tensor, dtype: torch.dtype
+    module: torch.nn.Module, inputs: list[torch.Tensor], upstream: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Context and gradients of the inputs."""
     leaves = [x.to(dtype).clone().requires_grad_() for x in inputs]
-    context = attention(*leaves, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None)
+    context = module(*leaves, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None)
     return [context.detach(), *torch.autograd.grad(context, leaves, upstream.to(dtype))]
 
 
@@ -73,8 +76,8 @@ def _megatrons(
         bf16=dtype is torch.bfloat16,
         masked_softmax_fusion=False,
     )
-    attention: torch.nn.Module = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=single)
-    return attention
+    module: torch.nn.Module = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=single)
+    return module
 
 
 def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: parallel.World) -> Found:
@@ -91,10 +94,13 @@ def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: 
     ]
     upstream = torch.randn(SEQ, BATCH, heads * head_dim, generator=generator).bfloat16().float()
     exact = _run(_megatrons(heads, groups, head_dim, torch.float64, single), inputs, upstream, torch.float64)
-    mine = [_chunks(x, world.owner) for x in (*inputs, upstream)]
+    mine, parts = ([_chunks(x, world.owner) for x in whole] for whole in ((*inputs, upstream), exact))
+    with patch.object(attention, "_kernel_knows_groups", return_value=False):
+        repeated = _run(ours_shared, mine[:3], mine[3], dtype)
     return Found(
         alone=_errors(_run(ours, inputs, upstream, dtype), exact),
-        shared=_errors(_run(ours_shared, mine[:3], mine[3], dtype), [_chunks(x, world.owner) for x in exact]),
+        shared=_errors(_run(ours_shared, mine[:3], mine[3], dtype), parts),
+        repeated=_errors(repeated, parts),
         megatron=_errors(_run(_megatrons(heads, groups, head_dim, dtype, single), inputs, upstream, dtype), exact),
     )
 
@@ -119,12 +125,12 @@ def found() -> dict[tuple[str, torch.dtype], list[Found]]:
 def test_context_and_gradients_are_megatrons(shape: str, found: dict[tuple[str, torch.dtype], list[Found]]) -> None:
     """Its scores are a matrix of the whole sequence, ours never are; both compute softmax(q k^T / sqrt(d)) v."""
     for rank in found[shape, torch.float32]:
-        assert max(*rank.alone, *rank.shared, *rank.megatron) < FP32
+        assert max(*rank.alone, *rank.shared, *rank.repeated, *rank.megatron) < FP32
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_loses_less_than_megatron_does(shape: str, found: dict[tuple[str, torch.dtype], list[Found]]) -> None:
     """Which rounds scores and probabilities; we lose 0.1% to 0.7%, and it 0.7% to 2%."""
     for rank in found[shape, torch.bfloat16]:
-        for ours in (rank.alone, rank.shared):
+        for ours in (rank.alone, rank.shared, rank.repeated):
             assert all(mine < megatrons for mine, megatrons in zip(ours, rank.megatron, strict=True))
