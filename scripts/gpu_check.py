@@ -59,6 +59,7 @@ PARTS = {
     "overlap": Part(limit_s=90, gpus=2),
     "pp2": Part(limit_s=60, gpus=2),
     "cp2": Part(limit_s=60, gpus=2),
+    "calibrate": Part(limit_s=120),
 }
 
 
@@ -169,6 +170,7 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
         "step": one_gpu.step,
         "checkpoint": one_gpu.checkpoint,
         "te": one_gpu.fused,
+        "calibrate": one_gpu.calibrate,
         "updates": updates,
         "overlap": two_gpus.overlap,
         **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},

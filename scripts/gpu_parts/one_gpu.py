@@ -4,9 +4,11 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
+import yaml
+
 from gpu_parts.losses import Apart, apart
 from gpu_parts.outcome import Outcome, Setup, Status
-from gpu_parts.runs import Run, on_device, run, train
+from gpu_parts.runs import Run, finish, on_device, run, start, train
 from gpu_parts.traces import read_steps
 
 LEARNT: Final = 60
@@ -123,6 +125,18 @@ def profile_of(found: Run) -> Outcome:
         "planned_s": planned and planned.iteration_s,
     }  # fmt: skip
     return Outcome(status="pass" if fine else "short", said=said, numbers=numbers)
+
+
+def calibrate(setup: Setup) -> Outcome:
+    """`canzona calibrate --quick` on one GPU (two CPU ranks): the profile is in the numbers."""
+    path = setup.folder / "measured.yaml"
+    size = ("recipe=qwen3-0.6b", *on_device(setup)) if setup.device == "cuda" else ("recipe=qwen3-tiny", "gpus=2")
+    finish(setup, "calibrate", start(setup, "calibrate", "calibrate", *size, "--quick", "--out", str(path)))
+    profile = yaml.safe_load(path.read_text(encoding="utf-8"))
+    lacking = profile["not_measured"]
+    said = f"products at {profile['bf16_tflops']:.3g} TFLOP/s, memory at {profile['memory_gb_per_s']:.4g} GB/s"
+    said += f"; not measured: {', '.join(lacking)}" if lacking else ""
+    return Outcome(status="short" if lacking else "pass", said=said, numbers={"profile": profile})
 
 
 def verdict(checks: dict[str, Apart]) -> Status:
