@@ -417,7 +417,7 @@ def cuda_stand_in() -> Iterator[Record]:
                 stack.enter_context(patch.object(group, name, _launching(getattr(group, name))))
         stack.enter_context(patch.object(work, "wait", _waiting(work.wait)))
         # A subclass of Tensor that is made where every operation is looked at would already be a plain Tensor.
-        stack.enter_context(patch("canzona_cli.megatron.attention.causal_lower_right", _unseen(causal_lower_right)))
+        stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right", _unseen(causal_lower_right)))
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())  # type: ignore[no-untyped-call]
         try:

@@ -11,7 +11,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -84,11 +83,18 @@ class CausalAttention(torch.nn.Module):
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            attn_mask=causal_lower_right(len(query), len(key)),
+            attn_mask=None if len(query) == len(key) else _lower_right(len(query), len(key)),
+            is_causal=len(query) == len(key),
             scale=self._scale,
             enable_gqa=query.size(2) != key.size(2),
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _lower_right(queries: int, keys: int) -> torch.Tensor:
+    from torch.nn.attention.bias import causal_lower_right  # its import loads torch's compiler
+
+    return causal_lower_right(queries, keys)
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
