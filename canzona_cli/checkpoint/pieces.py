@@ -1,8 +1,9 @@
 """Puts units together that ranks hold pieces of: who writes which, and who sends what to whom.
 
 What a rank holds whole it writes itself, and nothing travels: matrices that canzona hosts, and what sc has everywhere.
-The rest (AdamW's shards, tensor-parallel fragments of Megatron's own Muon) goes to one of its holders. Ranks agree once
-on who writes what; a save then only moves data.
+The rest (AdamW's shards, tensor-parallel fragments of Megatron's own Muon) goes to its holders: each tensor to one of
+them, of an embedding the master to another than its moments. Ranks agree once on who writes what; a save then only
+moves data.
 """
 
 from collections import Counter, defaultdict
@@ -45,9 +46,10 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceTransfer:
-    """One piece on its way to the rank that writes its unit; sender and writer may be one rank."""
+    """One piece of a tensor on its way to the rank that writes that; sender and writer may be one rank."""
 
     piece: Piece
+    field: str
     sender: int
     writer: int
 
@@ -57,7 +59,7 @@ class Routing:
     """Who writes what; the same on every rank."""
 
     writers: Mapping[str, int]
-    """By whole's name, and by unit."""
+    """By whole's name, and, of what comes in pieces, by unit and field: `unit/field`."""
     transfers: tuple[PieceTransfer, ...]
     fields: Mapping[str, tuple[str, ...]]
 
@@ -84,10 +86,12 @@ def route(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Routing:
         for piece, ranks in pieces.items():
             for rank in ranks:
                 held[rank] += piece.elements
-        writer = writers[unit] = min(held, key=lambda rank: (-held[rank], load[rank], rank))
-        load[writer] += 4 * elements[unit] * len(fields[unit])
-        for piece, ranks in pieces.items():
-            transfers.append(PieceTransfer(piece=piece, sender=writer if writer in ranks else ranks[0], writer=writer))
+        for field in fields[unit]:
+            writer = writers[f"{unit}/{field}"] = min(held, key=lambda rank: (-held[rank], load[rank], rank))
+            load[writer] += 4 * elements[unit]
+            for piece, ranks in pieces.items():
+                sender = writer if writer in ranks else ranks[0]
+                transfers.append(PieceTransfer(piece=piece, field=field, sender=sender, writer=writer))
     return Routing(writers=writers, transfers=tuple(transfers), fields=fields)
 
 
@@ -131,14 +135,13 @@ def collect(
         out: dict[int, list[torch.Tensor]] = defaultdict(list)
         arriving: dict[int, list[tuple[Piece, str]]] = defaultdict(list)
         for transfer in batch:
-            for field in routing.fields[transfer.piece.unit]:
-                key = (transfer.piece, field)
-                if transfer.sender == transfer.writer == rank:
-                    paste(targets[transfer.piece.unit, field], transfer.piece, local[key])
-                elif transfer.sender == rank:
-                    out[transfer.writer].append(local[key].reshape(-1))
-                elif transfer.writer == rank:
-                    arriving[transfer.sender].append(key)
+            key = (transfer.piece, transfer.field)
+            if transfer.sender == transfer.writer == rank:
+                paste(targets[transfer.piece.unit, transfer.field], transfer.piece, local[key])
+            elif transfer.sender == rank:
+                out[transfer.writer].append(local[key].reshape(-1))
+            elif transfer.writer == rank:
+                arriving[transfer.sender].append(key)
         received = {
             peer: torch.empty(sum(piece.elements for piece, _ in keys), dtype=torch.float32, device=device)
             for peer, keys in arriving.items()
@@ -157,9 +160,12 @@ def collect(
 
 
 def paste(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """Write a piece's elements (flat) to their place in the whole, (rows, columns)."""
+    """Write a piece's elements (flat) to their place in the whole, (rows, columns).
+
+    From a GPU to pinned memory the copy goes on behind this: whoever reads the whole waits for the device first.
+    """
     for region, part in _runs(whole, piece, data):
-        region.copy_(part)
+        region.copy_(part, non_blocking=True)
 
 
 def cut(region: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
@@ -206,7 +212,7 @@ def _batches(routing: Routing) -> Iterator[list[PieceTransfer]]:
     batch: list[PieceTransfer] = []
     incoming, outgoing = Counter[int](), Counter[int]()
     for transfer in routing.transfers:
-        size = 4 * transfer.piece.elements * len(routing.fields[transfer.piece.unit])
+        size = 4 * transfer.piece.elements
         if batch and max(incoming[transfer.writer], outgoing[transfer.sender]) + size > BATCH_BYTES:
             yield batch
             batch, incoming, outgoing = [], Counter(), Counter()

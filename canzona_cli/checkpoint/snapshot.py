@@ -76,13 +76,13 @@ class Snapshots:
             tensors[f"random.{world.rank:05d}/{key}"] = state_of_rank
         saved = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         targets = {}
-        for unit, writer in routing.writers.items():
-            if writer == world.rank and unit in routing.fields:
+        for unit, field in ((unit, field) for unit, names in routing.fields.items() for field in names):
+            name = f"{unit}/{field}"
+            if routing.writers[name] == world.rank:
                 shape = unit_shape(unit, model)
-                for field in routing.fields[unit]:
-                    buffer = saved[f"{unit}/{field}"] = self._buffer(f"{unit}/{field}", shape, torch.float32)
-                    targets[unit, field] = buffer.view(1, -1) if len(shape) == 1 else buffer
-                if steps.get(unit) is not None:
+                buffer = saved[name] = self._buffer(name, shape, torch.float32)
+                targets[unit, field] = buffer.view(1, -1) if len(shape) == 1 else buffer
+                if field == MASTER and steps.get(unit) is not None:
                     scalars[f"{unit}/step"] = steps[unit]
         collect(routing, world.rank, world.device, local, targets)
         if world.device.type == "cuda":

@@ -125,7 +125,11 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         wanted["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
             # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
-            wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+            # What a checkpoint is copied to is pinned in exact sizes rather than powers of two, by several threads.
+            wanted["PYTORCH_ALLOC_CONF"] = (
+                "expandable_segments:True,pinned_max_round_threshold_mb:64,"
+                "pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
+            )
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
         wanted["PYTHONSAFEPATH"] = "1"

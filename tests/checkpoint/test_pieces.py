@@ -41,9 +41,18 @@ def test_a_unit_is_written_where_most_of_it_lies_and_everything_has_one_writer()
     ]
     routing = route(holdings, {"u": 100})
     assert {routing.writers["a"], routing.writers["b"]} == {0, 1}, "redundant copies are shared out"
-    assert routing.writers["u"] == 1
-    assert [(move.sender, move.writer) for move in routing.transfers] == [(0, 1), (1, 1)]
+    assert routing.writers["u/master"] == routing.writers["u/exp_avg"] == 1
+    assert [(move.sender, move.writer) for move in routing.transfers] == [(0, 1), (1, 1)] * 2
     assert routing == route(holdings, {"u": 100})
+
+
+def test_equal_holders_of_a_unit_write_a_tensor_of_it_each() -> None:
+    """An embedding's master and moments, sharded over many ranks, are not all one rank's to hold and write."""
+    fields = {"u": ("master", "exp_avg", "exp_avg_sq")}
+    holdings = [Holding(wholes={}, pieces=(_piece(25 * n, 25 * (n + 1)),), fields=fields) for n in range(4)]
+    routing = route(holdings, {"u": 100})
+    assert sorted(routing.writers) == ["u/exp_avg", "u/exp_avg_sq", "u/master"]
+    assert len(set(routing.writers.values())) == 3
 
 
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
