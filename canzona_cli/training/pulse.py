@@ -6,14 +6,19 @@ from the device, the gradient norm: what we read passes through `PhaseTimer.fetc
 there is marked by `instrument.attach`.
 """
 
+from __future__ import annotations
+
 import functools
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.heartbeat import Heart
+
+if TYPE_CHECKING:  # a rank shows signs of life before it imports Megatron
+    from canzona_cli.megatron.timers import PhaseTimer
 
 Wait = Callable[..., object]
 

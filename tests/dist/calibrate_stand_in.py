@@ -27,7 +27,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":
         time.sleep(2 * PATIENCE_S)
     if rank == 1:
-        wait_until(files.events.exists, "rank 0's measurements")
+        wait_until(lambda: files.events.exists() and '"memory"' in files.events.read_text(), "rank 0's measurements")
         raise ValueError("the abacus is stuck")
     time.sleep(2 * PATIENCE_S)
     return "interrupted"

@@ -144,9 +144,9 @@ def test_a_mean_over_a_period_weighs_refreshes_in() -> None:
             found.append(update_samples(team, variant, 192, 256, 0.05))
         return found[0], found[1]
 
-    alimplementations, seldom = run_ranks(2, ranks)[0]
-    assert len(set(alimplementations)) == 1, "with a refresh at every step nothing but refreshes count"
-    assert min(alimplementations) > sorted(seldom)[len(seldom) // 2], "two decompositions take longer than none"
+    always, seldom = run_ranks(2, ranks)[0]
+    assert len(set(always)) == 1, "with a refresh at every step nothing but refreshes count"
+    assert min(always) > sorted(seldom)[len(seldom) // 2], "two decompositions take longer than none"
 
 
 def launched(out: Path, behaviour: str) -> subprocess.Popen[str]:
