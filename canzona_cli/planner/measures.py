@@ -99,7 +99,7 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
         dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
-        tp_exchanges=max(_exchanges(plan).values(), default=0),
+        tp_exchanges=max(exchanges(plan).values(), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
@@ -123,7 +123,7 @@ def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
         yield group, group_traffic(matrices, hosts, plan.subject.layout.tp)
 
 
-def _exchanges(plan: Plan) -> Counter[tuple[int, int]]:
+def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     """All-to-alls in a step, by stage and owner."""
     found: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
