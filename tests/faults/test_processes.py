@@ -102,7 +102,7 @@ def test_a_killed_launcher_takes_every_process_along(
 def test_a_worker_that_never_starts_is_named(
     started: list[LaunchedRun], tmp_path: Path, record_fault: RecordFault
 ) -> None:
-    run = launch(started, tmp_path, "absent", hang_timeout_s=4)
+    run = launch(started, tmp_path, "absent", hang_timeout_s=8)
     run.wait_for(lambda: len(run.family()) == RANKS + 1, "all workers")
     family = run.family()
     code, output = run.finish()
