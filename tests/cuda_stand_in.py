@@ -295,13 +295,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 func._schema.arguments, [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])],
                 strict=False,
             )
-            for tensor in _tensors(value)
+            for tensor in tensors_in(value)
         ]  # fmt: skip
         if func.namespace == "c10d":
             device.launched = self._collective(func, args, given)
             return result
         inputs = {tensor.untyped_storage().data_ptr() for tensor, _ in given}
-        fresh = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in inputs]
+        fresh = [t for t in tensors_in(result) if t.untyped_storage().data_ptr() not in inputs]
         for tensor in fresh:
             device.made(tensor)
         if fresh or any(writes for _, writes in given):
@@ -317,12 +317,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return device.enqueue(func._schema.name, stream, [(tensor, True) for tensor, _ in given])
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _is_cuda(device: object) -> bool:

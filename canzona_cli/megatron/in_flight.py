@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from canzona_cli.megatron.timers import Span
+from canzona_cli.megatron.timers import CudaClock, Span
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The variable that says how many hardware queues the streams of a process are spread over."""
@@ -61,6 +61,7 @@ class CudaWatcher:
     def __init__(self) -> None:
         self.waits = os.environ.get(CONNECTIONS) != "1"
         """Whether it may; else spans are upper bounds."""
+        self._clock = CudaClock()
         self._stream = torch.cuda.Stream() if self.waits else None  # type: ignore[no-untyped-call]
 
     def watch(self, span: Span, handle: Waitable) -> None:
@@ -69,18 +70,12 @@ class CudaWatcher:
         elif self._stream is not None:
             with torch.cuda.stream(self._stream):
                 handle.wait()
-                span.end = _event()
+                span.end = self._clock.now()
 
     def waited(self, span: Span) -> None:
         """The current stream has been told to wait for the collective."""
         if span.end is None:
-            span.end = _event()
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+            span.end = self._clock.now()
 
 
 Watcher = HostWatcher | CudaWatcher

@@ -8,6 +8,7 @@ and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.p
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -58,10 +59,10 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
     if optimizer is None:
         return
     # In it Megatron's optimizers read the norm, unless they leave it on the device.
-    optimizer.get_grad_norm = _waiting(timer, optimizer.get_grad_norm)
+    optimizer.get_grad_norm = _within(timer.waiting, optimizer.get_grad_norm)
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
-        leaf.step_with_ready_grads = _in_phase(timer, phase, leaf.step_with_ready_grads)
+        leaf.step_with_ready_grads = _within(functools.partial(timer.phase, phase), leaf.step_with_ready_grads)
     _time_tp_exchange(timer)
 
 
@@ -131,22 +132,17 @@ class _Communication:
         return result
 
 
-def _in_phase(timer: PhaseTimer, phase: Phase, original: Callable[..., object]) -> Callable[..., object]:
+def _within(
+    context: Callable[[], AbstractContextManager[None]], original: Callable[..., object]
+) -> Callable[..., object]:
+    """The same function, each call of it in a context of its own."""
+
     @functools.wraps(original)
-    def timed(*args: object, **kwargs: object) -> object:
-        with timer.phase(phase):
+    def called(*args: object, **kwargs: object) -> object:
+        with context():
             return original(*args, **kwargs)
 
-    return timed
-
-
-def _waiting(timer: PhaseTimer, original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def waiting(*args: object, **kwargs: object) -> object:
-        with timer.waiting():
-            return original(*args, **kwargs)
-
-    return waiting
+    return called
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:

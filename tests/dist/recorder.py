@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup, Work
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.cuda_stand_in import tensors_in
+
 Kind = Literal["launch", "wait", "read", "phase"]
 
 COLLECTIVES = (
@@ -98,7 +100,7 @@ class Recorder:
     def _launching(self, name: str, original: Callable[..., Work]) -> Callable[..., Work]:
         def launch(group: ProcessGroup, *args: object, **kwargs: object) -> Work:
             work = original(group, *args, **kwargs)
-            tensors = list(_tensors(args[0]))
+            tensors = list(tensors_in(args[0]))
             self._note(
                 Event(
                     kind="launch",
@@ -146,14 +148,6 @@ def become(rank: int, world_size: int) -> None:
         original("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     torch.distributed.init_process_group = init
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)
 
 
 def _root(options: object) -> int | None:
