@@ -17,7 +17,7 @@ from canzona_cli.cluster.machine import machine_facts, profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
+from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import (
     CanzonaError,
     ConfigError,
@@ -30,6 +30,7 @@ from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import RunDirectory, check_free
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.machine import cores
 from canzona_cli.run.records import Note, StageEvent, StepMetrics

@@ -16,9 +16,10 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.data.corpus import cache_root, read_corpus
+    from canzona_cli.data.corpus import cache_root
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
+    from canzona_cli.run.corpus import read_corpus
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import BatchStream, build_datasets
 

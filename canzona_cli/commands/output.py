@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from canzona_cli.config.compose import Composed
+    from canzona_cli.config.schema import Layout, RunConfig
+    from canzona_cli.run.corpus import PreparedCorpus
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
@@ -38,6 +40,23 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
     from canzona_cli.cluster.machine import profile_warnings
 
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
+
+
+def checked_data(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
+    """Check a run's data as far as it is there, and warn of what it is not good for.
+
+    Raises:
+        ConfigError: as `canzona_cli.data.corpus.look_at_data`.
+    """
+    from canzona_cli.run.corpus import data_warnings
+
+    corpus = None
+    if config.data.source != "stdlib" or config.data.tokenizer not in ("byte", "bpe"):
+        from canzona_cli.data.corpus import look_at_data  # imports numpy
+
+        corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
+    warn(data_warnings(config, layout, corpus))
+    return corpus
 
 
 def progress(line: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import warn_about
+from canzona_cli.commands.output import checked_data, warn_about
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,7 @@ def slurm(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.launch import slurm_job, torchrun
+    from canzona_cli.planner.plan_file import obtain_plan
 
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
     options = slurm_job.JobOptions(
@@ -69,11 +70,13 @@ def slurm(
         requeues=requeues,
         signal_before=signal_before,
     )
-    config, _ = resolve(_composed_with_options(arguments, options, recipes_dir or []))
+    config, layout = resolve(_composed_with_options(arguments, options, recipes_dir or []))
     if needs:
         gpus = torchrun.ranks_per_node(config) if config.cluster.device == "cuda" else 0
         typer.echo(f"{torchrun.node_count(config)} {gpus}")
         return
+    obtain_plan(config, layout)  # what cannot be planned is not submitted
+    checked_data(config, layout)
     for folder in recipes_dir or []:
         arguments += ["--recipes-dir", str(folder.absolute())]
     if not submit:

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import progress, tell, warn, warn_about
+from canzona_cli.commands.output import checked_data, progress, tell, warn, warn_about
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
+from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.machines import Machines
@@ -34,6 +34,7 @@ from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.report.train_views import make_view
 from canzona_cli.run.breakdown import load_breakdown
+from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import plural
 
@@ -71,11 +72,13 @@ def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, d
 
 
 def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Console) -> None:
+    corpus = checked_data(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     shown = DryRun(
         config=config,
         config_yaml=dump_resolved(config),
         layout=layout,
+        corpus=corpus,
         plan=plan,
         memory=estimate(config, layout),
         command=torchrun.build(config, run_dir),
@@ -125,6 +128,8 @@ def _launch(
                 predicted=prediction_here(config, layout, None if plan is None else plan.plan),
             )
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
+        if node_rank == 0:
+            warn(data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
         outcome = Supervision(

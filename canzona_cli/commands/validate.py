@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import warn_about
+from canzona_cli.commands.output import checked_data, warn_about
 
 
 def validate(
@@ -27,30 +27,18 @@ def validate(
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
-    from canzona_cli.run.words import count
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     warn_about(composed)
     config, layout = resolve(composed.config)
     plan = obtain_plan(config, layout)
-    corpus = None
-    if config.data.source == "prepared":
-        from canzona_cli.data.corpus import ensure_corpus  # imports numpy
+    corpus = checked_data(config, layout)
 
-        corpus = ensure_corpus(config)
-    elif config.data.tokenizer not in ("byte", "bpe"):
-        # The built-in corpus is prepared when a run first needs it; what it is tokenised with must be here by then.
-        from canzona_cli.data.corpus import check_tokenizer
-
-        check_tokenizer(config)
-
-    tokens = layout.global_batch_size * config.train.seq_length
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))
     rows = [
         ("file", shown(composed.recipe_file)),
         *header_rows(config, layout, corpus=corpus, plan=plan, ascii_only=console.options.ascii_only),
         ("recompute", layout.recompute),
-        ("tokens", f"{count(config.train.steps * tokens)} in all"),
     ]
     console.print(*labelled(rows, 11, indent=0), sep="")

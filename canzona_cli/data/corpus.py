@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
@@ -17,8 +17,7 @@ from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
-from canzona_cli.run.codec import load
-from canzona_cli.run.files import RunFiles
+from canzona_cli.run.corpus import PreparedCorpus
 
 ReportProgress = Callable[[str, float], None]
 
@@ -29,34 +28,6 @@ _CONFIG_KEYS = {
     "INPUT": "data.source",
 }
 """The configuration key for an option of `canzona data prepare`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedCorpus:
-    """A pair that is ready to train on."""
-
-    prefix: Path
-    tokenizer: str
-    """Its name; `unknown` for a pair that another tool made."""
-    vocab_size: int
-    """One more than the largest id the tokenizer can produce or, if it is unknown, the largest id found."""
-    tokens: int
-    documents: int
-    max_token_id: int
-    eod: int | None
-    """None for a pair that another tool made: its files do not name an end-of-document token."""
-    train_tokens: int
-    validation_tokens: int
-
-
-def read_corpus(files: RunFiles) -> PreparedCorpus:
-    """corpus.json: the corpus that the launcher chose for a run.
-
-    Raises:
-        ConfigError: it is damaged.
-        FileNotFoundError: there is none.
-    """
-    return load(files.corpus, PreparedCorpus, key="corpus.json", fix="start the run again")
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
@@ -96,16 +67,24 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     return corpus
 
 
-def check_tokenizer(config: RunConfig) -> None:
-    """Open the tokenizer.json that `data.tokenizer` names, without preparing anything.
+def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
+    """Check all of a run's data that is there before the run is: somebody's own corpus as the run checks it, and of the
+    built-in one, which the first run that needs it prepares, the tokenizer.
+
+    Returns:
+        The corpus; None for the built-in one.
 
     Raises:
-        ConfigError: there is no such file, or it is not a tokenizer.
+        ConfigError: as `ensure_corpus`; or the tokenizer is missing or none.
     """
-    try:
-        load_json_tokenizer(config.data.tokenizer)
-    except ConfigError as error:
-        raise ConfigError(*map(_in_config_words, error.problems)) from error
+    if config.data.source == "prepared":
+        return ensure_corpus(config, on_progress)
+    if config.data.tokenizer not in ("byte", "bpe"):
+        try:
+            load_json_tokenizer(config.data.tokenizer)
+        except ConfigError as error:
+            raise ConfigError(*map(_in_config_words, error.problems)) from error
+    return None
 
 
 def cache_root(config: RunConfig) -> Path:

@@ -16,6 +16,7 @@ from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.codec import load_if_sound, read_lines
+from canzona_cli.run.corpus import tokens_wanted
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import layout_words
@@ -94,8 +95,8 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int)
     Args:
         tokens: to train on, of one pass over the data.
     """
-    a_step = layout.global_batch_size * config.train.seq_length
-    before, now = (math.ceil(steps * a_step / max(1, tokens)) for steps in (found.steps_before, config.train.steps))
+    wanted = (tokens_wanted(config, layout, steps=steps) for steps in (found.steps_before, config.train.steps))
+    before, now = (math.ceil(read / max(1, tokens)) for read in wanted)
     if before == now:
         return None
     steps = f"train.steps={config.train.steps} reads the data {now} times, {found.steps_before} steps {before} times"

@@ -15,7 +15,6 @@ from canzona_cli.cluster.machine import installed_version, profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
 from canzona_cli.config.settings import problem_with
-from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem, unwritable
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.claim import hold, unsafe_place
@@ -26,6 +25,7 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import read_lines, save
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import existing_folder, tool_output
 from canzona_cli.run.prediction import Prediction

@@ -1,17 +1,13 @@
 """How a run is described: what is trained, on what, in which layout, where it goes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, count, layout_words, plural, step_time
-
-if TYPE_CHECKING:
-    # It imports numpy.
-    from canzona_cli.data.corpus import PreparedCorpus
 
 
 def rank_word(device: Device | None) -> str:
@@ -53,13 +49,13 @@ def describe_optimizer(config: RunConfig) -> str:
     return f"{words}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
 
 
-def describe_data(config: RunConfig, corpus: "PreparedCorpus | None") -> str:
+def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     parts = [clean(source)]
     if corpus is None:
         parts.append(f"{clean(config.data.tokenizer)} tokenizer")
-        return ", ".join(parts)
+        return ", ".join(parts) + ("; prepared when a run needs it" if config.data.source == "stdlib" else "")
     parts += [
         f"{clean(corpus.tokenizer)} tokenizer",
         f"{count(corpus.tokens)} tokens",
@@ -83,7 +79,7 @@ def header_rows(
     layout: Layout,
     *,
     run_dir: Path | None = None,
-    corpus: "PreparedCorpus | None" = None,
+    corpus: PreparedCorpus | None = None,
     plan: Obtained | None = None,
     earlier: Earlier | None = None,
     ascii_only: bool = False,
@@ -102,6 +98,7 @@ def header_rows(
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),
         ("data", describe_data(config, corpus)),
+        *([] if (read := supply(config, layout, corpus)) is None else [("epochs", read.words)]),
         *([("run", clean(run_dir))] if run_dir is not None else []),
         *([("resumes", f"from step {earlier.step:,} ({clean(earlier.origin)})")] if earlier is not None else []),
     ]

@@ -17,8 +17,9 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.report.header import describe_batch, describe_layout, describe_plan, rank_word
+from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_plan, rank_word
 from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
@@ -32,6 +33,8 @@ class DryRun(Page):
     config: RunConfig
     config_yaml: str
     layout: Layout
+    corpus: PreparedCorpus | None
+    """None for the built-in one, which the first run that needs it prepares."""
     plan: Obtained | None
     memory: MemoryEstimate
     command: LaunchCommand
@@ -39,10 +42,13 @@ class DryRun(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
         yield Text()
+        read = supply(self.config, self.layout, self.corpus)
         rows = {
             "layout": describe_layout(self.layout, self._unit, times=screen.times),
             "batch": describe_batch(self.layout, self.config.train.seq_length, times=screen.times),
             **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
+            "data": describe_data(self.config, self.corpus),
+            **({} if read is None else {"epochs": read.words}),
             "memory": self._memory(),
         }
         for label, value in rows.items():

@@ -10,7 +10,6 @@ from rich.live import Live
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.charts import bar
@@ -18,6 +17,7 @@ from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.train_frame import Frame
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
 

@@ -10,8 +10,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.data.corpus import PreparedCorpus
 from canzona_cli.megatron.parallel import World
+from canzona_cli.run.corpus import PreparedCorpus
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a `BatchStream`

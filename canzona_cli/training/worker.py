@@ -15,10 +15,11 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.data.corpus import cache_root, read_corpus
+    from canzona_cli.data.corpus import cache_root
     from canzona_cli.errors import WorkerCrashed
     from canzona_cli.megatron import grouping, parallel
     from canzona_cli.planner.plan_file import read_plan
+    from canzona_cli.run.corpus import read_corpus
     from canzona_cli.run.timeline import write_timeline
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import build_datasets

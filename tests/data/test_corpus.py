@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
@@ -18,6 +19,7 @@ from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import sidecar_path
 from canzona_cli.errors import ConfigError, EnvironmentProblem
+from canzona_cli.run.corpus import supply
 from tests.waiting import PATIENCE_S
 
 
@@ -50,6 +52,13 @@ def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     assert (first.tokenizer, first.vocab_size, first.eod, first.max_token_id) == ("byte", 257, 256, 256)
     assert first.train_tokens + first.validation_tokens == first.tokens
     assert 0.005 < first.validation_tokens / first.tokens < 0.05
+    # What is said of it before it is made; Python's versions differ in size.
+    run = config(tmp_path)
+    layout = resolve(run)[1]
+    guess, fact = supply(run, layout), supply(run, layout, first)
+    assert guess is not None
+    assert fact is not None
+    assert guess.there == pytest.approx(fact.there, rel=0.25)
     assert told
     assert all(0 <= share <= 1 for _, share in told)
     assert ensure_corpus(config(tmp_path)) == first

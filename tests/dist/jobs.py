@@ -9,10 +9,11 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.corpus import PreparedCorpus, ensure_corpus
+from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
 from canzona_cli.training.data import BatchStream, build_datasets

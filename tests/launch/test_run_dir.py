@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.data.corpus import read_corpus
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment
+from canzona_cli.run.corpus import read_corpus
 from canzona_cli.run.files import read_json
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS

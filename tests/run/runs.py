@@ -13,7 +13,7 @@ from canzona_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from canzona_cli.data.corpus import PreparedCorpus
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import StepMetrics
 from tests.sizes import CPU, model
 
