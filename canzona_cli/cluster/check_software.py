@@ -14,12 +14,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.cluster.findings import TORCHRUN_VARIABLES, Finding, info, judged
-from canzona_cli.cluster.gpu_needs import driver_problem
-from canzona_cli.cluster.machine import GpuInfo, installed_version
+from canzona_cli.cluster.gpu_needs import driver_problem, fused_layers_problem
+from canzona_cli.cluster.machine import GpuInfo, admits, installed_version
 from canzona_cli.run.machine import tool_output
 
 _NAME = "canzona"
@@ -67,11 +66,6 @@ def python() -> Iterator[Finding]:
             yield package(requirement)
     for name, purpose in _OPTIONAL.items():
         yield info("python", name, installed_version(name) or "not installed", f"optional, for {purpose}")
-
-
-def admits(requirement: Requirement, version: str) -> bool:
-    """Whether a version satisfies a requirement; a pre-release counts as its release: 2.10.0a0+cu130 is a 2.10."""
-    return requirement.specifier.contains(Version(version).base_version)
 
 
 def package(requirement: Requirement) -> Finding:
@@ -186,10 +180,10 @@ def gpus(found: Mapping[str, object] | str, visible: Sequence[GpuInfo], installe
     problem = driver_problem()
     reason, fix = (problem.reason, problem.fix) if problem else ("it runs torch's CUDA", "")
     yield judged("gpu", "driver", problem is None, visible[0].driver or "there is one", reason, fix)
-    fused = installed_version("transformer-engine")
-    meaning = "fused layers, which the profiles of GPUs ask for" if fused else "the profiles of GPUs ask for its layers"
-    fix = "pip install 'canzona[te]', or cluster.transformer_engine=false, which trains the same without"
-    yield judged("gpu", "Transformer Engine", fused is not None, fused or "not installed", meaning, fix)
+    problem = fused_layers_problem()
+    reason, fix = (problem.reason, problem.fix) if problem else ("fused layers, which the profiles of GPUs ask for", "")
+    value = installed_version("transformer-engine") or "not installed"
+    yield judged("gpu", "Transformer Engine", problem is None, value, reason, fix)
     lacks = compiling_lacks()
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
     meaning = "SwiGLU and the loss run unfused, on all machines of a run" if lacks else "torch.compile can fuse kernels"

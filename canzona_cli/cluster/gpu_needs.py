@@ -8,14 +8,18 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 
 import psutil
+from packaging.version import Version
 
-from canzona_cli.cluster.machine import torch_version
+from canzona_cli.cluster.machine import admits, installed_version, requirement, torch_version
 from canzona_cli.errors import Problem
 
 _DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """The first driver for each major release of CUDA; it runs all its minor ones.
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 _GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
+
+_COVERS_COALESCED = Version("2.15")
+"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (`ProcessGroupNCCL.hpp` there)."""
 
 Release = tuple[int, int]
 """Of CUDA: (13, 2)."""
@@ -60,6 +64,33 @@ def torch_cuda() -> Release | None:
         return None
     told = re.search(r"^cuda\b[^=]*=\s*(?:None|'(\d+)\.(\d+))", text, re.MULTILINE)
     return told and (int(told[1] or 0), int(told[2] or 0))
+
+
+def backend_problem(chosen: str | None) -> Problem | None:
+    """A TORCH_DIST_USE_NCCL2 that asks for an NCCL backend which would let gradients be used before they arrive.
+
+    Before 2.15 what ends a coalesced group there waits for its sends and receives, and none of its reductions is said
+    to be waited for.
+    """
+    version = installed_version("torch")
+    if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
+        return None
+    reason = f"torch {version} may not wait for all reductions of a bucket in the NCCL backend that this asks for"
+    return Problem(key="TORCH_DIST_USE_NCCL2", value=chosen, reason=reason, fix="unset it, or install torch 2.15")
+
+
+def fused_layers_problem() -> Problem | None:
+    """A Transformer Engine that is missing, or that megatron-core was not written for; None where it will do."""
+    version, asked = installed_version("transformer-engine"), requirement("transformer-engine")
+    key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
+    if importlib.util.find_spec("transformer_engine") is None:
+        reason = "Transformer Engine is not installed here, and the profiles of GPUs ask for its layers"
+        return Problem(key=key, value=True, reason=reason, fix=f"pip install 'canzona[te]', or {without}")
+    if version is None or asked is None or admits(asked, version):
+        return None
+    wanted = ",".join(sorted(map(str, asked.specifier), reverse=True))
+    reason = f"Transformer Engine {version} is not one that the installed megatron-core was checked with ({wanted})"
+    return Problem(key=key, value=True, reason=reason, fix=f"pip install 'transformer-engine{wanted}', or {without}")
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:

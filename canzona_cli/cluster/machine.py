@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from canzona_cli.config.schema import ClusterConfig, Device
 from canzona_cli.run.machine import cores, tool_output
@@ -97,6 +99,20 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def requirement(package: str) -> Requirement | None:
+    """What canzona asks of a package, an optional one too; None where it asks nothing or is not installed itself."""
+    try:
+        asked = map(Requirement, metadata.requires("canzona") or ())
+    except metadata.PackageNotFoundError:
+        return None
+    return next((found for found in asked if found.name == package), None)
+
+
+def admits(requirement: Requirement, version: str) -> bool:
+    """Whether a version satisfies a requirement; a pre-release counts as its release: 2.10.0a0+cu130 is a 2.10."""
+    return requirement.specifier.contains(Version(version).base_version)
 
 
 def fingerprint() -> str:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import psutil
 
-from canzona_cli.cluster.gpu_needs import driver_problem, interface_problem
+from canzona_cli.cluster.gpu_needs import backend_problem, driver_problem, fused_layers_problem, interface_problem
 from canzona_cli.cluster.machine import visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
@@ -93,9 +93,8 @@ def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield from list(_gpus(config)) or _beside_gpus(config)
     else:
         yield from _host_memory(config, layout)
-    if config.cluster.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
-        fix = "pip install 'canzona[te]', or cluster.transformer_engine=false"
-        yield problem_with(config, "cluster.transformer_engine", "Transformer Engine is not installed here", fix)
+    if config.cluster.transformer_engine and (fused := fused_layers_problem()) is not None:
+        yield fused
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'canzona[tensorboard]', or run.tensorboard=false: metrics.jsonl holds the same numbers"
         yield problem_with(config, "run.tensorboard", "TensorBoard is not installed here", fix)
@@ -119,9 +118,15 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 
 def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
     """What keeps ranks off the GPUs that are here."""
-    interfaces = worker_environment(config).get("NCCL_SOCKET_IFNAME")
-    found = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config))
-    yield from (problem for problem in found if problem is not None)
+    environment = worker_environment(config)
+    yield from filter(
+        None,
+        (
+            driver_problem(),
+            interface_problem(environment.get("NCCL_SOCKET_IFNAME"), alone=on_one_machine(config)),
+            backend_problem(environment.get("TORCH_DIST_USE_NCCL2")),
+        ),
+    )
 
 
 def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.version import Version
 
+from canzona_cli.cluster.machine import installed_version
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import cores
@@ -35,6 +37,8 @@ ENDPOINT_PLACEHOLDER = "HOST:PORT"
 _NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
 """Beginnings of names of interfaces that lead nowhere but to this machine's own processes and containers."""
 _NUMA_NODES = Path("/sys/devices/system/node")
+_PINS_EXACT_SIZES = Version("2.13")
+"""The first torch whose pinned memory need not be a power of two; those before refuse the word, and no GPU starts."""
 _MAX_THREADS_BESIDE_GPU = 8
 """Threads a rank with a GPU gets at most: they only feed the GPU."""
 
@@ -125,11 +129,12 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         wanted["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
             # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
-            # What a checkpoint is copied to is pinned in exact sizes rather than powers of two, by several threads.
+            # What a checkpoint is copied to is pinned by several threads, in exact sizes rather than powers of two.
             wanted["PYTORCH_ALLOC_CONF"] = (
-                "expandable_segments:True,pinned_max_round_threshold_mb:64,"
-                "pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
+                "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
             )
+            if Version(installed_version("torch") or "0") >= _PINS_EXACT_SIZES:
+                wanted["PYTORCH_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:64"
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
         wanted["PYTHONSAFEPATH"] = "1"

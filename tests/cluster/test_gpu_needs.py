@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,20 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from canzona_cli.cluster import check_software, gpu_needs
-from canzona_cli.cluster.gpu_needs import driver_cuda, driver_problem, interface_problem, named, torch_cuda
+from canzona_cli.cluster.gpu_needs import (
+    backend_problem,
+    driver_cuda,
+    driver_problem,
+    fused_layers_problem,
+    interface_problem,
+    named,
+    torch_cuda,
+)
 from canzona_cli.cluster.machine import GpuInfo
-from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.launch import preflight
 from tests.faults.support import LAYOUT, run_config
 
@@ -124,6 +134,32 @@ def test_a_list_that_leaves_no_interface_is_named_with_those_there_are() -> None
     assert interface_problem(None, alone=False) is None
 
 
+def test_a_backend_that_may_not_wait_for_reductions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for torch_here, refused in (("2.14.1", True), ("2.15.0+cu130", False)):
+        monkeypatch.setattr(gpu_needs, "installed_version", lambda package, found=torch_here: found)
+        assert (backend_problem("1") is not None) is refused
+        assert backend_problem("0") is None is backend_problem(None)
+
+
+@pytest.mark.parametrize(
+    ("installed", "named"),
+    [(None, "not installed"), ("2.8.0", ">=2.9"), ("2.9.0+cu13", None), ("2.20.2", None), ("2.21.0", "<2.21")],
+)
+def test_a_transformer_engine_is_one_that_megatron_was_written_for(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, named: str | None
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [asked] = map(Requirement, project["optional-dependencies"]["te"])
+    monkeypatch.setattr(gpu_needs, "requirement", lambda package: asked)
+    monkeypatch.setattr(gpu_needs, "installed_version", lambda package: installed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed and object())
+    problem = fused_layers_problem()
+    assert (problem is None) is (named is None)
+    if problem is not None and named is not None:
+        assert named in problem.reason
+        assert "cluster.transformer_engine=false" in problem.fix
+
+
 def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(12080)
     monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
@@ -148,10 +184,10 @@ def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatc
     gpus = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
     monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
     monkeypatch.setattr(check_software, "installed_version", lambda package: None)
+    monkeypatch.setattr(check_software, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
     for release, status in ((12080, "warn"), (13000, "ok")):
         driver(release)
         found = {finding.name: finding for finding in check_software.gpus({"cuda_available": True}, gpus, 1)}
         assert (found["driver"].status, found["driver"].value) == (status, "570.86.15")
         assert ("580 or later" in found["driver"].fix) == (status == "warn")
-        assert found["Transformer Engine"].status == "warn"
-        assert "cluster.transformer_engine=false" in found["Transformer Engine"].fix
+        assert (found["Transformer Engine"].status, found["Transformer Engine"].fix) == ("warn", "without")

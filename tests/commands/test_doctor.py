@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from canzona_cli.cluster import check_software
+from canzona_cli.cluster.machine import admits
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -120,4 +121,4 @@ def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
     ],
 )
 def test_a_requirement_admits_its_range(version: str, admitted: bool) -> None:
-    assert check_software.admits(Requirement("megatron-core>=0.19.2,<0.20"), version) is admitted
+    assert admits(Requirement("megatron-core>=0.19.2,<0.20"), version) is admitted
