@@ -23,21 +23,17 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import Backend
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.collectives import COLLECTIVES, POINT_TO_POINT, READS, device_in, on_the_host, to_host
 
 DEVICE = torch.device("cuda", 0)
 COMPUTE = "compute"
 Clock = dict[str, int]
 """By stream: the number of the last operation that is known to be over."""
-_TO_HOST = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__")
-_COLLECTIVES = (
-    "allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "_reduce_scatter_base", "reduce_scatter",
-    "alltoall_base", "all_to_all_single", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
-    "all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "barrier",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +87,17 @@ class Record:
     """The host waited: for an event that had not passed yet, or for the whole device."""
     host_reads: list[str] = field(default_factory=list)
     """The host read a tensor, other than through a copy that it had waited for."""
+    host_saw_too_early: list[str] = field(default_factory=list)
+    """The host read pinned memory that a stream may not have written yet."""
     pinned: int = 0
     """Tensors that were asked for in pinned memory."""
 
     def forget(self) -> None:
         """Begin anew; what has been allocated so far was before anything ran."""
         device = _active()
-        for found in (self.operations, self.waits, self.races, self.foreign, self.host_waits, self.host_reads):
-            found.clear()
+        for found in vars(self).values():
+            if isinstance(found, list):
+                found.clear()
         device.made_on.clear()
 
 
@@ -114,7 +113,12 @@ class _Device:
         self.accesses: dict[int, dict[str, list[Access]]] = defaultdict(lambda: defaultdict(list))
         self.made_on: dict[int, str] = {}
         self.on_host: set[int] = set()
+        self.pinned: set[int] = set()
         self.works: dict[int, tuple[object, Operation]] = {}
+        self.travelling: set[int] = set()
+        """Of these works, what gloo has not been waited for yet."""
+        self.together: list[torch.distributed.Work] | None = None
+        """Works that are being coalesced."""
         self.launched: Operation | None = None
 
     def enqueue(self, name: str, stream: str, touched: Sequence[tuple[torch.Tensor, bool]]) -> Operation:
@@ -156,7 +160,24 @@ class _Device:
         storage = tensor.untyped_storage().data_ptr()
         self.accesses.pop(storage, None)
         self.on_host.discard(storage)
+        self.pinned.discard(storage)
         self.made_on[storage] = self.current[-1]
+
+    def read(self, storage: int, what: str) -> None:
+        """The host reads memory."""
+        if storage in self.pinned:
+            writes = ((stream, found) for stream, each in self.accesses[storage].items() for found in each)
+            if any(found.writes and found.number > self.done["host"].get(stream, 0) for stream, found in writes):
+                self.record.host_saw_too_early.append(what)
+        elif storage not in self.on_host:
+            self.record.host_reads.append(what)
+
+    def finish(self, work: torch.distributed.Work) -> None:
+        """gloo's threads finish it now; later waits only order streams. (A reduce-scatter copies in each wait.)"""
+        if id(work) in self.travelling:
+            self.travelling.remove(id(work))
+            with _disable_current_modes():
+                _wait_for_real(work)
 
     def host_waits(self, clock: Clock, why: str) -> None:
         if not _covers(self.done["host"], clock):
@@ -240,7 +261,7 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.parts[-2:] == ("tensor_parallel", "random.py") or {"torch", "optim"} <= {*path.parts}:
+        if on_the_host(frame):
             return ""
         if "canzona_cli" in path.parts or "megatron" in path.parts:
             return f"{path.parent.name}/{path.name}:{frame.f_code.co_name}"
@@ -255,29 +276,31 @@ class _Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = dict(kwargs or {})
-        if kwargs.pop("pin_memory", None):
-            _active().record.pinned += 1
+        pinned = bool(kwargs.pop("pin_memory", None))
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         name = getattr(func, "__name__", "")
         if name == "to":
-            to_host = _named(args[1:], kwargs) == "cpu"
+            reads, copies = to_host(args[1:], kwargs), device_in(args[1:], kwargs) == "cpu"
             args = (args[0], *("cpu" if _is_cuda(arg) else arg for arg in args[1:]))
-            if to_host and kwargs.get("non_blocking"):
+            if copies and not reads:
                 # A copy, as from a device; there once the host has waited for what comes behind it on this stream.
                 copy = args[0].clone()
                 _active().on_host.add(copy.untyped_storage().data_ptr())
                 return copy
-            if to_host:
+            if reads:
                 self._read(name, args[0])
-        elif name in _TO_HOST and isinstance(args[0], torch.Tensor):
+        elif name in READS and isinstance(args[0], torch.Tensor):
             self._read(name, args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if pinned:
+            _active().record.pinned += 1
+            _active().pinned |= {found.untyped_storage().data_ptr() for found in tensors_in(result)}
+        return result
 
     def _read(self, name: str, tensor: torch.Tensor) -> None:
-        place = _caller()
-        if place and tensor.untyped_storage().data_ptr() not in _active().on_host:
-            _active().record.host_reads.append(f"{name} at {place}")
+        if place := _caller():
+            _active().read(tensor.untyped_storage().data_ptr(), f"{name} at {place}")
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -326,16 +349,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def _is_cuda(device: object) -> bool:
-    return device is not None and not isinstance(device, torch.dtype | torch.Tensor) and _named((device,), {}) == "cuda"
-
-
-def _named(args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    for value in (*args, kwargs.get("device")):
-        if isinstance(value, torch.device):
-            return value.type
-        if isinstance(value, str):
-            return value.partition(":")[0]
-    return None
+    return device_in((device,), {}) == "cuda"
 
 
 @contextmanager
@@ -363,27 +377,31 @@ def _synchronize(device: object = None) -> None:
     _active().host_waits(everything, "device")
 
 
-def _launching(original: Callable[..., Any]) -> Callable[..., Any]:
+def _launching(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*args: object, **kwargs: object) -> object:
-        _active().launched = None
+        device = _active()
+        device.launched = None
         work: Any = original(*args, **kwargs)
         launched = _active().launched
         if work is not None and launched is not None:
-            # gloo's threads finish it now; later waits only order streams. (A reduce-scatter copies in each wait.)
-            with _disable_current_modes():
-                _wait_for_real(work)
             # The object is kept, so that its number is nobody else's.
-            _active().works[id(work)] = (work, launched)
+            device.works[id(work)] = (work, launched)
+            device.travelling.add(id(work))
+            if device.together is not None:
+                device.together.append(work)
+            elif name not in POINT_TO_POINT:
+                device.finish(work)
         return work
 
     return launch
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wait(work: object, *args: object, **kwargs: object) -> object:
+    def wait(work: torch.distributed.Work, *args: object, **kwargs: object) -> object:
         device, found = _active(), _active().works.get(id(work))
         if found is not None:
             operation = found[1]
+            device.finish(work)
             stream = device.current[-1]
             device.record.waits.append(
                 Wait(stream=stream, collective=operation, position=len(device.record.operations))
@@ -393,6 +411,21 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(work, *args, **kwargs)
 
     return wait
+
+
+def _start_coalescing(group: object, device: object) -> None:
+    assert _active().together is None
+    _active().together = []
+
+
+def _end_coalescing(group: object, device: object) -> object:
+    """The last one: a communicator's collectives run one after another."""
+    device = _active()
+    assert device.together
+    for work in device.together:
+        device.finish(work)
+    last, device.together = device.together[-1], None
+    return last
 
 
 @contextmanager
@@ -412,9 +445,11 @@ def cuda_stand_in() -> Iterator[Record]:
     with ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        for name in _COLLECTIVES:
-            if hasattr(group, name):
-                stack.enter_context(patch.object(group, name, _launching(getattr(group, name))))
+        for name in COLLECTIVES:
+            stack.enter_context(patch.object(group, name, _launching(name, getattr(group, name))))
+        stack.enter_context(patch.object(Backend, "supports_coalescing", True))
+        stack.enter_context(patch.object(group, "_start_coalescing", _start_coalescing))
+        stack.enter_context(patch.object(group, "_end_coalescing", _end_coalescing))
         stack.enter_context(patch.object(work, "wait", _waiting(work.wait)))
         # A subclass of Tensor that is made where every operation is looked at would already be a plain Tensor.
         stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right", _unseen(causal_lower_right)))

@@ -281,10 +281,12 @@ def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGrou
 
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
-    """On a GPU they are handed over together: whether they are one launch is the backend's (`megatron.grouping`)."""
-    if parts[0][0].device.type != "cuda":
+    """Handed over together where the backend can, as NCCL: whether they are one launch is its own affair
+    (`megatron.grouping`)."""
+    device = parts[0][0].device
+    if not group._get_backend(device).supports_coalescing:
         return [collective(data, owner, group) for data, owner in parts]
-    with _coalescing_manager(group, device=parts[0][0].device, async_ops=True) as launched:
+    with _coalescing_manager(group, device=device, async_ops=True) as launched:
         for data, owner in parts:
             collective(data, owner, group)
     return launched.works

@@ -18,29 +18,10 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup, Work
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.collectives import COLLECTIVES, READS, on_the_host, to_host
 from tests.cuda_stand_in import tensors_in
 
 Kind = Literal["launch", "wait", "read", "phase"]
-
-COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allgather_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "broadcast",
-    "alltoall",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "barrier",
-)
-"""Methods of `ProcessGroup` that put something on the network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +40,6 @@ class Event:
     """Of a launch on this rank; a wait has that of what it waits for."""
 
 
-READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-"""Methods of `Tensor` for which the host waits until the device has come so far."""
-ON_THE_HOST = {"megatron.core.tensor_parallel.random", "torch.optim.optimizer"}
-"""What these modules read lies on the host anyway: random states, and torch's counts of steps."""
-
-
 class Recorder:
     """Writes down what this rank's host does while `active`."""
 
@@ -81,8 +56,7 @@ class Recorder:
         """For the rest of the process' life in effect: what is wrapped is never unwrapped while it may be called."""
         with pytest.MonkeyPatch.context() as patch:
             for name in COLLECTIVES:
-                if hasattr(ProcessGroup, name):
-                    patch.setattr(ProcessGroup, name, self._launching(name, getattr(ProcessGroup, name)))
+                patch.setattr(ProcessGroup, name, self._launching(name, getattr(ProcessGroup, name)))
             for kind in (Work, FakeWork):
                 patch.setattr(kind, "wait", self._waiting(kind.wait))
             for name in READS:
@@ -100,7 +74,7 @@ class Recorder:
     def _launching(self, name: str, original: Callable[..., Work]) -> Callable[..., Work]:
         def launch(group: ProcessGroup, *args: object, **kwargs: object) -> Work:
             work = original(group, *args, **kwargs)
-            tensors = list(tensors_in(args[0]))
+            tensors = list(tensors_in(args[:1]))
             self._note(
                 Event(
                     kind="launch",
@@ -129,7 +103,8 @@ class Recorder:
     def _reading(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
         def read(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
             outermost, self._inside = not self._inside, True
-            if outermost and sys._getframe(1).f_globals.get("__name__") not in ON_THE_HOST:
+            waits = name != "to" or to_host(args, kwargs)
+            if outermost and waits and not on_the_host(sys._getframe(1)):
                 self._note(Event(kind="read", name=name, phase=self.phase, elements=tensor.numel()))
             try:
                 return original(tensor, *args, **kwargs)

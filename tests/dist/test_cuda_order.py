@@ -5,7 +5,7 @@ Real ranks, real steps, with clipping and guards; only the device is not there (
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.aside import Aside
+from canzona_cli.megatron import grouping
 from canzona_cli.megatron.in_flight import CONNECTIONS
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
@@ -34,6 +35,15 @@ SETTINGS = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoundOut:
+    """What a start finds out about grouped reductions."""
+
+    said: str | None
+    launches: int
+    waits: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stood:
     """One rank's steps on the stand-in."""
 
@@ -45,6 +55,8 @@ class Stood:
     """By step: where the host waited for the device, and where it read a tensor without."""
     races: list[str]
     foreign: list[str]
+    saving: list[str]
+    """Races of a save with what ranks send each other for it."""
     unordered: list[str]
     """Races of a step whose streams were never joined."""
     early: list[str]
@@ -56,6 +68,11 @@ class Stood:
     timings: list[StepTiming]
     timelines: list[StepTimeline]
     pinned: int
+    found_out: FoundOut
+    saw_too_early: list[str]
+    """Where a save read what was still being copied."""
+    saw_unwaited: list[str]
+    """Where one would that does not wait for the device."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +88,8 @@ def stood(small: tuple[RunConfig, Layout]) -> list[Stood]:
 
 def _steps(config: RunConfig, layout: Layout) -> Stood:
     with _standing(config, layout) as (trainee, record):
+        found_out = _find_out(trainee, record)
+        record.forget()
         stream = batches(trainee)
         timer, losses, host = trainee.timer, [], []
         for _ in range(STEPS):
@@ -86,8 +105,13 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         timings, timelines = list(timer.timings()), timer.timelines()
         pinned = record.pinned
         saved = _hashes(Snapshots(trainee).take())
+        pinned, too_early = record.pinned - pinned, list(record.host_saw_too_early)
+        saving = [race for race in record.races[len(races) :] if "c10d" in race]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("torch.cuda.synchronize", lambda device: None)
+            Snapshots(trainee).take()
         finish_gathering(trainee)
-        held = weights(trainee)
+        held, unordered = weights(trainee), len(record.races)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Aside, "join", lambda self: None)
             train_step(trainee, stream)
@@ -99,14 +123,32 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
             host=host,
             races=races,
             foreign=foreign,
-            unordered=record.races[len(races) :],
+            saving=saving,
+            unordered=record.races[unordered:],
             early=early,
             waiting={("beside" if name == beside else name): found for name, found in waiting.items()},
             aside=aside,
             timings=timings,
             timelines=timelines,
-            pinned=record.pinned - pinned,
+            pinned=pinned,
+            found_out=found_out,
+            saw_too_early=too_early,
+            saw_unwaited=record.host_saw_too_early[len(too_early) :],
         )
+
+
+def _find_out(trainee: Trainee, record: Record) -> FoundOut:
+    def serial(operation: Callable[[], None]) -> float:
+        """Seconds of a device that does one thing a second."""
+        before = len(record.operations)
+        operation()
+        return float(len(record.operations) - before)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(grouping, "device_seconds", serial)
+        said = grouping.contradiction(trainee)
+    launched = [found for found in record.operations if found.stream.startswith("nccl")]
+    return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
 
 
 @contextmanager
@@ -191,6 +233,25 @@ def test_the_same_comes_out_as_on_the_cpu(small: tuple[RunConfig, Layout], stood
         assert rank.weights == held
         assert rank.saved == saved
         assert rank.pinned == len(saved)
+
+
+def test_a_save_reads_what_has_been_copied(stood: list[Stood]) -> None:
+    for rank in stood:
+        assert rank.saving == rank.saw_too_early == []
+        # The check can fail: copies into pinned memory go on behind the host.
+        assert rank.saw_unwaited
+        assert all("checkpoint/snapshot.py" in place for place in rank.saw_unwaited)
+
+
+def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
+    """By the reductions that the engine issues, many handed over together and waited for at once."""
+    assert small[0].cluster.grouped_collectives
+    repeats = grouping._REPEATS + 1
+    for rank in stood:
+        assert rank.found_out.said == grouping.judged(grouping.REDUCTIONS, assumed=True)
+        # And one all-reduce, so that all say the same.
+        assert rank.found_out.launches == repeats * (1 + grouping.REDUCTIONS) + 1
+        assert rank.found_out.waits == repeats * 2 + 1
 
 
 def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -> None:
