@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -27,20 +29,51 @@ COMMANDS = {
 }
 
 
+_WORDS = "canzona.words"
+"""Where a command's own words are kept while it runs."""
+
+
 class LazyCommands(TyperGroup):
     """Lists commands without importing them; imports the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
+        if args[0] in COMMANDS:
             self.commands[args[0]] = _load(args[0])
+        else:
+            from canzona_cli.commands.instead import other_command
+            from canzona_cli.errors import ConfigError
+
+            raise ConfigError(other_command(args, COMMANDS))
+        ctx.meta[_WORDS] = args[1:]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _better_options(ctx):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("Interrupted", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+@contextmanager
+def _better_options(ctx: Any) -> Iterator[None]:
+    """Turns "no such option" into what to write instead: settings are not options."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "possibilities"):  # Typer does not export the class of "no such option"
+            raise
+        from canzona_cli.commands.instead import Command, other_options
+        from canzona_cli.errors import ConfigError
+
+        of, unread = error.ctx, error.option_name  # type: ignore[attr-defined]
+        command = Command(
+            name=of.command_path,
+            options=[option for part in of.command.params for option in part.opts if option.startswith("-")],
+            takes_overrides=any(part.name == "overrides" for part in of.command.params),
+        )
+        raise ConfigError(*other_options(command, ctx.meta[_WORDS], unread)) from None
 
 
 def _load(name: str) -> Any:
@@ -75,7 +108,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def canzona(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Train Qwen3-size models with matrix-based optimizers at full speed inside Megatron-core.

@@ -11,6 +11,7 @@ import canzona_cli
 ROOT = Path(canzona_cli.__file__).parent
 PACKAGE = ROOT.name
 LAYERS = (
+    ("__main__",),
     ("app",),
     ("commands",),
     ("report", "bench", "calibrate"),

@@ -26,7 +26,9 @@ def show(content: "Mapping[str, object] | RenderableType") -> None:
         return
     from rich.console import Console
 
-    Console(highlight=False).print(content)
+    from canzona_cli.report.page import Page
+
+    Console(highlight=False).print(content, soft_wrap=isinstance(content, Page))
 
 
 def warn(warnings: Iterable[str]) -> None:
@@ -57,6 +59,20 @@ def checked_data(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
         corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
     warn(data_warnings(config, layout, corpus))
     return corpus
+
+
+def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
+    """Say so where the number of ranks does not divide the batch that the recipe aims for.
+
+    Args:
+        asked: as composed, its nulls not chosen yet.
+    """
+    wanted = asked.train.batch_tokens / asked.train.seq_length
+    if asked.train.global_batch_size is None and layout.global_batch_size != wanted:
+        progress(
+            f"note: the batch has {layout.global_batch_size} sequences instead of {wanted:g}: "
+            f"it is a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size} near train.batch_tokens"
+        )
 
 
 def progress(line: str) -> None:

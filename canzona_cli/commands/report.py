@@ -11,8 +11,13 @@ from canzona_cli.commands.output import show
 
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="The run directory that `canzona train` named.")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="The run directory that `canzona train` named. [default: the newest under ./runs]",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show two run directories side by side.")] = False,
     trace: Annotated[
         Path | None,
@@ -23,6 +28,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
+    run_dirs = run_dirs or _newest()
     _check_usage(run_dirs, compare=compare, trace=trace, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
@@ -43,6 +49,19 @@ def report(
 
     summary = load_summary(run_dirs[0])
     show(summary.as_json() if as_json else RunView(summary=summary))
+
+
+def _newest() -> list[Path]:
+    """This directory where it is a run's, else the newest run below ./runs, and which one that is."""
+    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.run.files import RunFiles
+    from canzona_cli.run.summary import newest_run
+
+    found = Path() if RunFiles(Path()).config.exists() else newest_run(Path("runs"))
+    if found is None:
+        reason = "there is no run under ./runs"
+        raise ConfigError(Problem(key="RUN_DIR", reason=reason, fix="canzona report RUN_DIR"))
+    return [found]
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import checked_data, progress, tell, warn, warn_about
+from canzona_cli.commands.output import checked_data, progress, tell, tell_batch, warn, warn_about
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
@@ -53,6 +53,7 @@ def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, d
     composed = compose_run(overrides, recipes_dirs=recipes_dirs)
     warn_about(composed)
     config, layout = resolve(composed.config)
+    tell_batch(composed.config, layout)
     adopted = adopt(config, current_step())
     config = adopted.config
     for note in adopted.notes:
@@ -115,6 +116,9 @@ def _launch(
     with _progress_of(view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run, machines, config = _claim(config, layout, node_rank, corpus)
+    if node_rank:
+        last = torchrun.node_count(config) - 1
+        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
     command = torchrun.build(config, run.path)
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_data, warn_about
+from canzona_cli.commands.output import checked_data, tell_batch, warn_about
 
 
 def validate(
@@ -31,6 +31,7 @@ def validate(
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
     warn_about(composed)
     config, layout = resolve(composed.config)
+    tell_batch(composed.config, layout)
     plan = obtain_plan(config, layout)
     corpus = checked_data(config, layout)
 
@@ -41,4 +42,4 @@ def validate(
         *header_rows(config, layout, corpus=corpus, plan=plan, ascii_only=console.options.ascii_only),
         ("recompute", layout.recompute),
     ]
-    console.print(*labelled(rows, 11, indent=0), sep="")
+    console.print(*labelled(rows, 11, indent=0), sep="", soft_wrap=True)

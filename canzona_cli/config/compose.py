@@ -14,6 +14,7 @@ from canzona_cli.config.recipes import (
     find_option,
     group_options,
     is_file_name,
+    lies_flat,
     read_yaml,
     shadowed,
     shown,
@@ -133,7 +134,11 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
             if group in FROM_FILES and is_file_name(name):
                 given[group] = find_file(group, name, dirs)
             else:
-                options[group] = find_option(group, name, dirs)
+                option = find_option(group, name, dirs)
+                if group == "recipe" and lies_flat(file := group_options(group, dirs)[option]):
+                    given[group] = find_file(group, str(file), dirs)
+                else:
+                    options[group] = option
         except ConfigError as error:
             problems.extend(error.problems)
             meant = closest_option(name, group_options(group, dirs))

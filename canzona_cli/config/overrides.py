@@ -1,15 +1,27 @@
 """Reading `KEY=VALUE` arguments: each one on its own, so that every bad one is reported together."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.secrets import resolver_problem, target_problem
-from canzona_cli.config.settings import closest_key, mapping_key, sections, setting_of, settings
+from canzona_cli.config.settings import closest_key, exact_key, mapping_key, sections, setting_of, settings
 from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
+_NOT_HERE = {
+    ("expert", "experts", "moe"): (
+        "canzona trains dense models: each layer has one feed-forward network",
+        "leave it out",
+    ),
+    ("wandb", "mlflow", "comet"): (
+        "canzona sends nothing to other services",
+        "write run.tensorboard=true, or read metrics.jsonl in the run directory: a line for every step",
+    ),
+    ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
+}
+"""What people look for and canzona does not have, by words of the key: why, and what there is instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +46,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     warnings: list[str] = []
-    for argument in arguments:
+    for argument in _joined(arguments, problems):
         key, equals, text = argument.partition("=")
         key, text = key.strip(), text.strip()
         if not equals or not key:
@@ -66,6 +78,38 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems), warnings=tuple(warnings))
 
 
+def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
+    """What `--gpus 4` is as an override: `gpus=4`; None where it looks like no setting.
+
+    Args:
+        value: empty where none was typed.
+        exact: only where it is the name of a setting, not where it looks like one.
+    """
+    word = option.lstrip("-").replace("-", "_").lower()
+    key = word if word in GROUPS else exact_key(word) or (None if exact or len(word) < 2 else closest_key(word))
+    if key is None:
+        return None
+    switch = key in settings() and settings()[key].kind == "boolean"
+    return f"{key}={value or ('true' if switch else 'DIR' if key == 'run.dir' else 'VALUE')}"
+
+
+def _joined(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
+    """The arguments but for those that a space took apart (`gpus = 4`, `gpus= 4`, `gpus 4`), which are problems."""
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        key, equals, text = argument.partition("=")
+        if not text and left and (key in GROUPS or setting_of(key) is not None):
+            value = left[0] if equals else left[0].removeprefix("=") or "".join(left[1:2])
+            if "=" not in value and value not in GROUPS and setting_of(value) is None:
+                used = 2 if left[0] == "=" else 1
+                del left[:used]
+                reason, fix = "is taken apart by a space", f"write {key}={value}"
+                problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
+                continue
+        yield argument
+
+
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     """A key that no setting has, with the one that was probably meant."""
     own = sections().get(key)
@@ -73,6 +117,9 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
         some = settings()[f"{key}.{sorted(own)[0]}"].key
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {some}=VALUE")
+    for words, (reason, fix) in _NOT_HERE.items():
+        if not {*words}.isdisjoint(re.split(r"[._]", key.lower())):
+            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix)
     group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
     meant = group or closest_key(key) or closest(key, GROUPS)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
@@ -103,7 +150,9 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     except HydraException as error:
         if _takes_text(key):
             return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar
-        reason = str(error).splitlines()[0].rstrip(".")
+        if (bare := text.rstrip(",; ")) not in ("", text) and not isinstance(_parse_value(key, bare), Problem):
+            return Problem(key=key, value=text, reason=f"ends in {text[len(bare) :]!r}", fix=f"write {key}={bare}")
+        reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # what follows is Hydra's grammar
         reason = f"cannot be read: {reason[:1].lower()}{reason[1:]}"
         return Problem(key=key, value=text, reason=reason, fix=f"write a plain value: {key}=VALUE")
     if override.is_sweep_override():
@@ -128,6 +177,9 @@ def _sweep(key: str, text: str) -> Problem:
 def _not_an_override(argument: str) -> Problem:
     if argument.endswith((".yaml", ".yml")) or closest(argument, ("qwen3-tiny",), cutoff=0.5) is not None:
         return Problem(key=argument, reason="is not of the form KEY=VALUE", fix=f"write recipe={argument}")
+    key, colon, value = argument.partition(":")
+    if colon and (key in GROUPS or setting_of(key) is not None):
+        return Problem(key=key, value=value, reason="is not of the form KEY=VALUE", fix=f"write {key}={value.strip()}")
     meant = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
     fix = f"write {meant}=VALUE" if meant else "write a setting and its value, for example train.steps=100"
     return Problem(key=argument or "''", reason="is not of the form KEY=VALUE", fix=fix)

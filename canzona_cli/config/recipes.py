@@ -36,7 +36,7 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
             key=origin,
             value=str(path),
             reason="there is no such folder",
-            fix=f"give a folder that holds one or more of {', '.join(f'{group}/' for group in GROUPS)}",
+            fix=f"give a folder of recipes, or one that holds some of {', '.join(f'{group}/' for group in GROUPS)}",
         )
         for origin, path in named
         if not path.expanduser().is_dir()
@@ -47,12 +47,22 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Options of one group by name, each with the file that provides it; the first folder wins. Sorted by name."""
+    """Options of one group by name, each with the file that provides it; the first folder wins. Sorted by name.
+
+    A folder without folders of groups holds recipes.
+    """
     found: dict[str, Path] = {}
     for folder in dirs:
-        for file in sorted((folder / group).glob("*.yaml")):
+        flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
+        for file in sorted((folder if flat else folder / group).glob("*.yaml")):
             found.setdefault(file.stem, file)
     return dict(sorted(found.items()))
+
+
+def lies_flat(recipe: Path) -> bool:
+    """Whether a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra takes it as a file
+    that is given."""
+    return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
@@ -106,6 +116,10 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
     options = group_options(group, dirs)
     if group == "recipe" and Path(asked).expanduser().is_dir() and (Path(asked) / "config.yaml").is_file():
         return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
+    for beside in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
+        if Path(beside).expanduser().is_file():
+            reason = f"there is no such {group} by name, but a file {beside}"
+            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(beside))}")
     meant = closest_option(asked, options)
     there = f"there are {', '.join(options)}"
     fix = f"did you mean {meant}? ({there})" if meant else there

@@ -110,6 +110,36 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     )
 
 
+OTHER_WORDS = {
+    "config": "recipe",
+    "config_name": "recipe",
+    "n": "gpus",
+    "np": "gpus",
+    "nproc": "gpus",
+    "nproc_per_node": "gpus",
+    "num_gpus": "gpus",
+    "world_size": "gpus",
+    "learning_rate": "optimizer.lr",
+    "batch_size": "train.global_batch_size",
+    "iters": "train.steps",
+    "iterations": "train.steps",
+    "max_steps": "train.steps",
+    "o": "run.dir",
+    "out": "run.dir",
+    "output": "run.dir",
+    "output_dir": "run.dir",
+    "resume": "run.dir",
+}
+"""What other programs call a setting of ours, where it does not look like it. A run continues in its directory."""
+
+
+def exact_key(word: str) -> str | None:
+    """The setting that `word` is the name, the last word, or another program's name of; None where several share it."""
+    flat = word.replace("-", "_").lower()
+    known = [key for key in settings() if flat in (key, key.rpartition(".")[2])]
+    return OTHER_WORDS.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
+
+
 def closest_key(key: str) -> str | None:
     """The setting the user probably meant by `key`.
 
@@ -118,6 +148,8 @@ def closest_key(key: str) -> str | None:
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
+    if last in OTHER_WORDS:
+        return OTHER_WORDS[last]
     known = settings()
     best, best_score = None, 0.0
     for name in known:

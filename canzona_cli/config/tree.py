@@ -9,6 +9,7 @@ from canzona_cli.config.recipes import (
     GROUPS,
     builtin_recipes_dir,
     group_options,
+    lies_flat,
     read_yaml,
     shadowed,
     shown,
@@ -55,7 +56,8 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     for name, path in group_options("recipe", dirs).items():
         try:
             read_yaml(path)  # an empty file would compose
-            (tree, _), error = composed({"recipe": name}, {}, dirs), ""
+            given = {"recipe": path} if lies_flat(path) else {}
+            (tree, _), error = composed({"recipe": name} if not given else {}, given, dirs), ""
         except ConfigError as problem:
             tree, error = {}, problem.problems[0].reason
         gpus = tree.get("gpus")
@@ -65,7 +67,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
                 name=name,
                 path=path,
                 builtin=ours,
-                shadows=any(shadowed([path])),
+                shadows=any(shadowed([path])) or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
                 model=_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
                 cluster=_named(tree.get("cluster")),
@@ -154,12 +156,20 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
             content = read_yaml(path)
             content.setdefault("name", path.stem)
             if group == "recipe":
+                _leave_home(content, path)
                 store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
             else:
                 store.store(_GIVEN, content, group)
         yield
     finally:
         store.repo = before
+
+
+def _leave_home(content: Mapping[str, object], path: Path) -> None:
+    """Takes its own directory out of a run's config.yaml: as a recipe it repeats the run somewhere else."""
+    run = content.get("run")
+    if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
+        run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:

@@ -261,7 +261,7 @@ def _text_of(line: bytes, key: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):

@@ -31,7 +31,8 @@ from canzona_cli.launch.view import TrainView
 from canzona_cli.run import orphan
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
-from canzona_cli.run.records import Incident, StageEvent
+from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
+from canzona_cli.run.words import plural
 
 STOP_GRACE_S = 60.0
 """Seconds the workers get to finish their step before they are killed."""
@@ -91,7 +92,7 @@ class Supervision:
         saves, node_rank = SaveWatch(self.files), self._machines.node_rank
         with handled(self.requests.add), watched(self.ranks, timeout_s=self.hang_timeout_s) as watch:
             if node_rank == 0:
-                self._tell("start workers", f"{len(self.ranks)} ranks", aloud=False)
+                self._tell(FIRST_STAGE, plural(len(self.ranks), "rank"), aloud=False)
             agent = _start(self.command, watch, log=self.files.agent_log(node_rank))
             try:
                 while agent.poll() is None:

@@ -7,6 +7,7 @@ matrices, a fragment of 1 / tp of each.
 """
 
 import heapq
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,16 +102,17 @@ def check_capacity(matrices: Sequence[Matrix], layout: Layout, settings: PlanSet
     largest = max(matrices, key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
     if settings.c_max_bytes < need:
-        least = -(-need * 100 // _MIB) / 100  # rounded up to what one can type
+        # Rounded up to what one can type, and a multiple of a power of two: it is the same number when it is read.
+        least = math.ceil(need / _MIB * 64) / 64
         raise ConfigError(
             Problem(
                 key="engine.c_max_mib",
                 value=round(settings.c_max_bytes / _MIB, 2),
                 reason=(
                     f"is too small for the largest matrix: {largest.name} ({largest.rows} x {largest.cols}) takes "
-                    f"{least:g} MiB in an exchange at {bytes_per_element} bytes per element, and is never divided"
+                    f"{least} MiB in an exchange at {bytes_per_element} bytes per element, and is never divided"
                 ),
-                fix=f"use engine.c_max_mib={least:g} or more, or null to let the planner choose",
+                fix=f"use engine.c_max_mib={least} or more, or null to let the planner choose",
             )
         )
 

@@ -233,6 +233,7 @@ def _why(result: BenchResult, name: str) -> str:
         calibrated=result.calibrated,
         cores=cores if isinstance(cores, int) else None,
         world_size=result.layout.world_size,
+        tp=result.layout.tp,
         load_balance=found.predicted.load_balance,
     ).why()
     return "no phase was measured" if why is None else why.text

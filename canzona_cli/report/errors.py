@@ -6,6 +6,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -23,7 +24,7 @@ def show_failure(error: Exception) -> int:
     """Say what ended the command, on standard error; returns its exit code."""
     if not isinstance(error, CanzonaError):
         return _show_bug(error)
-    Console(stderr=True).print(ErrorView(error=error))
+    Console(stderr=True).print(ErrorView(error=error), soft_wrap=True)
     return int(error.exit_code)
 
 
@@ -39,13 +40,13 @@ class ErrorView(Page):
         if len(problems) > 1:
             headline.append(f": {plural(len(problems), 'problem')}")
         yield wrapped(headline)
-        for problem in problems:
+        for (reason, fix), alike in groupby(problems, key=lambda problem: (problem.reason, problem.fix)):
             yield Text()
-            yield wrapped(_place(problem), "bold", first="  ", rest="      ")
-            yield wrapped(clean(redacted(problem.reason), newlines=True), first="    ")
-            if problem.fix:
-                fix = clean(redacted(problem.fix), newlines=True)
-                yield wrapped(fix, "green", first=f"    {screen.arrow} ")
+            for problem in alike:
+                yield wrapped(_place(problem), "bold", first="  ", rest="      ")
+            yield wrapped(clean(redacted(reason), newlines=True), first="    ")
+            if fix:
+                yield wrapped(clean(redacted(fix), newlines=True), "green", first=f"    {screen.arrow} ")
 
 
 def _place(problem: Problem) -> str:

@@ -1,8 +1,10 @@
 """Pages for a terminal: what every view is made of, from the width and the signs there are to wrapped lines."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
@@ -39,15 +41,18 @@ class Page:
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
         screen = Screen(width=options.max_width, ascii_only=options.ascii_only, colour=colour)
+        # Printed with `soft_wrap`, only paragraphs may be wider than the screen, for the sake of a long path in one.
+        inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
-            yield from console.render(part, options)
+            yield from console.render(part, options if isinstance(part, Page | Wrapped) else inside)
 
 
 @dataclass(frozen=True)
 class Wrapped:
     """A paragraph behind `first`, its other lines behind `rest`.
 
-    No trailing spaces, so that piped output stays clean; a word longer than the line is folded, never cut off.
+    No trailing spaces, so that piped output stays clean. A word longer than the line, such as a path, stays whole where
+    it is printed with `soft_wrap`, so that it can be copied; else it is folded, never cut off.
     """
 
     text: Text
@@ -56,9 +61,23 @@ class Wrapped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(8, options.max_width - max(self.first.cell_len, len(self.rest)))
-        for number, line in enumerate(self.text.wrap(console, width)):
+        lines = _at_spaces(self.text, width) if options.no_wrap else self.text.wrap(console, width)
+        for number, line in enumerate(lines):
             line.rstrip()
-            yield Text.assemble(self.first if number == 0 else self.rest, line, no_wrap=True, end="\n")
+            head = self.first if number == 0 else self.rest
+            yield Text.assemble(head, line, no_wrap=True, overflow="ignore" if options.no_wrap else None, end="\n")
+
+
+def _at_spaces(text: Text, width: int) -> Iterator[Text]:
+    """Lines of at most `width` columns, but for longer words, which rich would fold."""
+    for paragraph in text.split("\n", allow_blank=True):
+        breaks, used = [], 0
+        for word in re.finditer(r"\S+\s*", paragraph.plain):
+            if used and used + cell_len(word[0].rstrip()) > width:
+                breaks.append(word.start())
+                used = 0
+            used += cell_len(word[0])
+        yield from paragraph.divide(breaks)
 
 
 def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: str | None = None) -> Wrapped:

@@ -104,7 +104,7 @@ class PlanView(Page):
         yield (
             "buckets",
             f"{len(plan.buckets)}, {100 * moved.padding_fraction:.1f}% padding; "
-            f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements",
+            f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
         )
         yield (
             "moved",

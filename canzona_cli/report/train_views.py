@@ -30,7 +30,7 @@ _STATUS_STYLE: Mapping[RunStatus, str] = {
 }
 _SECONDS_BETWEEN_LINES = 2.0
 _LINES_BETWEEN_TITLES = 50
-_TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'step':>8} {'left':>7}"
+_TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'time':>8} {'left':>7}"
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":

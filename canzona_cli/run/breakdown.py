@@ -105,6 +105,7 @@ class Breakdown(MeasuredBreakdown):
             calibrated=self.planned.calibrated and not self.planned.mismatches,
             cores=self.planned.cores,
             world_size=self.layout.world_size,
+            tp=self.layout.tp,
             load_balance=self.planned.load_balance,
         ).why()
 

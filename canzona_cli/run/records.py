@@ -6,7 +6,7 @@ Files whose readers go on without them have defaults for what an older or an int
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
@@ -130,6 +130,10 @@ class ValidationLoss:
     loss: float | None = None
     """None in the file where it is not finite."""
     time: float | None = None
+
+
+FIRST_STAGE: Final = "start workers"
+"""The stage that every launch of a run begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)

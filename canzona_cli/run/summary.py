@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
@@ -11,7 +12,18 @@ from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.prediction import load_prediction
-from canzona_cli.run.records import RankError, RankResult, RunResult, StepMetrics, ValidationLoss, describe, event_of
+from canzona_cli.run.records import (
+    FIRST_STAGE,
+    Event,
+    RankError,
+    RankResult,
+    RunResult,
+    StageEvent,
+    StepMetrics,
+    ValidationLoss,
+    describe,
+    event_of,
+)
 from canzona_cli.run.words import plural
 
 VERSION = 1
@@ -37,7 +49,7 @@ class RunSummary:
     fallbacks: int
     """Matrix updates that were replaced by what their optimizer does when it fails."""
     elapsed_s: float | None
-    """From the first to the last record."""
+    """From the first to the last record of every launch; what lies between launches is no training."""
     errors: tuple[RankResult, ...]
     """In the order in which they happened."""
     breakdown: Breakdown | None
@@ -99,7 +111,6 @@ def load_summary(run_dir: Path) -> RunSummary:
     except ConfigError as error:
         notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
     events = [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
-    times = [record.time for record in (*metrics, *validation, *events) if record.time is not None]
     return RunSummary(
         run_dir=run_dir,
         status="unfinished" if result is None else result.status,
@@ -110,7 +121,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         validations=tuple((line.step, line.loss) for line in validation),
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
-        elapsed_s=max(times) - min(times) if times else None,
+        elapsed_s=_elapsed((*metrics, *validation, *events)),
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
@@ -144,6 +155,27 @@ def _errors(files: RunFiles) -> tuple[RankResult, ...]:
     return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))
 
 
+def _elapsed(records: Sequence[StepMetrics | ValidationLoss | Event]) -> float | None:
+    moments = sorted(
+        (record.time, isinstance(record, StageEvent) and record.stage == FIRST_STAGE)
+        for record in records
+        if record.time is not None
+    )
+    if not moments:
+        return None
+    # A launch and its first rank both say that workers start.
+    return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
+
+
+def newest_run(root: Path) -> Path | None:
+    """The run directory below `root` that was started last; None without one."""
+    try:
+        runs = [path for path in root.iterdir() if RunFiles(path).config.exists()]
+    except OSError:
+        return None
+    return max(runs, key=lambda path: RunFiles(path).config.stat().st_mtime, default=None)
+
+
 def _error_json(result: RankResult) -> dict[str, object]:
     error = result.error or RankError()
     words = {field: getattr(error, field) for field in ("type", "message", "traceback")}
@@ -159,10 +191,6 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
 def _suggest(run_dir: Path) -> str:
     """The newest run nearby, if there is one."""
     for root in (run_dir, run_dir.parent, Path("runs")):
-        try:
-            runs = [p for p in root.iterdir() if RunFiles(p).config.exists()]
-        except OSError:
-            continue
-        if runs:
-            return f"the newest run near there is {max(runs, key=lambda p: RunFiles(p).config.stat().st_mtime)}"
+        if (found := newest_run(root)) is not None:
+            return f"the newest run near there is {found}"
     return "give the directory that `canzona train` named as the run's"

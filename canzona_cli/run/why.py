@@ -45,6 +45,7 @@ class StepComparison:
     cores: int | None
     """Cores that the ranks of one machine share; None where each rank has a device of its own."""
     world_size: int
+    tp: int
     load_balance: float | None = None
     """Planned, of matrix updates: max over mean of the ranks."""
 
@@ -124,7 +125,7 @@ class StepComparison:
     def _in_step(self, phase: str) -> str | None:
         """Passes far more out of plan than updates, which nobody waits in: TP ranks go through passes together, so that
         a slow one does not show."""
-        if self.world_size == 1 or phase not in ("forward", "backward"):
+        if self.tp == 1 or phase not in ("forward", "backward"):
             return None
         if not self.planned(phase) or not self.planned("matrix_update"):
             return None

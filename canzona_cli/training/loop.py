@@ -13,6 +13,7 @@ from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, StepMetrics
+from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.garbage import collect_after, no_garbage_collection
 from canzona_cli.training.guards import LossSpike, SpikeGuard
@@ -81,7 +82,7 @@ class Training:
         """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
         first, last = self.progress.step + 1, config.train.steps
-        self.journal.stage("train", f"{last - self.progress.step} steps")
+        self.journal.stage("train", plural(last - self.progress.step, "step"))
         if self.start.validate:
             self._validate()
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)

@@ -14,7 +14,8 @@ from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import STACKS_SIGNAL
 from canzona_cli.run.orphan import die_with_parent
-from canzona_cli.run.records import Ending
+from canzona_cli.run.records import FIRST_STAGE, Ending
+from canzona_cli.run.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 
@@ -41,7 +42,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     except EnvironmentProblem as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
-    Journal(files, writes=rank == 0).stage("start workers", f"{os.environ['WORLD_SIZE']} ranks")
+    Journal(files, writes=rank == 0).stage(FIRST_STAGE, plural(int(os.environ["WORLD_SIZE"]), "rank"))
     _hush()
     try:
         import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron

@@ -1,5 +1,6 @@
 """What workers leave in the run directory: metrics, validation, events, per-rank results."""
 
+import errno
 import logging
 import os
 import time
@@ -30,6 +31,11 @@ from canzona_cli.run.records import (
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.writers import Board, Lines
 
+_NOT_A_RUN = (
+    "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "
+    "this command"
+)
+
 
 class RankRecord:
     """ranks/rank-NNNNN.json: how far this rank got and how it ended. Written at the start and at the end."""
@@ -57,7 +63,8 @@ class RankRecord:
             self._write("running", None, None)
         except OSError as error:
             reason = f"rank {self._rank} cannot write {self._path}: {error.strerror}"
-            raise EnvironmentProblem(Problem(key="run.dir", reason=reason, fix="free some space")) from None
+            fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else _NOT_A_RUN
+            raise EnvironmentProblem(Problem(key="run.dir", reason=reason, fix=fix)) from None
 
     def ended(self, ending: Ending) -> ExitCode:
         """Say how this rank ended.

@@ -33,7 +33,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["trian"], "'train'"),
+        (["trian"], "write canzona train"),
         (["recipes", "lst"], "'list'"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),
@@ -44,6 +44,37 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
     assert result.returncode == 2
     assert hint in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "fixes"),
+    [
+        ("train --recipe qwen3-tiny --dry-run", ["write recipe=qwen3-tiny"]),
+        ("train --config f.yaml", ["write recipe=f.yaml"]),
+        ("train recipe=tiny -n 4", ["write gpus=4"]),
+        ("validate --gpus 4 --tp=2 --lr 0.1", ["write gpus=4", "write parallel.tp=2", "write optimizer.lr=0.1"]),
+        ("train recipe=tiny --resume runs/A", ["write run.dir=runs/A: a run goes on in its directory"]),
+        ("train --stesp 3", ["write train.steps=3"]),
+        ("train --dryrun", ["did you mean --dry-run?"]),
+        ("doctor --gpus 4", ["see canzona doctor --help"]),
+        ("run recipe=tiny", ["write canzona train recipe=tiny"]),
+        ("recipe=tiny gpus=4", ["write canzona train recipe=tiny gpus=4"]),
+        ("list", ["write canzona recipes list"]),
+        ("help train", ["write canzona train --help"]),
+        ("version", ["write canzona --version"]),
+        ("validate recipe=tiny train.steps=20,", ["write train.steps=20"]),
+        ("validate recipe=tiny gpus = 4 train.steps= 20", ["write gpus=4", "write train.steps=20"]),
+        ("validate recipe=tiny train.steps 20 gpus:4", ["write train.steps=20", "write gpus=4"]),
+        ("validate recipe=tiny model.num_experts=8 run.wandb=true", ["leave it out", "write run.tensorboard=true, or"]),
+        ("validate recipe=tiny cluster.memory_gb_per_s=0", ["for example cluster.memory_gb_per_s=3350"]),
+    ],
+)
+def test_what_other_programs_would_take_is_answered_with_what_to_write(typed: str, fixes: list[str]) -> None:
+    done = canzona(*typed.split(), environment={"COLUMNS": "200"})
+    assert done.returncode == 2
+    told = [line.partition("→ ")[2] for line in done.stderr.splitlines() if "→ " in line]
+    assert len(told) == len(fixes)
+    assert all(line.startswith(fix) for line, fix in zip(told, fixes, strict=True)), told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`canzona report` tells how any run went: finished, failed, interrupted, killed; and refuses what is no run."""
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from canzona_cli.run.records import (
     RankResult,
     RunResult,
     RunStatus,
+    StageEvent,
     StepMetrics,
     ValidationLoss,
 )
@@ -60,12 +62,36 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> None:
+def test_no_line_is_wider_than_the_terminal_but_that_of_a_path_which_stays_whole(tmp_path: Path, columns: int) -> None:
     files = make_run(tmp_path / ("long-" * 30))
     shutil.copy(FIXTURE, files.breakdown)
     done = canzona("report", str(files.root), environment={"COLUMNS": str(columns)})
     assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= columns
+    wide = [line for line in done.stdout.splitlines() if len(line) > columns]
+    assert len(wide) == 1
+    assert wide[0].endswith(str(files.root))
+
+
+def test_without_a_directory_the_newest_run_is_shown(tmp_path: Path) -> None:
+    for age, name in enumerate(("newest", "older")):
+        os.utime(make_run(tmp_path / "runs" / name).config, (10.0 - age, 10.0 - age))
+    for folder in (tmp_path, tmp_path / "runs" / "newest"):
+        done = canzona("report", "--json", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert (folder / json.loads(done.stdout)["run_dir"]).samefile(tmp_path / "runs" / "newest")
+    (tmp_path / "none").mkdir()
+    assert canzona("report", cwd=tmp_path / "none").returncode == 2
+
+
+def test_what_lies_between_two_launches_is_no_training(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", steps=0)
+    files.metrics.unlink(missing_ok=True)
+    files.validation.unlink()
+    for time in (100, 103, 160, 1000, 1004, 1050):  # of each launch: it says so, its first rank does, the end
+        stage = "start workers" if time not in (160, 1050) else "finish"
+        append_json_line(files.events, asdict(StageEvent(time=time, stage=stage)))
+    summary = json.loads(canzona("report", str(files.root), "--json").stdout)
+    assert summary["elapsed_s"] == (160 - 100) + (1050 - 1000)
 
 
 def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path: Path) -> None:

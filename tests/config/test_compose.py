@@ -9,6 +9,7 @@ import yaml
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
 from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig
+from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import parameter_count
 
@@ -462,3 +463,28 @@ def test_a_recipe_that_builds_on_itself_is_refused_and_by_its_path_it_builds_on_
     composed = compose_run([f"recipe={path}"])
     assert composed.config.train.steps == 7
     assert len(composed.warnings) == 1
+
+
+def test_a_file_beside_is_what_a_name_without_its_ending_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my200m.yaml").write_text("defaults: [qwen3-tiny, _self_]\n", encoding="utf-8")
+    assert problems("recipe=my200m")["recipe"].fix == "write recipe=./my200m.yaml"
+
+
+def test_a_folder_of_recipes_and_nothing_else_is_a_recipes_dir(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-tiny.yaml").write_text("defaults: [qwen3-tiny, _self_]\ntrain: {steps: 7}\n", encoding="utf-8")
+    found = compose_run(["recipe=tiny", "train.seed=3"], recipes_dirs=(tmp_path,))
+    assert (found.config.train.steps, found.config.train.seed) == (7, 3)
+    assert found.recipe_file == tmp_path / "qwen3-tiny.yaml"
+    mine, *builtin = list_recipes((tmp_path,))
+    assert (mine.name, mine.shadows, mine.error) == ("qwen3-tiny", True, "")
+    assert len(builtin) == len(BUILTIN) - 1
+
+
+def test_a_runs_own_configuration_repeats_it_somewhere_else(tmp_path: Path) -> None:
+    home = tmp_path / "A"
+    home.mkdir()
+    config = compose_run(["recipe=tiny", "run.dir=A"]).config
+    (home / "config.yaml").write_text(dump_resolved(config), encoding="utf-8")
+    assert compose_run([f"recipe={home / 'config.yaml'}"]).config == replace(config, run=replace(config.run, dir=None))
+    assert compose_run([f"recipe={home / 'config.yaml'}", "run.dir=A"]).config == config

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Grouping, Layout
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.micro_groups import ExchangeCost, Job, micro_groups, pipeline_seconds
+from canzona_cli.planner.micro_groups import ExchangeCost, Job, check_capacity, micro_groups, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 
@@ -117,3 +117,16 @@ def test_greedy_rolls_back_what_overfills_a_host() -> None:
     found, groups = _plan(matrices, grid(2, 1), "greedy", 2 * 64 * 64 * 4)
     assert [group.matrices for group in groups] == [(0, 1, 2, 3), (4, 5, 6)]
     assert [found.cells[index].host for index in range(7)] == [0, 1, 0, 1, 0, 1, 0]
+
+
+@given(rows=st.integers(1, 300_000), cols=st.integers(1, 30_000), width=st.sampled_from([2, 4]))
+@example(rows=256_001, cols=10_240, width=4)  # six digits of it are too few
+def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols: int, width: int) -> None:
+    matrix = replace(transformer(1, 8, 16, 4)[0], rows=rows, cols=cols)
+    settings = PlanSettings(strategy="canzona", c_max_bytes=0)
+    with pytest.raises(ConfigError) as caught:
+        check_capacity([matrix], grid(2, 1), settings, width)
+    (problem,) = caught.value.problems
+    advised = float(problem.fix.split()[1].partition("=")[2])
+    typed = replace(settings, c_max_bytes=int(advised * (1 << 20)))  # as the planner reads it
+    check_capacity([matrix], grid(2, 1), typed, width)

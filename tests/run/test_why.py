@@ -33,7 +33,9 @@ def over(ranks: Sequence[Rank]) -> dict[str, OverRanks]:
     return {name: OverRanks.of(times) for name, times in values.items()}
 
 
-def why(ranks: Sequence[Rank], *, calibrated: bool = True, cores: int | None = None, named: bool = True) -> Why:
+def why(
+    ranks: Sequence[Rank], *, calibrated: bool = True, cores: int | None = None, named: bool = True, tp: int = 2
+) -> Why:
     found = StepComparison(
         measured=over(ranks),
         predicted=PLAN,
@@ -41,6 +43,7 @@ def why(ranks: Sequence[Rank], *, calibrated: bool = True, cores: int | None = N
         calibrated=calibrated,
         cores=cores,
         world_size=len(ranks),
+        tp=tp,
         load_balance=1.05,
     ).why()
     assert found is not None
@@ -117,6 +120,8 @@ def test_passes_that_are_slow_by_themselves_are_not_put_down_to_the_processor() 
     assert found.phase == "forward"
     assert "6 times, and updates took 1 times theirs" in found.text
     assert "TP ranks wait for one another" in found.text
+    alone = why([{**PLAN, "forward": 0.6, "backward": 0.5}] * 2, calibrated=False, tp=1)
+    assert "TP" not in alone.text, "data-parallel ranks go through passes by themselves"
 
 
 def test_ranks_that_share_cores_trade_updates_for_waiting() -> None:
@@ -135,7 +140,7 @@ def test_input_that_is_waited_for() -> None:
 
 
 def test_without_a_measured_step_there_is_nothing_to_explain() -> None:
-    assert StepComparison(measured={}, predicted=PLAN, calibrated=True, cores=None, world_size=1).why() is None
+    assert StepComparison(measured={}, predicted=PLAN, calibrated=True, cores=None, world_size=1, tp=1).why() is None
 
 
 @given(
@@ -148,6 +153,7 @@ def test_without_a_measured_step_there_is_nothing_to_explain() -> None:
     calibrated=st.booleans(),
     cores=st.sampled_from([None, 1, 64]),
     named=st.booleans(),
+    tp=st.sampled_from([1, 2]),
 )
 def test_whatever_was_measured_the_largest_difference_is_named(
     ranks: list[dict[str, float]],
@@ -155,6 +161,7 @@ def test_whatever_was_measured_the_largest_difference_is_named(
     calibrated: bool,
     cores: int | None,
     named: bool,
+    tp: int,
 ) -> None:
     measured = over(ranks)
     found = StepComparison(
@@ -164,6 +171,7 @@ def test_whatever_was_measured_the_largest_difference_is_named(
         calibrated=calibrated,
         cores=cores,
         world_size=len(ranks),
+        tp=tp,
         load_balance=1.0,
     ).why()
     step = sum(seconds.mean_s for name, seconds in measured.items() if name in IN_STEP)

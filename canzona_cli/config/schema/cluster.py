@@ -29,7 +29,7 @@ class ClusterConfig:
     name: Annotated[str, "Name of the profile.", PLAN]
     device: Annotated[Device, "What a rank computes on.", PLAN]
     gpus_per_node: Annotated[Count, "Ranks on one machine (GPUs, or CPU processes).", PLAN]
-    memory_gib: Annotated[Positive, "Memory of one GPU, or of one CPU rank.", Unit("GiB"), PLAN]
+    memory_gib: Annotated[Positive, "Memory of one GPU, or of one CPU rank.", Unit("GiB"), Example("80"), PLAN]
     reserved_gib: Annotated[
         NotNegative,
         "The part of that memory that the driver, the communication library and the allocator's fragmentation take.",
@@ -40,13 +40,18 @@ class ClusterConfig:
         Positive,
         "Dense bf16 matrix-multiply peak of one GPU, against which model FLOP utilisation is measured.",
         Unit("TFLOP/s"),
+        Example("989"),
         PLAN,
     ]
-    memory_gb_per_s: Annotated[Positive, "Memory bandwidth of one GPU.", Unit("GB/s (1e9 bytes)"), PLAN]
-    intra_node_gb_per_s: Annotated[
-        Positive, "One GPU to its peers inside a machine, one direction.", Unit("GB/s"), PLAN
+    memory_gb_per_s: Annotated[
+        Positive, "Memory bandwidth of one GPU.", Unit("GB/s (1e9 bytes)"), Example("3350"), PLAN
     ]
-    inter_node_gb_per_s: Annotated[Positive, "One GPU to another machine, one direction.", Unit("GB/s"), PLAN]
+    intra_node_gb_per_s: Annotated[
+        Positive, "One GPU to its peers inside a machine, one direction.", Unit("GB/s"), Example("450"), PLAN
+    ]
+    inter_node_gb_per_s: Annotated[
+        Positive, "One GPU to another machine, one direction.", Unit("GB/s"), Example("50"), PLAN
+    ]
     transformer_engine: Annotated[
         bool, "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention).", PLAN
     ] = False
@@ -68,24 +73,28 @@ class ClusterConfig:
         Positive | None,
         "Rate that large fp32 products reach; null: a sixteenth of the bf16 peak.",
         Unit("TFLOP/s"),
+        Example("50"),
         PLAN,
     ] = None
     tf32_tflops: Annotated[
         Positive | None,
         "The same where TF32 is allowed, as Shampoo and SOAP do; null: no TF32 units, so fp32_tflops.",
         Unit("TFLOP/s"),
+        Example("400"),
         PLAN,
     ] = None
     qr_tflops: Annotated[
         Positive | None,
         "Rate that the QR factorisation of a large fp32 matrix reaches; null: a twentieth of fp32_tflops.",
         Unit("TFLOP/s"),
+        Example("5"),
         PLAN,
     ] = None
     eigh_tflops: Annotated[
         Positive | None,
         "Rate that its symmetric eigendecomposition reaches; null: a hundredth of fp32_tflops.",
         Unit("TFLOP/s"),
+        Example("2"),
         PLAN,
     ] = None
     launch_us: Annotated[NotNegative, "What launching one operation adds to its work.", Unit("microseconds"), PLAN] = (
@@ -105,7 +114,11 @@ class ClusterConfig:
         PLAN,
     ] = ()
     adamw_ns: Annotated[
-        Positive | None, "Measured time of AdamW per element; null: from memory traffic.", Unit("nanoseconds"), PLAN
+        Positive | None,
+        "Measured time of AdamW per element; null: from memory traffic.",
+        Unit("nanoseconds"),
+        Example("0.01"),
+        PLAN,
     ] = None
     collectives: Annotated[
         tuple[tuple[str, int, float, float, float], ...],

@@ -1,0 +1,89 @@
+"""What to write instead of an option or a command that does not exist. Imported only once somebody has typed one."""
+
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from canzona_cli.config.overrides import as_override
+from canzona_cli.errors import Problem, closest
+
+_OTHER_WORDS = {
+    "run": "train",
+    "launch": "train",
+    "resume": "train",
+    "check": "validate",
+    "submit": "slurm --submit",
+    "benchmark": "bench",
+    "list": "recipes list",
+    "ls": "recipes list",
+    "show": "recipes show",
+    "copy": "recipes copy",
+    "layouts": "recipes layouts",
+    "prepare": "data prepare",
+    "verify": "checkpoint verify",
+    "version": "--version",
+}
+"""What other programs, or commands of ours one level down, call a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command whose options could not be read."""
+
+    name: str
+    """As typed: `canzona recipes list`."""
+    options: Collection[str]
+    """`--dry-run`, ...: those that exist."""
+    takes_overrides: bool
+
+
+def other_options(command: Command, words: Sequence[str], unread: str) -> list[Problem]:
+    """What to write for each option that the command does not have.
+
+    Args:
+        words: the whole command line.
+        unread: the first of them, as the parser names it.
+    """
+    found = []
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option != unread and (not option.startswith("--") or len(option) == 2 or option in command.options):
+            continue
+        after = words[place + 1] if place + 1 < len(words) else ""
+        given = value if equals else after if after[:1] != "-" and "=" not in after else ""
+        found.append(_other_option(command, option, given))
+    return found or [_other_option(command, unread, "")]
+
+
+def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
+    """What to write for a command that does not exist.
+
+    Args:
+        words: the command line from there on.
+        commands: those that exist.
+    """
+    word, *after = words
+    reason = "there is no such command"
+    if word == "help":
+        fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
+    elif "=" in word or word.endswith((".yaml", ".yml")):
+        reason, fix = "is not a command", f"write canzona train {shlex.join([_recipe(word), *after])}"
+    else:
+        meant = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
+        fix = f"write canzona {meant} {shlex.join(after)}".rstrip() if meant else f"there are {', '.join(commands)}"
+    return Problem(key=word, reason=reason, fix=fix)
+
+
+def _recipe(word: str) -> str:
+    return word if "=" in word else f"recipe={word}"
+
+
+def _other_option(command: Command, option: str, value: str) -> Problem:
+    near = closest(option, command.options, cutoff=0.75)
+    meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
+    shown = value if meant is not None else None
+    reason = f"is not an option of {command.name}" + ("; settings are written KEY=VALUE" if meant is not None else "")
+    if option.startswith("--resume") and meant is not None:
+        meant += ": a run goes on in its directory"
+    fix = f"write {meant}" if meant is not None else f"did you mean {near}?" if near else f"see {command.name} --help"
+    return Problem(key=option, value=shown or None, reason=reason, fix=fix)
