@@ -101,6 +101,21 @@ class Hang(CanzonaError):
     headline = "The run hangs"
 
 
+class Diverged(CanzonaError):
+    """Training itself went wrong: losses or gradients are not what weights can be learnt from.
+
+    Args:
+        since: the first step of it, where that is known: checkpoints from before are sound.
+    """
+
+    exit_code = ExitCode.CRASH
+    headline = "The run diverged"
+
+    def __init__(self, *problems: Problem, since: int | None = None) -> None:
+        super().__init__(*problems)
+        self.since = since
+
+
 class WorkerCrashed(CanzonaError):
     """A worker process ended with an error of its own."""
 

@@ -248,7 +248,7 @@ def _run_sitting(
         outcome = Supervision(run.files, command, view, ranks=range(config.gpus), say=say).run()
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
-    if outcome.status == "failed":
+    if outcome.failed:
         raise _failure(outcome)
     return {
         strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)

@@ -8,7 +8,7 @@ import torch
 
 from canzona_cli.bench.sitting import Samples, StepSample, Turns
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.holdings import finish_gathering, leaves
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
@@ -43,7 +43,7 @@ def take_turns(
         Whether all rounds were run; False after a request to stop.
 
     Raises:
-        WorkerCrashed: a loss or a gradient is not finite; on every rank together.
+        Diverged: a loss or a gradient is not finite; on every rank together.
     """
     for number in range(turns.rounds):
         for name in turns.order(number):
@@ -51,12 +51,12 @@ def take_turns(
             try:
                 if not _take_turn(strategy, turns.steps_per_turn, stop_requested):
                     return False
-            except WorkerCrashed as error:  # an optimizer does not know which strategy it belongs to
+            except Diverged as error:  # an optimizer does not know which strategy it belongs to
                 named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
-                raise WorkerCrashed(*named) from error
+                raise Diverged(*named) from error
             loss = strategy.losses[-1]
             if loss - loss != 0:
-                raise WorkerCrashed(
+                raise Diverged(
                     Problem(
                         key=f"{name}, step {len(strategy.losses)}",
                         value=loss,

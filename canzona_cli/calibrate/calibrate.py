@@ -134,7 +134,7 @@ def calibrate(
         command = torchrun.build(config, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)
-        kept = outcome.status == "failed"
+        kept = outcome.failed
     finally:
         if not kept:
             shutil.rmtree(files.root, ignore_errors=True)

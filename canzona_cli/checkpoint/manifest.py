@@ -24,6 +24,33 @@ Scalar = bool | int | float | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossMemory:
+    """What the guards remember of losses, so that a resumed run is judged as the unbroken one; nats per token."""
+
+    first: float | None = None
+    """Of the first step."""
+    smooth: float | None = None
+    """Exponential mean of the last steps."""
+    best: float | None = None
+    """The least that mean has been."""
+    excess: float = 0.0
+    """How far the losses have been too high, added up, in limits."""
+    since: int = 0
+    """The first step of that."""
+    rise: float = 0.0
+    """How far they have been above their best, added up."""
+    first_validation: float | None = None
+    sound: int = 0
+    """The step of the last validation that was not worse than the first."""
+    worse: int = 0
+    """Validations since, which were."""
+    usual: tuple[float, ...] = ()
+    """Recent losses that are part of no spike."""
+    high: tuple[float, ...] = ()
+    """Losses of the spike that goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a run had come."""
 
@@ -35,6 +62,12 @@ class Progress:
     """Steps so far that changed nothing because their gradients were not finite."""
     fallbacks: int = 0
     """Matrix updates so far that were replaced by what their optimizer does when it fails."""
+    losses: LossMemory = LossMemory()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All that is counted: none of it is negative."""
+        return self.step, self.samples, self.tokens, self.skipped, self.fallbacks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """What types do not tell: names stay inside the folder, sizes are sizes, tensors lie in files that are there."""
-    if manifest.world_size < 1 or min(asdict(manifest.progress).values()) < 0:
+    if manifest.world_size < 1 or min(manifest.progress.counts) < 0:
         raise ValueError("it has a negative number of ranks, steps or samples")
     for name, file in manifest.files.items():
         check_file_name(name)

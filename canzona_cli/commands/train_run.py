@@ -205,13 +205,13 @@ def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
         # machine 0 has reported everything; both often write to one file
         if outcome.exit_code:
             tell(f"machine {config.cluster.node_rank}: {outcome.message}")
-    elif outcome.status == "failed":
+    elif outcome.failed:
         _say_why(outcome)
     elif run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path)))
     console.print()
-    for line in _recordings(run, config) if outcome.status != "failed" else ():
+    for line in _recordings(run, config) if not outcome.failed else ():
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
     if outcome.exit_code:

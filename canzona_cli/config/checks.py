@@ -81,6 +81,11 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
         yield problem_with(config, "data.validation_fraction", "leaves nothing to validate on", fix)
+    highest = config.optimizer.highest_lr or config.optimizer.PLAUSIBLE_LR
+    if config.optimizer.lr > highest:
+        reason = f"is above {highest:g}, which with {config.optimizer.name} is taken for a mistake: training diverges"
+        fix = f"for example optimizer.lr=0.0003; if it is meant: optimizer.highest_lr={config.optimizer.lr:g}"
+        yield problem_with(config, "optimizer.lr", reason, fix)
     if config.optimizer.min_lr > config.optimizer.lr:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
         yield problem_with(config, "optimizer.min_lr", reason, f"use optimizer.min_lr={config.optimizer.lr / 10:g}")

@@ -9,13 +9,13 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from canzona_cli.config.schema import NonFinite
 from canzona_cli.engine.masters import MasterOptimizer
-from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
 from canzona_cli.megatron.timers import PhaseTimer
 
 
-class NonFiniteGradients(WorkerCrashed):
+class NonFiniteGradients(Diverged):
     """A gradient is NaN or infinite; no weight and no state has changed in this step.
 
     Args:

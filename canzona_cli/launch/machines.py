@@ -118,7 +118,7 @@ class Machines:
         if self._nodes == 1 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
-        if self._failed_since is None and any(outcome.status == "failed" for *_, outcome in self._ended()):
+        if self._failed_since is None and any(outcome.failed for *_, outcome in self._ended()):
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
@@ -139,9 +139,7 @@ class Machines:
             save(self._folder / f"ended-{self.node_rank}.json", _Ended(**vars(outcome), time=time.time()))
         if self.node_rank == 0:
             return self._judge(outcome, patience_s)
-        return self._hear(
-            outcome, 2 * patience_s if outcome.status == "failed" else max(patience_s, VERDICT_PATIENCE_S)
-        )
+        return self._hear(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
     def _judge(self, own: Outcome, patience_s: float) -> Outcome:
         deadline, now = time.monotonic() + patience_s, time.time()
@@ -195,9 +193,7 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
         gone: a failure for each machine that did not report how it ended.
     """
     failed = [
-        _at(number, outcome) if len(ended) > 1 else outcome
-        for number, outcome in ended.items()
-        if outcome.status == "failed"
+        _at(number, outcome) if len(ended) > 1 else outcome for number, outcome in ended.items() if outcome.failed
     ]
     first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
     if first is not None:

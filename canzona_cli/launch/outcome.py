@@ -7,14 +7,16 @@ its neighbour. The rank files say what each rank saw; torchrun's log adds the si
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
+from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.errors import (
     CanzonaError,
     CheckpointInvalid,
     ConfigError,
+    Diverged,
     DoesNotFit,
     EnvironmentProblem,
     ExitCode,
@@ -25,7 +27,7 @@ from canzona_cli.errors import (
 )
 from canzona_cli.launch.hang import HangReport
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import RankError, RankResult, RunResult, read_rank
+from canzona_cli.run.records import FAILURES, RankError, RankResult, RunResult, read_rank
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"
@@ -58,6 +60,8 @@ class Outcome(RunResult):
         kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
             kind = SaveFailed
+        if self.status == "diverged":
+            kind = Diverged
         if self.problems:
             return kind(*self.problems)
         place = "launcher" if self.rank is None else f"rank {self.rank}"
@@ -98,7 +102,7 @@ def judge(
     if all(r.status == "preempted" for r in results):
         return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
     deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
-    failed = sorted((r for r in results if r.status == "failed"), key=lambda r: r.time)
+    failed = sorted((r for r in results if r.status in FAILURES), key=lambda r: r.time)
     own = [r for r in failed if not _lost_a_neighbour(r)]
     # A rank that got SIGTERM was told to go by torchrun, after another one had failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
@@ -119,6 +123,8 @@ def judge(
     if first in killed and first not in own:
         return failure(f"rank {first.rank} {_killed_by(-deaths[first.rank])}", rank=first.rank)
     error = first.error or RankError()
+    if first.status == "diverged":
+        return _diverged(files, error, failure(error.message, rank=first.rank, problems=error.problems))
     if first.exit_code in _USER_MISTAKES:
         code, kind = first.exit_code, error.type
         return failure(error.message, rank=first.rank, exit_code=code, problems=error.problems, error_type=kind)
@@ -128,6 +134,25 @@ def judge(
     lines = tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:])
     secondary = _lost_a_neighbour(first)
     return failure(message, rank=first.rank, traceback=lines, problems=error.problems, secondary=secondary)
+
+
+def _diverged(files: RunFiles, error: RankError, outcome: Outcome) -> Outcome:
+    """Name the checkpoint to go back to. All processes have gone, so the store is as it will be."""
+    outcome = replace(outcome, status="diverged")
+    if error.since is None:
+        return outcome
+    sound = [found for found in CheckpointStore(files.checkpoints).found() if found.sound]
+    name = next((found.name for found in reversed(sound) if found.step < error.since), None)
+    if name is None:
+        said, again = "there is no checkpoint from before it", ""
+    else:
+        said, again = f"the last checkpoint from before it is {name}", f"checkpoint.resume={name} with "
+    problems = tuple(
+        replace(problem, reason=f"{problem.reason}; {said}", fix=f"{again}{problem.fix}")
+        for problem in outcome.problems
+    )
+    message = f"{outcome.message}; {said}"
+    return replace(outcome, message=message, problems=problems, last_good=name)
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:

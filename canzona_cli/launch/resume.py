@@ -74,7 +74,7 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
         )
     if files is not None and used:
         _refuse_finished(files, config)
-        asked = _asked_again(files, asked)
+        asked = _before_divergence(files, _asked_again(files, asked))
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
     checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
     if checkpoint is None:
@@ -132,6 +132,14 @@ def _asked_again(files: RunFiles, asked: str) -> str:
     if before is not None and before.asked == asked and restarted and newest is not None:
         return "auto" if newest.step > before.step else asked
     return asked
+
+
+def _before_divergence(files: RunFiles, asked: str) -> str:
+    """After a run that diverged, `auto` goes back to before it did: what was saved later would diverge again."""
+    result = load_if_sound(files.result, RunResult)
+    if asked != "auto" or result is None or result.status != "diverged":
+        return asked
+    return result.last_good or asked
 
 
 def _refuse_finished(files: RunFiles, config: RunConfig) -> None:

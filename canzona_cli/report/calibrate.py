@@ -132,7 +132,7 @@ def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iter
     if found.outcome.status == "interrupted":
         kept = "what was measured is kept" if written is not None else "nothing was measured yet"
         yield Text(f"interrupted: {kept}", style="bold yellow")
-    elif found.outcome.status == "failed":
+    elif found.outcome.failed:
         yield Text(f"failed: {clean(found.outcome.message)}", style="bold red")
         if found.outcome.log is not None:
             yield Text(f"full output: {found.outcome.log}")

@@ -21,7 +21,7 @@ from canzona_cli.run.words import MISSING, clean, duration, guarded, millisecond
 
 _LONGEST_VALUE = 36
 _MOST_WARNINGS = 5
-_STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red"}
+_STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
 
 _Row = tuple[str, str, str, str]
 """What, of run A, of run B, how they compare."""

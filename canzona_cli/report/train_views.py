@@ -25,6 +25,7 @@ _REFRESHES_PER_SECOND = 4
 _STATUS_STYLE: Mapping[RunStatus, str] = {
     "done": "bold green",
     "failed": "bold red",
+    "diverged": "bold red",
     "interrupted": "bold yellow",
     "preempted": "bold yellow",
 }

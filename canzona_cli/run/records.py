@@ -6,7 +6,7 @@ Files whose readers go on without them have defaults for what an older or an int
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
@@ -16,7 +16,10 @@ from canzona_cli.run.words import clean, size, step_time
 
 Ending = Literal["done", "interrupted", "preempted"]
 """How a rank's work ended where nothing went wrong."""
-RunStatus = Literal[Ending, "failed"]
+Failure = Literal["failed", "diverged"]
+"""How it ended where something did: by itself the training went wrong, or anything else."""
+RunStatus = Literal[Ending, Failure]
+FAILURES: Final[tuple[Failure, ...]] = get_args(Failure)
 Level = Literal["info", "warning"]
 RankStatus = Literal[RunStatus, "running", "missing"]
 """`missing` is in no file: the rank never wrote one."""
@@ -33,6 +36,8 @@ class RankError:
     """Empty for an error that was written for the user, which says what to do."""
     problems: tuple[Problem, ...] = ()
     """The content of such an error."""
+    since: int | None = None
+    """Of a run that diverged, the first step of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,13 @@ class RunResult:
     """The rank that failed first."""
     log: Path | None = None
     """That rank's own output."""
+    last_good: str | None = None
+    """Of a run that diverged, the newest checkpoint from before it did."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong."""
+        return self.status in FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)

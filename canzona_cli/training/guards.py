@@ -2,11 +2,11 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+from canzona_cli.checkpoint.manifest import LossMemory
 from canzona_cli.config.schema import TrainConfig
-from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.errors import Diverged, Problem
 
 WINDOW = 64
 """Recent losses that the next one is compared with."""
@@ -37,23 +37,18 @@ class Spike:
         )
 
 
-class LossSpike(WorkerCrashed):
-    """The loss has jumped, and `train.loss_spike` is stop. Names the newest checkpoint there is to go on from."""
+class LossSpike(Diverged):
+    """The loss has jumped, and `train.loss_spike` is stop."""
 
-    def __init__(self, spike: Spike, checkpoints: Path) -> None:
-        from canzona_cli.checkpoint.store import CheckpointStore
-
-        newest = CheckpointStore(checkpoints).newest()
-        last = "there is no checkpoint" if newest is None else f"the last checkpoint is {newest.name}"
-        again = "" if newest is None else f"checkpoint.resume={newest.name} with "
-        earlier = "" if newest is None else f", or an earlier one (`canzona checkpoint list {checkpoints.parent}`)"
+    def __init__(self, spike: Spike) -> None:
         super().__init__(
             Problem(
                 key="train.loss_spike",
                 value="stop",
-                reason=f"{spike.words}. Its weights were not saved; {last}",
-                fix=f"{again}a lower optimizer.lr{earlier}; train.loss_spike=warn continues after any spike",
-            )
+                reason=f"{spike.words}; its weights were not saved",
+                fix="a lower optimizer.lr; train.loss_spike=warn continues after any spike",
+            ),
+            since=spike.step,
         )
 
 
@@ -62,15 +57,19 @@ class SpikeGuard:
 
     What is part of a spike does not enter the statistics: a long spike does not hide itself, and a high loss that stays
     is told once and becomes the new level after 32 steps. A falling loss raises the mean and widens the deviation, so
-    the normal descent sets off nothing. Nothing of this is saved: a resumed run begins with an empty window and watches
-    again after 24 steps. The loss is the same on every rank, and so is what the guard says.
+    the normal descent sets off nothing. The window is saved with every checkpoint. The loss is the same on every rank,
+    and so is what the guard says.
     """
 
-    def __init__(self, settings: TrainConfig) -> None:
+    def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
         self._watches, self._sigmas = settings.loss_spike != "ignore", settings.loss_spike_sigmas
-        self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._high: list[float] = []
+        self._recent: deque[float] = deque(memory.usual, maxlen=WINDOW)
+        self._high = list(memory.high)
         """Losses of the spike that goes on."""
+
+    def remembered(self, memory: LossMemory) -> LossMemory:
+        """With the window as it is now."""
+        return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
         """The spike that begins with this step, if one does.

@@ -9,12 +9,13 @@ import torch
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
-from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, StepMetrics
 from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
+from canzona_cli.training.divergence import Divergence, DivergenceGuard
 from canzona_cli.training.garbage import collect_after, no_garbage_collection
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
@@ -24,18 +25,19 @@ from canzona_cli.training.step import StepResult, bad_losses, train_step, valida
 from canzona_cli.training.stragglers import StragglerWatch
 
 
-class NonFiniteLoss(WorkerCrashed):
+class NonFiniteLoss(Diverged):
     """The loss is NaN or infinite; going on would only destroy the weights."""
 
-    def __init__(self, step: int, loss: float, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
         where = bad_losses(ranks)
         super().__init__(
             Problem(
                 key=f"step {step}",
                 value=loss,
                 reason="the loss is no longer a finite number" + (f"; {where}" if where else ""),
-                fix="lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step",
-            )
+                fix="a lower optimizer.lr or a longer schedule.warmup_steps; or look at the data of this step",
+            ),
+            since=step if since is None else since,
         )
 
 
@@ -67,7 +69,9 @@ class Training:
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
-        self._spikes = SpikeGuard(self.trainee.config.train)
+        memory = self.progress.losses
+        self._spikes = SpikeGuard(self.trainee.config.train, memory)
+        self._divergence = DivergenceGuard(self.trainee.config, memory)
 
     def run(self) -> Ending:
         """Make the steps of the recipe that are left.
@@ -78,6 +82,7 @@ class Training:
         Raises:
             NonFiniteLoss: on every rank together.
             LossSpike: likewise, with train.loss_spike=stop.
+            Diverged: likewise, with train.divergence=stop.
             SaveFailed: on every rank together, when what the run ends with could not be saved.
         """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
@@ -130,6 +135,7 @@ class Training:
             )
             progress = advanced(trainee, self.progress, refused)
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
+            error.since = self._divergence.since or step
             raise
         elapsed = time.perf_counter() - started
         ends = result.stop or result.save or step == trainee.config.train.steps
@@ -152,20 +158,36 @@ class Training:
         Raises:
             NonFiniteLoss: the step's metrics are written.
             LossSpike: likewise, with train.loss_spike=stop.
+            Diverged: likewise, with train.divergence=stop.
         """
-        if result.skipped:  # it changed nothing, whatever its loss was
-            return
         metrics = step_metrics(self.trainee, self.progress, result, elapsed)
-        if not math.isfinite(result.loss):
+        # What was skipped changed nothing, whatever its loss was.
+        if not result.skipped and not math.isfinite(result.loss):
             self.journal.step(metrics)
-            raise NonFiniteLoss(step, result.loss, result.bad_ranks)
-        spike = self._spikes.notice(step, result.loss)
+            raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
+        divergence = self._divergence.notice(step, None if result.skipped else result.loss)
+        spike = None if result.skipped else self._spikes.notice(step, result.loss)
+        self._remember()
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
             if self.trainee.config.train.loss_spike == "stop":
                 self.journal.step(metrics)
-                raise LossSpike(spike, self.files.checkpoints)
+                raise LossSpike(spike)
+        if divergence is not None and self._stops_for(divergence):
+            self.journal.step(metrics)
+            raise divergence.error()
+
+    def _stops_for(self, found: Divergence) -> bool:
+        """Say it; whether it ends the run."""
+        facts = {"step": found.step, "since": found.since, "rule": found.rule}
+        self.journal.incident("divergence", detail=found.words, level="warning", **facts)
+        return found.lost and self.trainee.config.train.divergence == "stop"
+
+    def _remember(self) -> None:
+        """For the next checkpoint."""
+        memory = self._spikes.remembered(self._divergence.memory)
+        self.progress = replace(self.progress, losses=memory)
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
         """What is due after a step; the last step's save is on the disk when this returns."""
@@ -200,13 +222,18 @@ class Training:
         batches = BatchStream(self.datasets.validation, self.trainee.world)
         loss = validate(self.trainee, batches, global_batches=settings.eval_batches)
         self.journal.validation(step, loss)
+        found = self._divergence.validated(step, loss, final=step == settings.steps)
+        self._remember()
+        if found is not None and self._stops_for(found):
+            raise found.error()
         self.journal.stage("train", f"step {step}")
 
 
 def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """How far a run has come one step later."""
     batch = trainee.world.layout.global_batch_size
-    return Progress(
+    return replace(
+        progress,
         step=progress.step + 1,
         samples=progress.samples + batch,
         tokens=progress.tokens + batch * trainee.config.train.seq_length,

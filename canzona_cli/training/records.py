@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.config.secrets import redacted, shown_value
-from canzona_cli.errors import CanzonaError, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
@@ -79,7 +79,7 @@ class RankRecord:
     def failed(self, error: BaseException) -> ExitCode:
         """Say which error ended this rank; what the process exits with."""
         code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
-        self._try_write("failed", code, _described(error))
+        self._try_write("diverged" if isinstance(error, Diverged) else "failed", code, _described(error))
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
@@ -124,7 +124,8 @@ def _described(error: BaseException) -> RankError:
         )
         for problem in error.problems
     )
-    return RankError(type=name, message=message, problems=problems)
+    since = error.since if isinstance(error, Diverged) else None
+    return RankError(type=name, message=message, problems=problems, since=since)
 
 
 class Journal:

@@ -16,7 +16,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.data.corpus import cache_root
-    from canzona_cli.errors import WorkerCrashed
+    from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import grouping, parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
@@ -60,7 +60,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
         ending = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()
-    except WorkerCrashed:  # of all ranks together: what an earlier step left on its way to the disk is worth keeping
+    except (Diverged, WorkerCrashed):
+        # Of all ranks together: what an earlier step left on its way to the disk is worth keeping.
         saver.settle()
         raise
     journal.stage("finish")

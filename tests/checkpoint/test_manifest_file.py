@@ -3,11 +3,11 @@
 import hashlib
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from canzona_cli.checkpoint.manifest import Header, Manifest, Scalar, StoredFile, StoredTensor
+from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Scalar, StoredFile, StoredTensor
 from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
 from tests.checkpoint.checkpoints import header
 
@@ -38,7 +38,8 @@ def plain(manifest: Manifest) -> dict[str, object]:
 def test_a_manifest_comes_back_as_it_was_and_is_json() -> None:
     assert parse_manifest(manifest_text(MANIFEST).encode()) == MANIFEST
     assert parse_manifest(signed(plain(MANIFEST))) == MANIFEST
-    assert plain(MANIFEST)["progress"] == {"step": 30, "samples": 960, "tokens": 245760, "skipped": 0, "fallbacks": 0}
+    counts = {"step": 30, "samples": 960, "tokens": 245760, "skipped": 0, "fallbacks": 0}
+    assert plain(MANIFEST)["progress"] == {**counts, "losses": json.loads(json.dumps(asdict(LossMemory())))}
 
 
 @pytest.mark.parametrize(

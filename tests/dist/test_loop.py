@@ -138,7 +138,8 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
 def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
     """Found without any help: the weights overflow, then the loss does."""
     endings = _run(
-        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e30", "optimizer.min_lr=0",
+        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e30", "optimizer.highest_lr=1e30",
+        "optimizer.min_lr=0",
         "schedule.decay=constant", "schedule.warmup_steps=0", validation=False,
     )  # fmt: skip
     assert all(ending.error is not None for ending in endings)

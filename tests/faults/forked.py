@@ -16,6 +16,7 @@ from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, judge
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.codec import save
 from canzona_cli.training import data
 from canzona_cli.training.data import Batch
 from canzona_cli.training.records import RankRecord
@@ -28,12 +29,16 @@ Spoil = Callable[[int, int, Batch], Batch]
 
 
 def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step, batch: batch) -> Outcome:
-    """Train to the end, or whatever end it comes to. Each step is one micro-batch, and nothing is validated."""
+    """Train to the end, or whatever end it comes to. Each step is one micro-batch, and nothing is validated.
+
+    A second time in the same directory it continues from the last checkpoint there.
+    """
     one_batch = ("train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_interval=0")
     wanted = [*SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
     config, layout = fit.resolve(compose_run(wanted).config)
     corpus = ensure_corpus(config)
-    run = RunDirectory.create(config)
+    run = RunDirectory.create(config, goes_on=True)
+    run.go_on(config, layout)
     run.write_inputs(
         config_yaml=dump_resolved(config),
         layout=layout,
@@ -56,6 +61,7 @@ def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step,
 
     codes = run_ranks(layout.world_size, rank)
     outcome = judge(run.files, range(len(codes)), node_rank=0, agent_code=int(any(codes)), stopping=False, forced=False)
+    save(run.files.result, outcome.result)
     del run  # it holds the directory until here
     return outcome
 

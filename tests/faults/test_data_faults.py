@@ -11,10 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from canzona_cli.config.compose import compose_run
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.compose import compose_run, load_resolved
 from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.launch.resume import resumption
 from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch
+from canzona_cli.training.guards import ENOUGH
 from tests.faults.forked import forked_run
 from tests.faults.support import REPOSITORY, LaunchedRun
 from tests.faults.table import RecordFault
@@ -35,7 +39,7 @@ def test_a_loss_that_is_no_number_on_one_rank(
         return batch
 
     outcome = forked_run(tmp_path / "run", "train.steps=6", *optimizer, spoil=spoil)
-    assert (outcome.status, outcome.exit_code) == ("failed", 70)
+    assert (outcome.status, outcome.exit_code) == ("diverged", 70)
     (problem,) = outcome.problems
     assert "the loss is not finite on rank 2" in problem.reason, "and on no other"
     assert problem.fix
@@ -45,7 +49,7 @@ def test_a_loss_that_is_no_number_on_one_rank(
     for rank in range(4):
         record = read_json(files.rank(rank))
         assert record is not None
-        assert (record["status"], record["exit_code"]) == ("failed", 70)
+        assert (record["status"], record["exit_code"]) == ("diverged", 70)
     record_fault(
         fault=f"NaN on one rank of four ({optimizer[0]})",
         happened="all ranks stop at that step; the rank is named",
@@ -68,10 +72,10 @@ def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path, recor
         *("checkpoint.every_steps=20", "checkpoint.every_minutes=null"),
         spoil=strange_labels,
     )
-    assert (outcome.status, outcome.exit_code) == ("failed", 70)
+    assert (outcome.status, outcome.exit_code) == ("diverged", 70)
     (problem,) = outcome.problems
     assert "at step 30" in problem.reason
-    assert "the last checkpoint is step-00000020" in problem.reason
+    assert "the last checkpoint from before it is step-00000020" in problem.reason
     assert "checkpoint.resume=step-00000020" in problem.fix
     files = RunFiles(tmp_path / "run")
     assert len(lines(files.metrics)) == 30
@@ -98,6 +102,44 @@ def test_a_loss_spike_is_a_warning_by_default(tmp_path: Path, record_fault: Reco
     spikes = [line["step"] for line in lines(files.events) if line["event"] == "loss_spike"]
     assert spikes == [30], "four high losses are one spike"
     record_fault(fault="loss spike", happened="warned once", exit_code=None, lost="nothing")
+
+
+def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path, record_fault: RecordFault) -> None:
+    """The first launch goes well and says so; the second, at AdamW's learning rate 5, is lost within steps. Its guards
+    know the steps of the first: with an empty window, no jump would be seen for 24 steps."""
+    files = RunFiles(tmp_path / "run")
+    two = ("gpus=2", "parallel.tp=1", "optimizer=adamw", "checkpoint.every_steps=2", "checkpoint.keep=20")
+    well = forked_run(files.root, *two, "train.steps=26")
+    assert (well.status, well.exit_code) == ("done", 0)
+    assert not [line for line in lines(files.events) if line.get("level") == "warning"]
+    first = lines(files.metrics)[0]["loss"]
+
+    lost = forked_run(files.root, *two, "train.steps=60", "optimizer.lr=5", "optimizer.highest_lr=5")
+    assert (lost.status, lost.exit_code) == ("diverged", 70)
+    events = lines(files.events)
+    (jump,) = (line for line in events if line["event"] == "loss_spike")
+    (divergence,) = (line for line in events if line["event"] == "divergence")
+    assert isinstance(jump["step"], int)
+    assert isinstance(divergence["since"], int)
+    assert 26 < jump["step"] < 26 + ENOUGH
+    assert 26 < divergence["since"] <= jump["step"]
+    memory = [found.manifest for found in CheckpointStore(files.checkpoints).found()]
+    assert {None if one is None else one.progress.losses.first for one in memory} == {first}
+    sound = max(step for step in range(2, divergence["since"], 2))
+    assert lost.last_good == f"step-{sound:08d}"
+    (problem,) = lost.problems
+    assert f"checkpoint.resume=step-{sound:08d}" in problem.fix
+    assert {(read_json(files.rank(rank)) or {})["status"] for rank in range(2)} == {"diverged"}
+
+    again = resumption(load_resolved(files.config), read_layout(files.layout))
+    assert again is not None
+    assert again.step == sound, "the next launch goes back to before it diverged"
+    record_fault(
+        fault="learning rate far too high",
+        happened="all ranks stop within steps; step, loss and the last checkpoint from before are named",
+        exit_code=lost.exit_code,
+        lost="steps since that checkpoint",
+    )
 
 
 def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, record_fault: RecordFault) -> None:

@@ -11,16 +11,17 @@ from canzona_cli.errors import (
     CanzonaError,
     CheckpointInvalid,
     ConfigError,
+    Diverged,
     ExitCode,
     Problem,
     SaveFailed,
-    WorkerCrashed,
 )
 from canzona_cli.launch.outcome import Outcome, judge
-from canzona_cli.run.codec import save
+from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, write_json_atomic
-from canzona_cli.run.records import RankError, RankResult, RankStatus
+from canzona_cli.run.records import RankError, RankResult, RankStatus, RunResult
 from canzona_cli.training.records import RankRecord
+from tests.checkpoint import checkpoints
 
 ECHO = RankError(
     type="RuntimeError",
@@ -138,7 +139,7 @@ def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_e
     assert verdict(files, agent=0, stopping=True).status == "done"
 
 
-class NonFiniteGradients(WorkerCrashed):
+class NonFiniteGradients(Diverged):
     """As the engine's."""
 
 
@@ -179,15 +180,43 @@ def test_what_all_ranks_refused_together_is_told_as_it_was_written_without_trace
         RankRecord(files, number).failed(error)
     report(files, {0: int(code), 1: int(code)})
     outcome = verdict(files)
-    assert (outcome.status, outcome.exit_code, outcome.traceback) == ("failed", code, ())
+    status = "diverged" if isinstance(error, Diverged) else "failed"
+    assert (outcome.status, outcome.exit_code, outcome.traceback) == (status, code, ())
     monkeypatch.setenv("COLUMNS", "200")
     _say_why(outcome)
     told = capsys.readouterr().err
     (problem,) = error.problems
     for words in (problem.key, problem.reason, problem.fix, "rank 0"):
         assert words in told
-    for words in ("Traceback", type(error).__name__, "bug"):
+    for words in ("Traceback", type(error).__name__, "bug", "A worker crashed"):
         assert words not in told
+
+
+@pytest.mark.parametrize(("since", "good"), [(25, "step-00000020"), (20, "step-00000010"), (10, None), (None, None)])
+def test_a_run_that_diverged_names_the_last_checkpoint_from_before(
+    files: RunFiles, since: int | None, good: str | None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for step in (10, 20, 30):
+        checkpoints.save(files.checkpoints, step)
+    error = Diverged(Problem(key="step 33", reason="the loss is 270", fix="a lower optimizer.lr"), since=since)
+    for number in range(2):
+        RankRecord(files, number).failed(error)
+    report(files, {0: 70, 1: 70})
+    outcome = verdict(files)
+    assert (outcome.status, outcome.exit_code, outcome.failed, outcome.last_good) == ("diverged", 70, True, good)
+    assert load_if_sound(_kept(files, outcome), RunResult) == outcome.result
+    monkeypatch.setenv("COLUMNS", "200")
+    _say_why(outcome)
+    told = capsys.readouterr().err
+    assert told.startswith("The run diverged")
+    assert (f"checkpoint.resume={good} with a lower" in told) == (good is not None)
+    assert ("there is no checkpoint from before" in told) == (good is None and since is not None)
+
+
+def _kept(files: RunFiles, outcome: Outcome) -> Path:
+    save(files.result, outcome.result)
+    return files.result
 
 
 def test_every_problem_of_a_worker_is_told_by_itself(

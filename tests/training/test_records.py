@@ -89,7 +89,8 @@ def test_a_failure_says_what_it_was_and_with_which_code_the_worker_ends(
         raise error
     assert record.failed(raised.value) == code
     written = _read(files.rank(0))
-    assert (written["status"], written["exit_code"]) == ("failed", int(code))
+    status = "diverged" if isinstance(error, NonFiniteLoss) else "failed"
+    assert (written["status"], written["exit_code"]) == (status, int(code))
     described = written["error"]
     assert isinstance(described, dict)
     assert described["type"] == type(error).__name__

@@ -33,6 +33,7 @@ from canzona_cli.config.schema.run import (
 from canzona_cli.config.schema.training import (
     DataConfig,
     DecayStyle,
+    Divergence,
     LossSpike,
     ModelConfig,
     NonFinite,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from canzona_cli.config.schema.field import (
     CURVE,
@@ -24,7 +24,17 @@ OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
 class OptimizerBase:
     """What every optimizer shares. The AdamW values also govern embeddings, output layer, norms and biases."""
 
+    PLAUSIBLE_LR: ClassVar[float] = 0.1
+
     lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
+    highest_lr: Annotated[
+        Positive | None,
+        "A learning rate above this is taken for a mistake: to use one, raise this too. null: 0.1 for adamw, soap"
+        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon; 10 for"
+        " custom, as plain SGD may need.",
+        Example("1.0"),
+        NOTHING,
+    ] = None
     min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
     weight_decay: Annotated[
         NotNegative, "Decoupled weight decay; 1-D parameters (norms, biases) are excluded.", CURVE
@@ -47,6 +57,7 @@ class MuonConfig(OptimizerBase):
     """Muon on matrices, AdamW on the rest (Jordan et al. 2024)."""
 
     name: Annotated[Literal["muon"], "The optimizer.", OPTIMIZER | PLAN]
+    PLAUSIBLE_LR: ClassVar[float] = 0.5
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     ns_steps: Annotated[Count, "Newton-Schulz iterations.", CURVE | PLAN] = 5
@@ -119,6 +130,7 @@ class CustomConfig(OptimizerBase):
     """Any torch optimizer on whole matrices, by its class: a user's own, or a file of `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
+    PLAUSIBLE_LR: ClassVar[float] = 10.0
     source: Annotated[
         str,
         "FILE.py:Class, or module:Class of an installed package that `allow` names. It is called with the "

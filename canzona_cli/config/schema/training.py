@@ -20,6 +20,7 @@ from canzona_cli.config.schema.field import (
 Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
+Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
@@ -112,6 +113,14 @@ class TrainConfig:
     loss_spike_sigmas: Annotated[
         Positive, "A rise counts when the loss is this many standard deviations above its recent mean.", NOTHING
     ] = 8.0
+    divergence: Annotated[
+        Divergence,
+        "When training is lost: stop (exit code 70, naming the last checkpoint from before), or warn and go on. Lost is"
+        " a loss that stays half-way back to a uniform guess, or above what it began with, or a validation worse than"
+        " before training, twice or at the end. None of it mends itself overnight, and spikes, warm-ups and new data"
+        " do not reach it; what might still mend itself, a slow rise or overfitting, is only warned of.",
+        NOTHING,
+    ] = "stop"
     seed: Annotated[
         int, Range(at_least=0, below=2**31), "Seed of the initial weights and the order of the data.", CURVE
     ] = 1234

@@ -1,0 +1,155 @@
+"""Whether a run still learns: judged from its first step, across resumes, the same on every rank.
+
+All rules add up how far losses lie above what they may be, step by step, and forget it as fast when they lie below (a
+cumulative sum, Page 1954): a spike that passes never adds up to anything, and a loss that stays away does, the sooner
+the further away it is. What they remember is `LossMemory`, a part of every checkpoint. They see only the loss that all
+ranks have agreed on, so nothing more has to be exchanged or waited for.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from canzona_cli.checkpoint.manifest import LossMemory
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import Diverged, Problem
+
+Rule = Literal["far", "rising", "validation", "overfitting"]
+
+SLACK: Final = 0.1
+"""Of the limit, above which a loss adds up."""
+ENOUGH: Final = 16.0
+"""Limits. A loss of twice the limit takes 18 steps to add up to it, of 1.3 times 80."""
+LEAST_STEPS: Final = 4
+"""Even of a loss a thousand times too high."""
+RISE_STEPS: Final = 32
+RISE_SHARE: Final = 0.1
+"""Of its best, which a step counts at most: a rise takes `RISE_STEPS` steps however high it is."""
+SMOOTHING: Final = 1 / 16
+EARLY: Final = 32
+"""Steps before which only a validation twice too high counts: without a warm-up the first steps go astray."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Something a person should know, once."""
+
+    rule: Rule
+    step: int
+    since: int
+    """The first step of it."""
+    words: str
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can be expected of going on."""
+        return self.rule in ("far", "validation")
+
+    def error(self) -> Diverged:
+        """For a run that is to stop."""
+        fix = "a lower optimizer.lr or a longer schedule.warmup_steps; train.divergence=warn trains on whatever happens"
+        return Diverged(Problem(key=f"step {self.step}", reason=self.words, fix=fix), since=self.since)
+
+
+class DivergenceGuard:
+    """Watches the losses of one run.
+
+    Args:
+        memory: of the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, config: RunConfig, memory: LossMemory) -> None:
+        self.memory = memory
+        self._uniform = math.log(max(2, config.model.vocab_size))
+        """Nats per token of a guess that takes all tokens for equally likely."""
+        self._told: set[Rule] = set()
+
+    @property
+    def since(self) -> int | None:
+        """The first step of losses that are too high, if they are."""
+        return self.memory.since if self.memory.excess > 0 else None
+
+    def notice(self, step: int, loss: float | None) -> Divergence | None:
+        """What is to be said after a step.
+
+        Args:
+            loss: over the global batch, finite, nats per token; None for a step that was skipped because its gradients
+                were not finite, which counts as one of twice the limit.
+        """
+        memory = self.memory
+        if memory.best is None or memory.smooth is None or memory.first is None:
+            if loss is None:
+                return None
+            memory = replace(memory, first=loss, smooth=loss, best=loss)
+        assert memory.best is not None
+        assert memory.smooth is not None
+        assert memory.first is not None
+        worst = max(self._uniform, memory.first)
+        limit = (worst + min(worst, memory.best)) / 2
+        too_high = 2.0 if loss is None else loss / limit
+        excess = max(0.0, memory.excess + min(too_high - 1 - SLACK, ENOUGH / LEAST_STEPS))
+        since = step if memory.excess == 0 else memory.since
+        rise, smooth = memory.rise, memory.smooth
+        if loss is not None:
+            usual = (1 + SLACK) * memory.best + 0.02 * self._uniform
+            rise = max(0.0, min(2 * RISE_STEPS * RISE_SHARE, rise + min(loss / usual - 1, RISE_SHARE)))
+            smooth += SMOOTHING * (loss - smooth)
+        self.memory = replace(
+            memory, excess=min(excess, 2 * ENOUGH), since=since, rise=rise, smooth=smooth, best=min(memory.best, smooth)
+        )
+        if self._first_time("far", excess >= ENOUGH, over=excess == 0):
+            shown = "steps change nothing, for their gradients are not finite" if loss is None else f"it is {loss:.4f}"
+            words = (
+                f"what was learnt is lost: since step {since} the loss is mostly above {limit:.2f}, half-way from its "
+                f"best ({memory.best:.4f}) to {worst:.2f}, where {self._where(memory.first)}; now {shown}"
+            )
+            return Divergence(rule="far", step=step, since=since, words=words)
+        if self._first_time("rising", rise >= RISE_STEPS * RISE_SHARE, over=rise == 0):
+            words = (
+                f"the loss rises: its mean over the last steps is {smooth:.4f} at step {step}, and it has been as low "
+                f"as {memory.best:.4f}"
+            )
+            return Divergence(rule="rising", step=step, since=step, words=words)
+        return None
+
+    def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
+        """What is to be said after a validation; two in a row must be bad, or the last one.
+
+        Args:
+            step: after which it was; 0 before the first.
+            loss: nats per token, finite or not.
+        """
+        memory, before = self.memory, self.memory.first_validation
+        if before is None and math.isfinite(loss):
+            self.memory = replace(memory, first_validation=loss, sound=step)
+            return None
+        before = self._uniform if before is None else before
+        limit = max(before, (before + self._uniform) / 2) * (1.05 if step >= EARLY else 2.0)
+        if loss <= limit:
+            self.memory = replace(memory, sound=step, worse=0)
+            self._told -= {"validation", "overfitting"}
+            return None
+        self.memory = replace(memory, worse=memory.worse + 1)
+        if math.isfinite(loss) and not final and self.memory.worse < 2:
+            return None
+        learnt = memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2
+        if not self._first_time("overfitting" if learnt else "validation", True, over=False):
+            return None
+        since = memory.since if memory.excess > 0 else memory.sound + 1
+        words = f"validation loss {loss:.4f} at step {step} is worse than before training ({before:.4f})"
+        if learnt:
+            words += f", while that of the training data is {memory.smooth:.4f}: it is learnt by heart"
+            return Divergence(rule="overfitting", step=step, since=since, words=words)
+        return Divergence(rule="validation", step=step, since=since, words=words)
+
+    def _first_time(self, rule: Rule, found: bool, *, over: bool) -> bool:
+        """Whether to speak now: once, until it is over."""
+        if over:
+            self._told.discard(rule)
+        if not found or rule in self._told:
+            return False
+        self._told.add(rule)
+        return True
+
+    def _where(self, first: float) -> str:
+        return "it began" if first >= self._uniform else "all tokens would be equally likely"
