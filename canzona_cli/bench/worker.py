@@ -7,8 +7,10 @@ from pathlib import Path
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
-from canzona_cli.training.process import run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
+
+SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
 
 
 def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:

@@ -9,8 +9,10 @@ from pathlib import Path
 from canzona_cli.calibrate.measurement import WHAT, Facts, Orders, Part, Recorder
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
-from canzona_cli.training.process import run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import RankRecord
+
+SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.calibrate.updates")
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:

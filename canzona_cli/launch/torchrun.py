@@ -30,6 +30,8 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import cores
 
 WORKER_MODULE = "canzona_cli.training.worker"
+_AGENT_MODULE = "canzona_cli.training.agent"
+_TORCHRUN_MODULE = "torch.distributed.run"
 LOOPBACK_BACKEND = "canzona-loopback"
 NODE_RANK_PLACEHOLDER = "NODE_RANK"
 ENDPOINT_PLACEHOLDER = "HOST:PORT"
@@ -90,7 +92,7 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     rendezvous = _one_node(run_dir) if nodes == 1 else _several_nodes(config, run_dir)
     logs = RunFiles(run_dir).node_logs(NODE_RANK_PLACEHOLDER if node_rank is None else node_rank)
     argv = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", _AGENT_MODULE if forks_ranks(config) else _TORCHRUN_MODULE),
         *("--nnodes", str(nodes)),
         *("--nproc-per-node", str(ranks_per_node(config))),
         *rendezvous,
@@ -102,6 +104,11 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
         str(run_dir),
     ]
     return LaunchCommand(argv=tuple(argv), environment=worker_environment(config))
+
+
+def forks_ranks(config: RunConfig) -> bool:
+    """Whether torchrun imports Megatron and the ranks are forks of it, rather than programs that each import it."""
+    return config.cluster.device == "cpu" and sys.platform == "linux"
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:

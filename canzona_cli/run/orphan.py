@@ -58,11 +58,10 @@ def _become(launcher: int, command: list[str]) -> None:
     # with, unless they ask otherwise, which torchrun does with every signal but the one it is told here.
     for number in _FOR_THE_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
-    if command[1:3] == ["-m", "torch.distributed.run"]:
-        command = [*command[:3], "--signals-to-handle", "SIGQUIT", *command[3:]]
     if sys.platform == "linux":
         _ask_kernel(launcher)
-    environment = os.environ | {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher)}
+    own = {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher), "PET_SIGNALS_TO_HANDLE": "SIGQUIT"}
+    environment = os.environ | own
     os.execvpe(command[0], command, environment)  # keeps the process id and the request to the kernel
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from canzona_cli.config.secrets import RedactingFormatter
 from canzona_cli.errors import EnvironmentProblem
@@ -19,6 +19,13 @@ from canzona_cli.run.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 
+IMPORTED_BY_ALL: Final = (
+    "canzona_cli.megatron",  # before anything else imports Megatron
+    "canzona_cli.training.assemble",
+    "canzona_cli.config.compose",
+    "torch._dynamo",  # torch's own optimizers import it in their first step
+)
+"""What ranks of every kind import that takes long, for `canzona_cli.training.agent`."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
 """Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they come after
 the first sign of life."""
@@ -43,7 +50,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
     Journal(files, writes=rank == 0).stage(FIRST_STAGE, plural(int(os.environ["WORLD_SIZE"]), "rank"))
-    _hush()
+    hush()
     try:
         import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
 
@@ -61,7 +68,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     os._exit(code)
 
 
-def _hush() -> None:
+def hush() -> None:
     """What torch and Megatron say of optional packages and of their own future is nothing the reader of a log can act
     on, and it would stand above a rank's own error."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")

@@ -6,8 +6,15 @@ from pathlib import Path
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
+
+SLOW_IMPORTS = (
+    *IMPORTED_BY_ALL,
+    "canzona_cli.training.loop",
+    "canzona_cli.checkpoint.restore",
+    "canzona_cli.planner.plan_file",
+)
 
 
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:

@@ -64,7 +64,7 @@ def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) 
     assert result.returncode == 0, result.stderr
     command = result.stdout[result.stdout.index("\ncommand\n") + len("\ncommand\n") :]
     words = shlex.split(command.split("\nNothing was started")[0].replace("\\\n", ""))
-    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[:3] == [sys.executable, "-m", "canzona_cli.training.agent"]
     assert words[-3:] == ["-m", "canzona_cli.training.worker", str(run_dir)]
     assert "export OMP_NUM_THREADS=" in result.stdout
     assert not run_dir.parent.exists()

@@ -1,5 +1,5 @@
-"""`canzona train`'s launcher around the stand-in worker: RUN_DIR BEHAVIOUR GRACE_S RANKS HANG_TIMEOUT_S. Exits as the
-run ended."""
+"""`canzona train`'s launcher around the stand-in worker: RUN_DIR BEHAVIOUR GRACE_S RANKS HANG_TIMEOUT_S DEVICE. Exits
+as the run ended. Beside GPUs the workers are started in another way, which needs none."""
 
 import sys
 from dataclasses import replace
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from canzona_cli.config.schema.cluster import Device
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.supervisor import Supervision
@@ -15,8 +16,11 @@ from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 
 
-def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout_s: float | None) -> int:
+def main(
+    run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout_s: float | None, device: Device
+) -> int:
     config = run_config(run_dir=run_dir, gpus=ranks)
+    config = replace(config, cluster=replace(config.cluster, device=device))
     layout = replace(LAYOUT, dp=ranks, global_batch_size=ranks)
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module="tests.faults.worker")
@@ -37,5 +41,6 @@ def main(run_dir: Path, behaviour: str, grace_s: float, ranks: int, hang_timeout
 
 
 if __name__ == "__main__":
-    limit = float(sys.argv[5])
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), limit or None))
+    run_dir, behaviour, grace_s, ranks, limit_s, device = sys.argv[1:]
+    chosen: Device = "cuda" if device == "cuda" else "cpu"
+    sys.exit(main(Path(run_dir), behaviour, float(grace_s), int(ranks), float(limit_s) or None, chosen))

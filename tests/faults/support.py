@@ -20,6 +20,7 @@ from canzona_cli.config.schema import (
     RunSettings,
     TrainConfig,
 )
+from canzona_cli.config.schema.cluster import Device
 from canzona_cli.run.files import RunFiles, read_json
 from tests.sizes import CPU, model
 from tests.waiting import PATIENCE_S, wait_until
@@ -59,12 +60,19 @@ class LaunchedRun:
     """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, stand-in workers."""
 
     def __init__(
-        self, run_dir: Path, behaviour: str, *, grace_s: float = 60.0, ranks: int = 2, hang_timeout_s: float = 0.0
+        self,
+        run_dir: Path,
+        behaviour: str,
+        *,
+        grace_s: float = 60.0,
+        ranks: int = 2,
+        hang_timeout_s: float = 0.0,
+        device: Device = "cpu",
     ) -> None:
         self.files = RunFiles(run_dir)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour]
-            + [str(value) for value in (grace_s, ranks, hang_timeout_s)],
+            + [str(value) for value in (grace_s, ranks, hang_timeout_s, device)],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,

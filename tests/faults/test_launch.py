@@ -9,6 +9,7 @@ from typing import Protocol
 import psutil
 import pytest
 
+from canzona_cli.config.schema.cluster import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
@@ -18,7 +19,7 @@ from tests.faults.support import LaunchedRun, alive, run_config
 
 
 class Launch(Protocol):
-    def __call__(self, behaviour: str, *, grace_s: float = 60.0) -> LaunchedRun: ...
+    def __call__(self, behaviour: str, *, grace_s: float = 60.0, device: Device = "cpu") -> LaunchedRun: ...
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Starts the test's one run; a test that fails midway leaves no run behind either."""
     started: list[LaunchedRun] = []
 
-    def start(behaviour: str, *, grace_s: float = 60.0) -> LaunchedRun:
-        started.append(LaunchedRun(tmp_path / "run", behaviour, grace_s=grace_s))
+    def start(behaviour: str, *, grace_s: float = 60.0, device: Device = "cpu") -> LaunchedRun:
+        started.append(LaunchedRun(tmp_path / "run", behaviour, grace_s=grace_s, device=device))
         return started[0]
 
     yield start
@@ -61,8 +62,9 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(l
 
 
 def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(launch: Launch) -> None:
-    run = launch("raise")
+    run = launch("raise", device="cuda")  # where torchrun starts programs, and forks none
     code, output = run.finish()
+    assert "torch.distributed.run" in run.files.command.read_text()
     assert code == 70, output
     result = run.result()
     assert (result["status"], result["rank"], result["step"]) == ("failed", 1, 3)
@@ -76,6 +78,7 @@ def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(
     run.wait_for_steps(2)
     family = run.family()
     assert len(family) == 3, "torchrun and two workers"
+    assert {p.name() for p in family} >= {"rank 0", "rank 1"}
 
     # Installed, as `make test` has it, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
     assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"

@@ -58,7 +58,7 @@ def test_a_killed_process_ends_the_run_and_is_named(
     run.wait_for_steps(2)
     family = run.family()
     assert len(family) == RANKS + 1
-    agent = next(p for p in family if "torch.distributed.run" in p.cmdline())
+    agent = next(p for p in family if p.ppid() == run.process.pid)
     os.kill(agent.pid if victim == "agent" else pid_of(run, 2), signal.SIGKILL)
     code, output = run.finish()
     assert code == 70, output

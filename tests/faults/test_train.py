@@ -1,6 +1,7 @@
 """`canzona train` with its real workers: a wish to stop keeps every step, and nothing outlives a killed launcher."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ SMALL = ("recipe=qwen3-tiny", "gpus=2", "train.steps=100000", "train.seq_length=
 def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "canzona_cli.app", "train", *SMALL, "train.eval_interval=0", f"run.dir={tmp_path}/run"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        | {"PYTHONPROFILEIMPORTTIME": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -29,6 +32,12 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.communicate()
+
+
+def modules(log: Path | None) -> set[str]:
+    """Imported by the process that wrote this log: Python has been asked to tell."""
+    assert log is not None
+    return set(re.findall(r"^import time:.*\| +(\S+)$", log.read_text(), re.MULTILINE))
 
 
 def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -40,6 +49,10 @@ def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subproc
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 130, output
     assert "Traceback" not in output
+    imported = [modules(log) for log in (files.agent_log(0), files.worker_log(0, 0), files.worker_log(0, 1))]
+    slow = {"torch", "megatron.core", "canzona_cli.training.step", "torch._dynamo.convert_frame"}
+    assert [slow & names for names in imported] == [slow, set(), set()], "torchrun does it for all"
+    assert not any("torch._inductor.compile_fx" in names for names in imported), "no compiler at all"
     assert "Step-time breakdown" in output
     assert f"run directory: {files.root}" in output
     assert not alive(family)
@@ -55,9 +68,9 @@ def test_ctrl_c_before_training_has_begun_ends_everything_at_once(
     training: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     files = RunFiles(tmp_path / "run")
-    wait_until(files.rank(0).exists, "a rank", training)
-    family = psutil.Process(training.pid).children(recursive=True)
-    assert len(family) >= 2
+    launcher = psutil.Process(training.pid)
+    wait_until(lambda: files.agent_log(0).exists() and launcher.children(), "torchrun", training)
+    family = launcher.children(recursive=True)
     training.send_signal(signal.SIGINT)
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 130, output

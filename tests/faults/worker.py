@@ -18,6 +18,7 @@ from canzona_cli.run.records import RankError, RankResult, StepMetrics
 
 BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
 STEPS = 4
+SLOW_IMPORTS = ("canzona_cli.training.pulse",)
 
 
 class Mistake(Exception):

@@ -31,7 +31,7 @@ def option(command: LaunchCommand, name: str) -> str:
 
 def test_one_machine(tmp_path: Path) -> None:
     command = build(run_config(), tmp_path)
-    assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert command.argv[:3] == (sys.executable, "-m", "canzona_cli.training.agent")
     assert command.argv[-3:] == ("-m", "canzona_cli.training.worker", str(tmp_path))
     assert option(command, "--nproc-per-node") == "2"
     assert option(command, "--max-restarts") == "0"
@@ -150,6 +150,7 @@ def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
     config = run_config()
     cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
     command = build(cuda, tmp_path)
+    assert command.argv[1:3] == ("-m", "torch.distributed.run"), "CUDA does not survive a fork"
     assert ("--numa-binding" in command.argv) == bound
     if bound:
         assert option(command, "--numa-binding") == "node"

@@ -1,23 +1,13 @@
-"""Importing Megatron loads no compiler, and what it decorated is compiled all the same once it is called."""
+"""What Megatron decorates while no compiler is loaded is compiled all the same once it is called.
 
-import subprocess
-import sys
+That a run loads none is seen where one starts: tests/faults/test_train.py."""
+
 from collections.abc import Callable
 from typing import cast
 
 import torch
 
 from canzona_cli.megatron import compile_when_called
-from tests.commands.support import importable
-
-
-def test_a_worker_starts_without_the_compiler() -> None:
-    script = (
-        "import sys, canzona_cli.megatron, canzona_cli.training.assemble, canzona_cli.training.loop\n"
-        "print([name for name in ('torch._inductor.compile_fx', 'torch._dynamo') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], env=importable(), capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_a_function_is_compiled_when_it_is_called_and_once() -> None:
