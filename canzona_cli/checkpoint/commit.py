@@ -36,6 +36,7 @@ from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
 from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
+from canzona_cli.run.codec import parse
 from canzona_cli.run.files import sync_folder
 
 _POLL_S: Final = 0.02
@@ -151,7 +152,7 @@ def finish(
                     raise _rank_failed(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
             for name in (*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])):
                 raise _rank_failed(partial, rank, f"{name} is also written by another rank")
-            tensors |= {name: StoredTensor(**entry) for name, entry in part["tensors"].items()}
+            tensors |= {name: parse(StoredTensor, entry) for name, entry in part["tensors"].items()}
             scalars |= part["scalars"]
         for name, text in texts.items():
             check_file_name(name)

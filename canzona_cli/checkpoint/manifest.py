@@ -1,10 +1,10 @@
 """What a checkpoint consists of, and the names of the folders in a store of them. No torch: commands do without it.
 
 A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml` and
-`layout.json` of the run, and `manifest.json`, written last. Tensors are whole and named in model space
-(`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), so that no rank, no
-stage and no fragment of the run that wrote them matters to the one that reads them. Visible folders are whole, hidden
-ones are on their way in or out.
+`layout.json` of the run, and `manifest.json`, written last. Tensors are named in model space (`layers.3.q/master`,
+`layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), whole or in pieces that say where they lie in
+it, so that no rank, no stage and no fragment of the run that wrote them matters to the one that reads them. Visible
+folders are whole, hidden ones are on their way in or out.
 """
 
 import re
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final
 
 FORMAT: Final = "canzona-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+READABLE: Final = (1, VERSION)
+"""Versions of a manifest that can be read. In version 1 every tensor was whole."""
 MANIFEST: Final = "manifest.json"
 
 _STEP = re.compile(r"step-(\d{8,15})")
@@ -78,14 +80,41 @@ class StoredFile:
     blake3: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [start, end), row by row, of a rectangle of a unit."""
+
+    unit: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    start: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.start
+
+    def name(self, field: str) -> str:
+        """What it is stored as: `layers.3.q/master@0.0.512`."""
+        return f"{self.unit}/{field}@{self.row}.{self.col}.{self.start}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """Where a tensor, or a piece of one, lies."""
 
     file: str
     dtype: str
     """As safetensors call it: F32, BF16, I64, U8, ..."""
     shape: tuple[int, ...]
+    piece: Piece | None = None
+    """What of the whole it is, flat; None if it is the whole."""
+
+    def whole(self, stored: str) -> str:
+        """Name of the whole tensor, `layers.3.q/master`, by the name that this one is stored under."""
+        return stored if self.piece is None else stored.rpartition("@")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +156,8 @@ class Buffer:
     shape: tuple[int, ...]
     data: memoryview
     """Unsigned bytes."""
+    piece: Piece | None = None
+    """As of the `StoredTensor` it becomes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest
+from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, READABLE, VERSION, Manifest, StoredTensor
 from canzona_cli.checkpoint.shard_file import ITEM_BYTES, tensor_bytes
 from canzona_cli.run.codec import parse
 
@@ -58,8 +58,9 @@ def parse_manifest(text: bytes) -> Manifest:
         raise ValueError("it is not JSON") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError("it is not the manifest of a checkpoint")
-    if value.get("version") != VERSION:
-        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads version {VERSION}")
+    if value.get("version") not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads versions {known}")
     manifest = parse(Manifest, text, strict=True)
     _check(manifest)
     return manifest
@@ -79,10 +80,22 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"tensors.{name}: it is in {tensor.file}, which is not among the files")
         if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
             raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a type and shape of a tensor")
+        if not _fits(name, tensor):
+            raise ValueError(f"tensors.{name}: it is no piece of a tensor")
         held[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
     for name, wanted in held.items():
         if wanted > manifest.files[name].bytes:
             raise ValueError(f"files.{name}: smaller than the tensors it should contain")
+
+
+def _fits(name: str, tensor: StoredTensor) -> bool:
+    """Whether what is said of a piece goes together."""
+    piece = tensor.piece
+    if piece is None:
+        return True
+    inside = min(piece.row, piece.col) >= 0 and 0 <= piece.start < piece.end <= piece.rows * piece.cols
+    named = name == piece.name(tensor.whole(name).rpartition("/")[2])
+    return inside and named and tensor.shape == (piece.elements,)
 
 
 def check_file_name(name: str) -> None:

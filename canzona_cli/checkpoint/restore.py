@@ -6,15 +6,15 @@ over the data-parallel ones.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.manifest import Manifest, Scalar
-from canzona_cli.checkpoint.pieces import cut
+from canzona_cli.checkpoint.manifest import Manifest, Piece, Scalar
+from canzona_cli.checkpoint.pieces import cut, paste, trimmed
 from canzona_cli.checkpoint.random_states import set_random_states
 from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
 from canzona_cli.checkpoint.verify import read_manifest, table_problems, verify_file
@@ -25,7 +25,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import Block, stored_blocks
+from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
 from canzona_cli.model.matrix import Matrix
 
 ELEMENTWISE = ("adamw", "muon")
@@ -111,11 +111,19 @@ class Reader:
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[_Source]] = defaultdict(list)
         self._fields: dict[str, list[str]] = defaultdict(list)
+        self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        """By whole's name: what it is stored as, where it is stored in pieces."""
         for stored, tensor in manifest.tensors.items():
-            name, _, field = stored.rpartition("/")
+            whole, shape = tensor.whole(stored), tensor.shape
+            name, _, field = whole.rpartition("/")
+            if tensor.piece is not None:
+                self._pieces[whole].append((stored, tensor.piece))
+                if len(self._pieces[whole]) > 1:
+                    continue
+                shape = unit_shape(name, model)
             self._fields[name].append(field)
             if field == MASTER:
-                for block in stored_blocks(name, tensor.shape, model):
+                for block in stored_blocks(name, shape, model):
                     self._sources[block.unit].append(_Source(name=name, block=block))
         self._scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
         for stored, value in manifest.scalars.items():
@@ -141,7 +149,14 @@ class Reader:
         return self.fields(self._stored(unit)[0].name)
 
     def whole(self, name: str, field: str) -> torch.Tensor:
-        """A stored tensor as it is."""
+        """A stored tensor as it is.
+
+        Raises:
+            CheckpointInvalid: it is not stored, or not all of it.
+        """
+        if f"{name}/{field}" in self._pieces:
+            shape = unit_shape(name, self.model)
+            return self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
         tensor: torch.Tensor = self._open(f"{name}/{field}").get_tensor(f"{name}/{field}")  # type: ignore[no-untyped-call]
         return tensor
 
@@ -185,12 +200,31 @@ class Reader:
 
     def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
         stored = f"{name}/{field}"
+        if stored in self._pieces:
+            return self._from_pieces(name, field, row, rows)
         if stored not in self._manifest.tensors:
             raise CheckpointInvalid(_lacking(stored))
         if len(self._manifest.tensors[stored].shape) == 1:
             return self.whole(name, field).view(1, -1)
         part: torch.Tensor = self._open(stored).get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
         return part
+
+    def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
+        """Rows of a unit that is stored in pieces, (rows, columns)."""
+        shape = unit_shape(name, self.model)
+        found = torch.empty(rows, shape[-1])
+        missing = found.numel()
+        for stored, piece in self._pieces[f"{name}/{field}"]:
+            first = max(piece.start, (row - piece.row) * piece.cols)
+            last = min(piece.end, (row + rows - piece.row) * piece.cols)
+            if first < last and piece.col + piece.cols <= shape[-1]:
+                wanted = trimmed(replace(piece, row=piece.row - row, start=first, end=last))
+                data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
+                paste(found, wanted, data)
+                missing -= wanted.elements
+        if missing:
+            raise CheckpointInvalid(_lacking(f"{name}/{field}"))
+        return found
 
     def _open(self, stored: str) -> safe_open:
         if stored not in self._manifest.tensors:

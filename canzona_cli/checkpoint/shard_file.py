@@ -66,7 +66,7 @@ def write_shard(path: Path, tensors: Mapping[str, Buffer]) -> tuple[StoredFile, 
     finally:
         os.close(descriptor)
     table = {
-        name: StoredTensor(file=path.name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+        name: StoredTensor(file=path.name, dtype=buffer.dtype, shape=tuple(buffer.shape), piece=buffer.piece)
         for name, buffer in ordered.items()
     }
     return StoredFile(bytes=total, blake3=hashed), table

@@ -1,17 +1,19 @@
 """Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
 
-Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), one writer for
-every tensor: hosts write the matrices they host, what is spread in pieces is put together on one of its holders.
+Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), every element by
+one rank that holds it: hosts write the matrices they host, and what is spread over ranks is written in pieces.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+import psutil
 import torch
 
-from canzona_cli.checkpoint.manifest import Buffer, Scalar, Shard
-from canzona_cli.checkpoint.pieces import Holding, Piece, Routing, collect, route
+from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
+from canzona_cli.checkpoint.pieces import Holding, Writers, share
 from canzona_cli.checkpoint.random_states import random_states
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -21,9 +23,13 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, unit_shape
 
+_LOG = logging.getLogger(__name__)
+
 MASTER = "master"
 GROUP = "group:"
 """Begins the key of what an optimizer counts for all its matrices."""
+PINNED_SHARE = 0.5
+"""Of a machine's memory, all that its ranks pin for saves: pages that are pinned are lost to everybody else on it."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -45,7 +51,8 @@ class Snapshots:
         self._trainee = trainee
         self._buffers: dict[str, torch.Tensor] = {}
         self._holding: Holding | None = None
-        self._routing: Routing | None = None
+        self._writers: Writers | None = None
+        self._warned = False
 
     def take(self) -> Shard:
         """Between two steps. Collective.
@@ -61,59 +68,78 @@ class Snapshots:
         if not world.is_first_stage and model.tied_embeddings:
             # The last stage's copy of tied embeddings.
             pieces = [found for found in pieces if found.piece.unit != EMBEDDING]
-        holding, local, steps = _describe(wholes, pieces)
-        routing = self._agree(holding)
-        tensors: dict[str, torch.Tensor] = {}
+        writers = self._agree(_holding(wholes, pieces))
         scalars: dict[str, Scalar] = {}
+        saved: dict[str, Buffer] = {}
         for name, state in wholes.items():
-            if routing.writers[name] == world.rank:
+            if writers.wholes[name] == world.rank:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        tensors[f"{name}/{key}"] = value
+                        saved[f"{name}/{key}"] = self._copy(f"{name}/{key}", value)
                     else:
                         scalars[f"{name}/{key}"] = value
         for key, state_of_rank in random_states().items():
-            tensors[f"random.{world.rank:05d}/{key}"] = state_of_rank
-        saved = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        targets = {}
-        for unit, field in ((unit, field) for unit, names in routing.fields.items() for field in names):
-            name = f"{unit}/{field}"
-            if routing.writers[name] == world.rank:
-                shape = unit_shape(unit, model)
-                buffer = saved[name] = self._buffer(name, shape, torch.float32)
-                targets[unit, field] = buffer.view(1, -1) if len(shape) == 1 else buffer
-                if field == MASTER and steps.get(unit) is not None:
-                    scalars[f"{unit}/step"] = steps[unit]
-        collect(routing, world.rank, world.device, local, targets)
+            name = f"random.{world.rank:05d}/{key}"
+            saved[name] = self._copy(name, state_of_rank)
+        for found in pieces:
+            piece, shape = found.piece, unit_shape(found.piece.unit, model)
+            if writers.pieces[piece] != world.rank:
+                continue
+            if piece.row == piece.col == piece.start == 0 and found.held.step is not None:
+                scalars[f"{piece.unit}/step"] = found.held.step
+            for field, value in fields_of(found.held).items():
+                part = value.reshape(-1)[found.offset : found.offset + piece.elements]
+                if piece.elements == prod(shape):
+                    name = f"{piece.unit}/{field}"
+                    saved[name] = self._copy(name, part.view(shape))
+                else:
+                    name = piece.name(field)
+                    saved[name] = self._copy(name, part, piece)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         for stale in self._buffers.keys() - saved.keys():
             del self._buffers[stale]
-        return Shard(tensors={name: _bytes_of(buffer) for name, buffer in saved.items()}, scalars=scalars)
+        return Shard(tensors=saved, scalars=scalars)
 
-    def _agree(self, holding: Holding) -> Routing:
+    def _agree(self, holding: Holding) -> Writers:
         """Who writes what; asked again only when what some rank holds has changed, as it does in the first step."""
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
-        if self._routing is None or any(self._trainee.timer.read(changed)):
+        if self._writers is None or any(self._trainee.timer.read(changed)):
             everyone: list[Holding] = [holding] * self._trainee.world.world_size
             torch.distributed.all_gather_object(everyone, holding)
             units = {piece.unit for other in everyone for piece in other.pieces}
-            self._routing = route(
+            self._writers = share(
                 everyone, {unit: prod(unit_shape(unit, self._trainee.config.model)) for unit in units}
             )
             self._holding = holding
-        return self._routing
+        return self._writers
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self._buffer(name, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+    def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
+        """A copy on the host; from a GPU it arrives behind this."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[name] = self._new_buffer(tensor)
+        buffer.copy_(tensor.detach(), non_blocking=True)
+        data = memoryview(buffer.reshape(-1).view(torch.uint8).numpy())
+        return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=data, piece=piece)
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        found = self._buffers.get(name)
-        if found is None or found.shape != shape or found.dtype != dtype:
-            pinned = self._trainee.world.device.type == "cuda"
-            found = self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        return found
+    def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned, so that a GPU writes to it by itself; beyond `PINNED_SHARE` ordinary memory, copied by the driver."""
+        pinned = self._trainee.world.device.type == "cuda"
+        if pinned:
+            ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
+            held = sum(buffer.nbytes for buffer in self._buffers.values())
+            pinned = held + tensor.nbytes <= PINNED_SHARE * psutil.virtual_memory().total / ranks
+            if not pinned and not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "saves stand in training's way longer: the state of %d ranks is more than %.0f%% of this machine's "
+                    "memory, and what is beyond that is copied without being pinned",
+                    ranks,
+                    100 * PINNED_SHARE,
+                )
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,34 +208,14 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
     raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 
-def _describe(
-    wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]
-) -> tuple[Holding, dict[tuple[Piece, str], torch.Tensor], dict[str, float]]:
-    """What the other ranks learn, this rank's data by piece and field, and the steps its units have made."""
-    local: dict[tuple[Piece, str], torch.Tensor] = {}
-    fields: dict[str, tuple[str, ...]] = {}
-    steps: dict[str, float] = {}
-    for found in pieces:
-        values = fields_of(found.held)
-        fields[found.piece.unit] = tuple(values)
-        if found.held.step is not None:
-            steps[found.piece.unit] = found.held.step
-        for field, value in values.items():
-            local[found.piece, field] = value.reshape(-1)[found.offset : found.offset + found.piece.elements]
-    sizes = {
-        name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
-    }
-    return (
-        Holding(
-            wholes=sizes,
-            pieces=tuple(found.piece for found in pieces),
-            fields=fields,
-        ),
-        local,
-        steps,
+def _holding(wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]) -> Holding:
+    """What the other ranks learn."""
+    return Holding(
+        wholes={
+            name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
+        },
+        pieces={
+            found.piece: sum(value.itemsize for value in fields_of(found.held).values()) * found.piece.elements
+            for found in pieces
+        },
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Buffer:
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
-    return Buffer(dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape), data=memoryview(data))

@@ -1,6 +1,7 @@
 """`canzona checkpoint`: which checkpoints there are, what one holds, and whether every byte of it is as written."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -107,12 +108,13 @@ class Content(Page):
         yield Text()
         yield self._table()
         yield Text()
-        biggest = sorted(self._sizes(), key=lambda item: (-item[1], item[0]))[:_BIGGEST]
-        for place, (name, held) in enumerate(biggest):
-            tensor = self.manifest.tensors[name]
-            shape = f" {screen.times} ".join(f"{edge:,}" for edge in tensor.shape)
+        sizes = self._sizes()
+        for place, name in enumerate(sorted(sizes, key=lambda name: (-sizes[name], name))[:_BIGGEST]):
+            tensor = self.manifest.tensors.get(name)
+            shape = "in pieces" if tensor is None else f" {screen.times} ".join(f"{edge:,}" for edge in tensor.shape)
             first = f"  {'' if place else 'biggest':<11}"
-            yield wrapped(clean(f"{name}  {tensor.dtype} {shape}, {size(held)}"), first=first, rest=" " * 15)
+            words = f"{name}  {shape if tensor is None else f'{tensor.dtype} {shape}'}, {size(sizes[name])}"
+            yield wrapped(clean(words), first=first, rest=" " * 15)
         yield note("intact by manifest and sizes; `canzona checkpoint verify` reads the content")
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
@@ -147,13 +149,17 @@ class Content(Page):
         except (CanzonaError, OSError):
             return None
 
-    def _sizes(self) -> list[tuple[str, int]]:
-        return [(name, tensor_bytes(t.dtype, t.shape)) for name, t in self.manifest.tensors.items()]
+    def _sizes(self) -> Counter[str]:
+        """Of whole tensors, by name."""
+        sizes = Counter[str]()
+        for name, tensor in self.manifest.tensors.items():
+            sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
+        return sizes
 
     def _kinds(self) -> dict[str, list[int]]:
         """Sizes of tensors by what they are: master, exp_avg, momentum_buffer, random."""
         kinds: dict[str, list[int]] = {}
-        for name, held in self._sizes():
+        for name, held in self._sizes().items():
             unit, _, kind = name.rpartition("/")
             kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(held)
         return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
@@ -161,7 +167,7 @@ class Content(Page):
     def _table(self) -> Table:
         table = Table("kind")
         table.add_numbers("tensors", "size", "share")
-        total = sum(held for _, held in self._sizes())
+        total = self._sizes().total()
         for kind, sizes in self._kinds().items():
             share = f"{sum(sizes) / total:.1%}" if total else MISSING
             table.add_row(Text(clean(kind)), f"{len(sizes):,}", size(sum(sizes)), share)

@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Scalar, StoredFile, StoredTensor
+from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Piece, Scalar, StoredFile, StoredTensor
 from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
 from tests.checkpoint.checkpoints import header
 
 HASH = "0f" * 32
+PIECE = Piece(unit="layers.1.q", row=2, col=0, rows=2, cols=8, start=3, end=12)
 FIELDS = {name: getattr(header(30), name) for name in Header.__dataclass_fields__}
 MANIFEST = Manifest(
     **FIELDS,
@@ -19,6 +20,7 @@ MANIFEST = Manifest(
     tensors={
         "layers.0.q/master": StoredTensor(file="rank-00000.safetensors", dtype="F32", shape=(4, 8)),
         "layers.0.q/scale": StoredTensor(file="rank-00000.safetensors", dtype="BF16", shape=()),
+        PIECE.name("master"): StoredTensor(file="rank-00000.safetensors", dtype="F32", shape=(9,), piece=PIECE),
     },
     scalars={"layers.0.q/step": 30},
 )
@@ -71,6 +73,19 @@ def test_no_changed_bit_and_no_missing_byte_goes_unseen() -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [{"start": 4}, {"end": 17}, {"row": -1}, {"unit": "layers.2.q"}, {"start": 12}, {"col": 1}],
+)
+def test_a_piece_that_cannot_be_one_is_refused(change: dict[str, object]) -> None:
+    value = plain(MANIFEST)
+    tensors = value["tensors"]
+    assert isinstance(tensors, dict)
+    tensors[PIECE.name("master")]["piece"] |= change
+    with pytest.raises(ValueError, match="is no piece of a tensor"):
+        parse_manifest(signed(value))
+
+
+@pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "manifest.json", "a\n", "-rf", "x" * 101, "a\\b"]
 )
 def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
@@ -82,7 +97,7 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
     ("change", "said"),
     [
         ({"format": "other"}, "not the manifest of a checkpoint"),
-        ({"version": 2}, "version 2; this canzona reads version 1"),
+        ({"version": 3}, "version 3; this canzona reads versions 1 and 2"),
         ({"world_size": 0}, "negative"),
         ({"world_size": "4"}, "world_size"),
         ({"progress": {"step": -1, "samples": 0, "tokens": 0}}, "negative"),

@@ -1,11 +1,12 @@
-"""Pieces of units are routed to one writer each, cut out and pasted back."""
+"""Pieces of units have one writer each, and are cut out and pasted back."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.checkpoint.pieces import Holding, Piece, cut, paste, route
+from canzona_cli.checkpoint.manifest import Piece
+from canzona_cli.checkpoint.pieces import Holding, cut, paste, share
 
 
 @given(rows=st.integers(1, 6), cols=st.integers(1, 5), data=st.data())
@@ -31,31 +32,27 @@ def _piece(start: int, end: int, unit: str = "u") -> Piece:
     return Piece(unit=unit, row=0, col=0, rows=10, cols=10, start=start, end=end)
 
 
-def test_a_unit_is_written_where_most_of_it_lies_and_everything_has_one_writer() -> None:
-    fields = {"u": ("master", "exp_avg")}
+def test_everything_is_written_by_one_of_its_holders_and_replicas_even_it_out() -> None:
+    first, second = _piece(0, 30), _piece(30, 100)
     holdings = [
-        Holding(wholes={"a": 100, "b": 100}, pieces=(_piece(0, 30),), fields=fields),
-        Holding(wholes={"a": 100, "b": 100}, pieces=(_piece(30, 100),), fields=fields),
+        Holding(wholes={"a": 100, "b": 100}, pieces={first: 240}),
+        Holding(wholes={"a": 100, "b": 100}, pieces={second: 560}),
         # A replica of what rank 0 has.
-        Holding(wholes={}, pieces=(_piece(0, 30),), fields=fields),
+        Holding(wholes={}, pieces={first: 240}),
     ]
-    routing = route(holdings, {"u": 100})
-    assert {routing.writers["a"], routing.writers["b"]} == {0, 1}, "redundant copies are shared out"
-    assert routing.writers["u/master"] == routing.writers["u/exp_avg"] == 1
-    assert [(move.sender, move.writer) for move in routing.transfers] == [(0, 1), (1, 1)] * 2
-    assert routing == route(holdings, {"u": 100})
+    writers = share(holdings, {"u": 100})
+    assert {writers.wholes["a"], writers.wholes["b"]} == {0, 1}, "redundant copies are shared out"
+    assert writers.pieces == {first: 2, second: 1}
+    assert writers == share(holdings, {"u": 100})
 
 
-def test_equal_holders_of_a_unit_write_a_tensor_of_it_each() -> None:
-    """An embedding's master and moments, sharded over many ranks, are not all one rank's to hold and write."""
-    fields = {"u": ("master", "exp_avg", "exp_avg_sq")}
-    holdings = [Holding(wholes={}, pieces=(_piece(25 * n, 25 * (n + 1)),), fields=fields) for n in range(4)]
-    routing = route(holdings, {"u": 100})
-    assert sorted(routing.writers) == ["u/exp_avg", "u/exp_avg_sq", "u/master"]
-    assert len(set(routing.writers.values())) == 3
+def test_a_rank_writes_of_an_embedding_what_it_holds() -> None:
+    """Sharded over many ranks, it is not one rank's to hold and write."""
+    pieces = [_piece(25 * n, 25 * (n + 1)) for n in range(4)]
+    writers = share([Holding(wholes={}, pieces={piece: 300}) for piece in pieces], {"u": 100})
+    assert writers.pieces == {piece: rank for rank, piece in enumerate(pieces)}
 
 
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
-    fields = {"u": ("master",)}
     with pytest.raises(ValueError, match="do not add up to that"):
-        route([Holding(wholes={}, pieces=(_piece(0, 90),), fields=fields)], {"u": 100})
+        share([Holding(wholes={}, pieces={_piece(0, 90): 360})], {"u": 100})

@@ -20,7 +20,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import stored_blocks
+from canzona_cli.model.geometry import stored_blocks, unit_shape
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build
@@ -106,9 +106,18 @@ def units_of(checkpoint: Path, model: ModelConfig) -> Units:
     """What a checkpoint holds, put together from its files alone; state that is no element of a matrix as it is."""
     whole: Units = {}
     stored: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for name, entry in read_manifest(checkpoint).tensors.items():
+        with safe_open(checkpoint / entry.file, framework="pt") as opened:
+            tensor = opened.get_tensor(name)
+        if (piece := entry.piece) is None:
+            stored[name] = tensor
+            continue
+        shape = unit_shape(piece.unit, model)
+        place = torch.arange(piece.start, piece.end)
+        target = stored.setdefault(entry.whole(name), torch.full(shape, torch.nan)).view(-1, shape[-1])
+        where = piece.row + place // piece.cols, piece.col + place % piece.cols
+        assert target[where].isnan().all(), "two ranks wrote it"
+        target[where] = tensor
     shapes: Mapping[str, torch.Size] = {
         name.rpartition("/")[0]: tensor.shape for name, tensor in stored.items() if name.endswith("/master")
     }

@@ -1,0 +1,105 @@
+"""What is stored in pieces, or as the first version of checkpoints stored it, is read as the whole it is of."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from canzona_cli.checkpoint.commit import begin, finish, write_part
+from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Piece, Shard, StoredTensor
+from canzona_cli.checkpoint.restore import Reader
+from canzona_cli.checkpoint.verify import read_manifest, verify
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.model.geometry import EMBEDDING
+from tests.checkpoint.checkpoints import header
+from tests.dist.saved import resolve
+
+MODEL: ModelConfig = replace(resolve("gpus=1")[0].model, vocab_size=6, hidden_size=5)
+NORM = "final_layernorm.weight"
+WHOLE = torch.arange(30.0).view(6, 5)
+# Two tensor-parallel fragments, of three rows and of two columns beside one; cut again where rows do not end.
+PIECES = (
+    Piece(unit=EMBEDDING, row=0, col=0, rows=3, cols=5, start=0, end=7),
+    Piece(unit=EMBEDDING, row=0, col=0, rows=3, cols=5, start=7, end=15),
+    Piece(unit=EMBEDDING, row=3, col=0, rows=3, cols=2, start=0, end=6),
+    Piece(unit=EMBEDDING, row=3, col=2, rows=3, cols=3, start=0, end=4),
+    Piece(unit=EMBEDDING, row=3, col=2, rows=3, cols=3, start=4, end=9),
+)
+HALVES = tuple(Piece(unit=NORM, row=0, col=0, rows=1, cols=5, start=a, end=b) for a, b in ((0, 2), (2, 5)))
+
+
+def _buffer(data: torch.Tensor, piece: Piece | None = None) -> Buffer:
+    flat = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Buffer(dtype="F32", shape=tuple(data.shape), data=memoryview(flat), piece=piece)
+
+
+def _of(piece: Piece) -> torch.Tensor:
+    """Its elements, of the embedding or of that one's second row."""
+    whole = WHOLE if piece.unit == EMBEDDING else WHOLE[1:2]
+    rectangle = whole[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
+    return rectangle.reshape(-1)[piece.start : piece.end].clone()
+
+
+def _saved(root: Path, pieces: Sequence[Piece]) -> Path:
+    """Three ranks write a piece in turn."""
+    partial = begin(root, 3)
+    for rank in range(3):
+        own = {piece.name("master"): _buffer(_of(piece), piece) for piece in pieces[rank::3]}
+        write_part(partial, rank, Shard(tensors=own, scalars={}))
+    return finish(partial, 3, header(3), {}, 5.0)
+
+
+def _saved_as_in_version_1(root: Path) -> Path:
+    partial = begin(root, 3)
+    tensors = {f"{EMBEDDING}/master": _buffer(WHOLE), f"{NORM}/master": _buffer(WHOLE[1])}
+    write_part(partial, 0, Shard(tensors=tensors, scalars={}))
+    folder = finish(partial, 1, header(3), {}, 5.0)
+    value = json.loads((folder / MANIFEST).read_text()) | {"version": 1}
+    del value["sha256"]
+    for tensor in value["tensors"].values():
+        assert tensor.pop("piece") is None
+    body = json.dumps(value, indent=0)[2:].encode()
+    (folder / MANIFEST).write_bytes(b'{"sha256": "' + sha256(body).hexdigest().encode() + b'",\n' + body)
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_any_rectangle_of_a_whole_is_read(tmp_path: Path, version: int) -> None:
+    folder = _saved(tmp_path, (*PIECES, *HALVES)) if version == 2 else _saved_as_in_version_1(tmp_path)
+    manifest, problems = verify(folder)
+    assert problems == []
+    with Reader(folder, manifest, MODEL) as reader:
+        assert reader.unit_fields(EMBEDDING) == ["master"]
+        assert reader.whole(EMBEDDING, "master").equal(WHOLE)
+        assert reader.whole(NORM, "master").equal(WHOLE[1])
+        for row in range(6):
+            for rows in range(1, 7 - row):
+                found = reader.region(EMBEDDING, "master", row=row, rows=rows, col=1, cols=3)
+                assert found.equal(WHOLE[row : row + rows, 1:4])
+        assert reader.region(NORM, "master", row=0, rows=1, col=0, cols=5).equal(WHOLE[1:2])
+
+
+def test_a_rank_that_lost_its_piece_is_noticed(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, PIECES[:-1])
+    with Reader(folder, read_manifest(folder), MODEL) as reader:
+        assert reader.region(EMBEDDING, "master", row=0, rows=4, col=0, cols=5).equal(WHOLE[:4])
+        with pytest.raises(CheckpointInvalid, match="does not have it"):
+            reader.region(EMBEDDING, "master", row=4, rows=1, col=0, cols=5)
+        with pytest.raises(CheckpointInvalid, match="does not have it"):
+            reader.whole(EMBEDDING, "master")
+
+
+def test_damage_to_one_piece_is_found_before_it_is_read(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, PIECES)
+    tensors: Mapping[str, StoredTensor] = read_manifest(folder).tensors
+    file = folder / tensors[PIECES[4].name("master")].file
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    _, problems = verify(folder)
+    assert [problem.key for problem in problems] == [f"{folder.name}/{file.name}"]
