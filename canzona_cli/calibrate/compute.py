@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,10 +15,37 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
 from canzona_cli.planner.cost import MEMORY_EFFICIENCY
 
-_CPU_SIZES = (64, 128, 256, 512, 1024, 2048)
-_GPU_SIZES = (*_CPU_SIZES, 4096, 8192)
-_LARGE_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""Of a buffer too large for any cache."""
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of what is measured; sides of square matrices."""
+
+    products: tuple[int, ...]
+    """In bf16."""
+    exact: int
+    """Of products in fp32 and of QR decompositions."""
+    symmetric: int
+    """Of eigendecompositions."""
+    copied_bytes: int
+    """Of a buffer too large for any cache."""
+    precisions: tuple[tuple[Quantity, ProductPrecision], ...]
+    """Of fp32 products."""
+
+
+_SMALL = (64, 128, 256, 512, 1024, 2048)
+SIZES = {
+    "cpu": Sizes(
+        products=_SMALL, exact=1024, symmetric=1024, copied_bytes=128 << 20, precisions=(("fp32_tflops", "fp32"),)
+    ),
+    "cuda": Sizes(
+        products=(*_SMALL, 4096, 8192),
+        exact=4096,
+        symmetric=2048,
+        copied_bytes=1 << 30,
+        precisions=(("fp32_tflops", "fp32"), ("tf32_tflops", "tf32")),
+    ),
+}
+"""By the type of a device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
 """Items' worth of time for forward and backward: every prediction of a step is scaled by these two numbers."""
@@ -25,21 +53,18 @@ _MODEL_BUDGET = 12
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     """Team only."""
-    on_gpu = team.device.type == "cuda"
-    for size in _GPU_SIZES if on_gpu else _CPU_SIZES:
+    sizes = SIZES[team.device.type]
+    for size in sizes.products:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
         _rate(team, effort, recorder, "matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
-    size = 4096 if on_gpu else 1024
+    size = sizes.exact
     x, y, z = (torch.randn(size, size, device=team.device) for _ in range(3))
-    precisions: list[tuple[Quantity, ProductPrecision]] = [("fp32_tflops", "fp32")]
-    if on_gpu:
-        precisions.append(("tf32_tflops", "tf32"))
-    for quantity, precision in precisions:
+    for quantity, precision in sizes.precisions:
         with products(precision):
             _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
     # FLOPs as `planner.cost.Work` counts them.
     _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
-    size //= 2 if on_gpu else 1
+    size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT
     _rate(team, effort, recorder, "eigh_tflops", 9.0 * size**3, lambda: _discard(torch.linalg.eigh(symmetric)))
     small = torch.randn(4, 4, device=team.device)
@@ -55,7 +80,7 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
     """The rate of a copy between buffers too large for any cache, over the efficiency assumed of kernels. Team only."""
-    elements = _LARGE_BYTES[team.device.type] // 4
+    elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
     moved = 2 * source.nbytes
     samples = team.samples(lambda: _discard(target.copy_(source)), effort.item_s)

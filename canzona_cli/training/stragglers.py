@@ -17,7 +17,6 @@ from typing import Final
 
 import torch
 
-from canzona_cli.config.schema import Device
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.records import Journal
@@ -38,10 +37,11 @@ class Limits:
     """In all steps together."""
 
 
-LIMITS: Final[Mapping[Device, Limits]] = {
+LIMITS: Final[Mapping[str, Limits]] = {
     "cpu": Limits(step=1.5, window=1.75),  # ranks that share cores get in each other's way
     "cuda": Limits(step=1.25, window=1.3),  # each has a device of its own
 }
+"""By the type of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class StragglerWatch:
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
         self._world, self._timer, self._journal = world, timer, journal
-        self._limits = LIMITS["cuda" if world.device.type == "cuda" else "cpu"]
+        self._limits = LIMITS[world.device.type]
         self._own: list[float] = []
         self._step_s = 0.0
         self._first = True

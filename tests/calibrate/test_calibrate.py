@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.calibrate.calibrate import prepared
-from canzona_cli.calibrate.measurement import Recorder, parts, read_record
+from canzona_cli.calibrate.measurement import FULL, Recorder, parts, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
 from canzona_cli.cluster.machine import processor_name, torch_version
 from canzona_cli.config.compose import compose_run
@@ -148,6 +148,16 @@ def test_too_few_and_too_many_ranks_are_refused(overrides: list[str], fix: str) 
     [problem] = caught.value.problems
     assert problem.key == "gpus"
     assert fix in problem.fix
+
+
+def test_a_gpus_peak_is_its_datasheets_and_its_messages_are_large() -> None:
+    base = compose_run(["recipe=tiny", "cluster=h100-80g"]).config.cluster
+    found = profile(RECORD, "cluster=h100-80g")
+    assert (found.bf16_tflops, found.cores) == (base.bf16_tflops, base.cores)
+    assert found.matmul_tflops == profile().matmul_tflops != base.matmul_tflops
+    assert profile().bf16_tflops == 0.9, "a processor's is the best that was measured"
+    assert FULL.on("cpu") == FULL
+    assert max(FULL.on("cuda").sizes) == 1 << 30
 
 
 def test_one_gpu_is_enough() -> None:

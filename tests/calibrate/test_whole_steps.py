@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.results import BenchResult
+from canzona_cli.calibrate import whole_steps
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.whole_steps import ShortBenches, crowded_by, factors, with_steps
 from canzona_cli.config.compose import compose_run
@@ -50,6 +51,16 @@ def test_crowding_is_what_the_usual_strategy_took_longer_and_never_a_gain() -> N
         for name, found in PARTS.strategies.items()
     })  # fmt: skip
     assert crowded_by(early) == 1.0
+
+
+def test_on_gpus_nobody_is_crowded_by_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_steps, "cores", lambda: 1)
+    crowds = {}
+    for cluster in ("cpu", "h100-80g"):
+        config = compose_run(["recipe=tiny", "gpus=2", f"cluster={cluster}"], training=False).config
+        benches = ShortBenches((), config, Path("x.yaml"), lambda line: None)
+        crowds[cluster] = benches.ranks, benches.crowd
+    assert crowds == {"cpu": (1, 2), "h100-80g": (2, 0)}
 
 
 class _Benches(ShortBenches):

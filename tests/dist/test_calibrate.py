@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from canzona_cli.calibrate import collectives
+from canzona_cli.calibrate import collectives, compute
 from canzona_cli.calibrate.calibrate import calibrate, prepared
 from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
@@ -116,6 +116,35 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
         assert all("event" in wait for wait in waits)
         [found] = [m for m in kept if m.quantity == "grouped_collectives"]
         assert found.spread.median in (0.0, 1.0)
+
+
+def test_on_a_gpu_products_have_a_third_precision() -> None:
+    """On a stand-in, with a GPU's quantities in small; the host waits for the device between samples alone."""
+
+    def rank() -> tuple[list[Measurement], list[str], list[str]]:
+        kept: list[Measurement] = []
+        recorder = Recorder(RunFiles(Path()), writes=False)
+        recorder.add = kept.append  # type: ignore[method-assign,assignment]
+        on_gpu = compute.SIZES["cuda"]
+        compute.SIZES["cuda"] = replace(on_gpu, products=(8, 16), exact=8, symmetric=4, copied_bytes=1 << 10)
+        with cuda_stand_in() as record:
+            team = Team(joined(), 1, DEVICE)
+            compute.measure_arithmetic(team, HASTY, recorder)
+            compute.measure_memory(team, HASTY, recorder)
+        return kept, record.host_waits, record.host_reads
+
+    [(kept, waits, reads)] = run_ranks(1, rank)
+    assert [(m.quantity, *m.key) for m in kept] == [
+        ("matmul_tflops", 8),
+        ("matmul_tflops", 16),
+        *((f"{kind}_tflops",) for kind in ("fp32", "tf32", "qr", "eigh")),
+        ("launch_us",),
+        ("memory_gb_per_s",),
+    ]
+    assert all(m.spread.median > 0 for m in kept)
+    assert waits
+    assert all(wait.startswith("device") for wait in waits)
+    assert {read.rpartition(" ")[2] for read in reads} == {"calibrate/team.py:gather"}, "what ranks tell each other"
 
 
 def test_who_waits_leaves_its_core_to_the_others() -> None:

@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import replace
-from typing import get_args
+from types import SimpleNamespace
+from typing import cast, get_args
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -40,8 +42,8 @@ def test_all_ranks_compile_or_none_does(lacking: int | None, monkeypatch: pytest
     assert silent == []
 
 
-def test_fused_cross_entropy_is_the_unfused_one_with_gradients_in_bf16() -> None:
-    """Run without compiling: what is compiled is this code."""
+def test_the_fused_loss_and_swiglu_are_the_unfused_ones() -> None:
+    """The loss' gradients in bf16. Run without compiling: what is compiled is this code."""
 
     def rank() -> tuple[float, float, torch.dtype]:
         world = _start()
@@ -54,6 +56,14 @@ def test_fused_cross_entropy_is_the_unfused_one_with_gradients_in_bf16() -> None
                 leaf = logits.clone().requires_grad_()
                 loss = of(leaf, labels, tp_group=world.groups.tp)
                 found.append((loss.detach(), *torch.autograd.grad(loss.mean(), leaf)))
+            leaf = torch.randn(8, 3, 64, generator=generator).requires_grad_()
+            gate, up = leaf.chunk(2, dim=-1)
+            swiglu = [
+                (made.detach(), torch.autograd.grad(made.square().mean(), leaf)[0])
+                for made in (bias_swiglu_impl(leaf, None), torch.nn.functional.silu(gate) * up)
+            ]
+        # Of derivatives Megatron has its own formula.
+        torch.testing.assert_close(*swiglu, rtol=1e-5, atol=1e-8)
         (fused, gradient), (plain, expected) = found
         return float((fused - plain).abs().max()), float((gradient - expected).abs().max()), gradient.dtype
 
@@ -77,3 +87,17 @@ def test_what_is_fused_depends_on_the_compiler_and_on_the_precision() -> None:
         return found
 
     assert run_ranks(2, rank)[0] == [(True, True), (False, False), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("engine", [True, False])
+def test_angles_are_applied_by_transformer_engines_kernel_where_it_is(
+    device: str, engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own description of a model refuses it where Transformer Engine is not installed."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(model, "TransformerConfig", lambda **settings: asked.update(settings))
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, transformer_engine=engine))
+    world = cast(parallel.World, SimpleNamespace(device=torch.device(device), layout=LAYOUT))
+    model.transformer_config(config, world, compiled=False)
+    assert asked["apply_rope_fusion"] == (engine and device == "cuda")

@@ -1,5 +1,6 @@
 """What training asks of CUDA alone, on a stand-in for it."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,6 +13,7 @@ from canzona_cli.megatron import cpu_backend, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.files import RunFiles
+from canzona_cli.training import probe
 from canzona_cli.training.measure import _peak_memory
 from canzona_cli.training.profile import StepProfiler
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
@@ -52,6 +54,19 @@ def test_a_devices_random_state_is_kept_and_put_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.set_rng_state", found.append)
     set_random_states(random_states())
     assert found == [state]
+
+
+def test_the_doctor_hears_of_gpu_and_nccl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["probe", "store", "0"])
+    monkeypatch.setattr(probe, "_meet", lambda store, rank: None)
+    monkeypatch.setattr(probe, "_matmul_gflops", lambda dtype: 1.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
+    probe.main()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["cuda_available"], found["cuda_capability"], found["nccl"]) == (True, "9.0", "2.30.7")
 
 
 def test_memory_is_the_devices_not_the_hosts() -> None:

@@ -1,11 +1,16 @@
 """A slow rank is found by its own work; noise, a plan's imbalance and pipeline stages are no stragglers."""
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
-from canzona_cli.config.schema import Device
-from canzona_cli.training.stragglers import LIMITS, WINDOW, Straggler, stragglers
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.training.records import Journal
+from canzona_cli.training.stragglers import LIMITS, WINDOW, Straggler, StragglerWatch, stragglers
 
 
 def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, spread: float = 0.5) -> list[list[float]]:
@@ -18,7 +23,7 @@ def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, sp
 
 
 def found(
-    own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5, device: Device = "cpu"
+    own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5, device: str = "cpu"
 ) -> list[Straggler]:
     return list(stragglers(own, stages or [0] * len(own), step_s=step_s, limits=LIMITS[device]))
 
@@ -44,6 +49,16 @@ def test_devices_of_their_own_are_held_to_less() -> None:
     assert all([one.rank for one in found(own, device="cuda")] == [1] for own in slow)
     assert not any(found(own, device="cpu") for own in slow)
     assert not any(found(noisy(seed, spread=0.2), device="cuda") for seed in range(100))
+
+
+@pytest.mark.parametrize("device", LIMITS)
+def test_a_watch_has_the_limits_of_its_ranks_devices(device: str) -> None:
+    told: list[str] = []
+    world = cast(World, SimpleNamespace(device=torch.device(device)))
+    journal = cast(Journal, SimpleNamespace(incident=lambda name, **facts: told.append(f"{name} {facts['rank']}")))
+    watch = StragglerWatch(world, PhaseTimer(torch.device("cpu")), journal)
+    watch._judge(WINDOW, 0.5, [fact for row in noisy(0, slow={1: 1.4}, spread=0.05) for fact in (*row, 0.0)])
+    assert told == (["straggler 1"] if device == "cuda" else [])
 
 
 def test_ranks_that_are_slow_together_are_all_named() -> None:
