@@ -45,20 +45,22 @@ class Part:
 
     limit_s: float
     gpus: int = 1
+    needs: str | None = None
+    """The part whose runs it goes on from or compares with."""
 
 
 PARTS = {
     "demo": Part(limit_s=120),
-    "train": Part(limit_s=120),
+    "train": Part(limit_s=120, needs="demo"),
     "step": Part(limit_s=90),
-    "checkpoint": Part(limit_s=45),
-    "te": Part(limit_s=60),
+    "checkpoint": Part(limit_s=45, needs="train"),
+    "te": Part(limit_s=60, needs="train"),
     "updates": Part(limit_s=150),
-    "tp2": Part(limit_s=60, gpus=2),
-    "dp2": Part(limit_s=60, gpus=2),
+    "tp2": Part(limit_s=60, gpus=2, needs="train"),
+    "dp2": Part(limit_s=60, gpus=2, needs="train"),
     "overlap": Part(limit_s=90, gpus=2),
-    "pp2": Part(limit_s=60, gpus=2),
-    "cp2": Part(limit_s=60, gpus=2),
+    "pp2": Part(limit_s=60, gpus=2, needs="train"),
+    "cp2": Part(limit_s=60, gpus=2, needs="train"),
     "calibrate": Part(limit_s=120),
 }
 
@@ -66,7 +68,8 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parts = f"and what they need: {', '.join(PARTS)}"
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=parts)
     parser.add_argument("--minutes", type=float, help="for all parts; 10 with one GPU, else 20")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="RECIPE", help="whose matrices are updated")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds for the samples of one number")
@@ -110,7 +113,7 @@ def require(device: Device) -> tuple[GpuInfo, ...]:
 
 
 def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None:
-    """Every part, also behind one that failed.
+    """Every part of `names`, those that they need, also behind one that failed.
 
     Raises:
         WorkerCrashed: parts fell short.
@@ -119,7 +122,10 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
     about = {name: metadata.version(name) for name in ("torch", "megatron-core")}
     end = time.monotonic() + seconds
     found: list[Found] = []
-    for name in (name for name in PARTS if name in names):
+    wanted = set(names)
+    while missing := {need for name in wanted if (need := PARTS[name].needs) is not None} - wanted:
+        wanted |= missing
+    for name in (name for name in PARTS if name in wanted):
         print(f"\n{name}", flush=True)
         begun = time.monotonic()
         patience = 1 if setup.device == "cuda" else SLOWER

@@ -11,11 +11,6 @@ from gpu_parts.outcome import Outcome, Setup, Status
 from gpu_parts.runs import Run, finish, on_device, run, start, train
 from gpu_parts.traces import read_steps
 
-LEARNT: Final = 60
-"""Steps of the demo, behind which all others begin: the loss of an untrained model hardly depends on what it does."""
-COMPARED: Final = 20
-HANDED_OVER: Final = LEARNT + COMPARED // 2
-"""Step whose checkpoint the GPU leaves for the CPU."""
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
 """That the design allows a step."""
@@ -26,27 +21,26 @@ TINY: Final = ("recipe=qwen3-tiny", "schedule.decay_steps=120")
 _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
 
 
-def go_on(
-    setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int = LEARNT + COMPARED
-) -> tuple[str, ...]:
+def go_on(setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int | None = None) -> tuple[str, ...]:
     """Overrides of a run that goes on from a checkpoint, the demo's if none is given, without validation."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
-    return (*TINY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={steps}", *overrides)
+    end = setup.learnt + setup.compared if steps is None else steps
+    return (*TINY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
 
 
 def demo(setup: Setup) -> Outcome:
     """`make demo`, shorter: four CPU ranks on a machine with a GPU."""
-    found = train(setup, {"demo": (*TINY, "gpus=4", "parallel.tp=2", f"train.steps={LEARNT}")})["demo"]
+    found = train(setup, {"demo": (*TINY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")})["demo"]
     losses = found.losses
-    first, last = losses[1], losses[LEARNT]
-    said = f"{LEARNT} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
+    first, last = losses[1], losses[setup.learnt]
+    said = f"{setup.learnt} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
     return Outcome(status="pass" if last < 0.8 * first else "short", said=said, numbers={"losses": losses})
 
 
 def train_part(setup: Setup) -> Outcome:
     """The GPU without Transformer Engine, against the CPU from the same weights on the same batches."""
     run(setup, "demo")
-    keep = f"checkpoint.every_steps={HANDED_OVER}"
+    keep = f"checkpoint.every_steps={setup.handed_over}"
     train(
         setup,
         {
@@ -81,12 +75,13 @@ def fused(setup: Setup) -> Outcome:
 def checkpoint(setup: Setup) -> Outcome:
     """A CPU rank goes on from the checkpoint that the GPU left in the middle of its run."""
     gpu = run(setup, "gpu")
-    saved = gpu.files.checkpoints / f"step-{HANDED_OVER:08d}"
+    saved = gpu.files.checkpoints / f"step-{setup.handed_over:08d}"
     if not saved.is_dir():
         return Outcome(status="short", said=f"the run on the GPU left no {saved.name}")
-    resumed = train(setup, {"resumed": go_on(setup, "gpus=1", checkpoint=saved, steps=HANDED_OVER + 2)})["resumed"]
+    overrides = go_on(setup, "gpus=1", checkpoint=saved, steps=setup.handed_over + 2)
+    resumed = train(setup, {"resumed": overrides})["resumed"]
     check = apart(resumed.losses, gpu.losses, run(setup, "cpu-fp32").losses)
-    said = f"steps {HANDED_OVER + 1} and {HANDED_OVER + 2} on a CPU rank, losses {check}"
+    said = f"steps {setup.handed_over + 1} and {setup.handed_over + 2} on a CPU rank, losses {check}"
     return Outcome(status=verdict({"losses": check}), said=said, numbers=plain({"losses": check}))
 
 

@@ -48,6 +48,22 @@ class Setup:
     work: str
 
     @property
+    def learnt(self) -> int:
+        """Steps of the demo, behind which all others begin: the loss of an untrained model hardly depends on what it
+        does. On a CPU, where nothing is found out but that parts work, a few."""
+        return 60 if self.device == "cuda" else 12
+
+    @property
+    def compared(self) -> int:
+        """Steps behind those, which the CPU and the device both do."""
+        return 20 if self.device == "cuda" else 4
+
+    @property
+    def handed_over(self) -> int:
+        """Step whose checkpoint the device leaves for the CPU."""
+        return self.learnt + self.compared // 2
+
+    @property
     def folder(self) -> Path:
         return Path(self.work)
 
