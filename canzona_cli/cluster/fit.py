@@ -1,56 +1,22 @@
-"""Fit a model to a number of GPUs: every possible layout, the memory it needs, and the fastest one that fits.
+"""Fit a model to a number of GPUs: the fastest layout that fits, or what would make one fit.
 
 What the user set is a hard constraint; everything null is searched, exhaustively and the same way on every machine.
-Arithmetic picks the few most promising layouts (`simulate.quick`), and where they are close the simulator decides.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
+from canzona_cli.cluster.layouts import Candidate, candidates, fill
+from canzona_cli.cluster.search import search
 from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
-from canzona_cli.config.schema import Layout, Recompute, RunConfig, Strategy
+from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
-from canzona_cli.planner.memory import GIB, MemoryEstimate, estimate
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.simulate.predict import simulate_run
-from canzona_cli.simulate.quick import quick_step_seconds
+from canzona_cli.planner.memory import GIB
 
-BATCH_TOLERANCE = 0.125
-"""How far a chosen batch may be from `train.batch_tokens`, so that no GPU count changes the job silently."""
 H200_GIB = 140.4
 """Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""
 SHORTEST_SUGGESTED_SEQUENCE = 512
-HEADROOM = 0.95
-"""Share of the usable memory to stay under where there is a choice: the estimate is good to a few per cent."""
-NEAR = 0.05
-"""How much slower than the best a layout may look and still be simulated: `quick_step_seconds` compares two layouts to
-within that."""
-MOST_SIMULATED = 3
-TIE = 0.005
-"""Share of a step below which the simulator does not overrule the arithmetic."""
-MICRO_BATCHES = (8, 4, 2, 1)
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One possible layout and the memory of its fullest rank."""
-
-    layout: Layout
-    memory: MemoryEstimate
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits
-
-    @property
-    def roomy(self) -> bool:
-        """Whether it fits with `HEADROOM`."""
-        return self.memory.total <= HEADROOM * self.memory.capacity
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
@@ -67,162 +33,18 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 
 
 def choose(config: RunConfig) -> Candidate | None:
-    """The fastest candidate that fits, with `HEADROOM` to spare if any has it; None when none fits.
+    """The candidate with the shortest simulated step per sequence of those that fit; None when none fits.
 
     Raises:
         ConfigError: what is set is impossible.
     """
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    if not fitting:
-        return None
-    best, *rivals = shortlist(config, [candidate for candidate in fitting if candidate.roomy] or fitting)
-    if rivals:
-        least = _simulated(config, best.layout)
-        for rival in rivals:
-            seconds = _simulated(config, rival.layout)
-            if seconds < (1 - TIE) * least:
-                best, least = rival, seconds
-    return best
-
-
-def candidates(config: RunConfig) -> list[Candidate]:
-    """Every possible layout of a run, in no particular order; at least one.
-
-    Raises:
-        ConfigError: what is set is impossible.
-    """
-    problems = layout_problems(config)
-    if problems:
-        raise ConfigError(*problems)
-    found = [Candidate(layout=layout, memory=estimate(config, layout)) for layout in _layouts(config)]
-    if not found:
-        raise ConfigError(_no_batch(config))
-    return found
-
-
-def shortlist(config: RunConfig, among: Iterable[Candidate]) -> list[Candidate]:
-    """The quickest of each (tp, pp), quickest first: those that look `NEAR` the best, at most `MOST_SIMULATED`."""
-
-    def order(candidate: Candidate) -> tuple[float, int, int, int, int]:
-        layout = candidate.layout
-        per_sequence = quick_step_seconds(config, layout) / layout.global_batch_size
-        # Rounded, so that layouts that take the same time in another order of sums go by how plain they are.
-        recompute = RECOMPUTE.index(layout.recompute)
-        return float(f"{per_sequence:.5e}"), layout.pp, layout.tp, recompute, -layout.micro_batch_size
-
-    scored = sorted(((order(candidate), candidate) for candidate in among), key=itemgetter(0))
-    limit = (1 + NEAR) * scored[0][0][0]
-    meshes: dict[tuple[int, int], Candidate] = {}
-    for (per_sequence, *_), candidate in scored:
-        if per_sequence <= limit:
-            meshes.setdefault((candidate.layout.tp, candidate.layout.pp), candidate)
-    return list(meshes.values())[:MOST_SIMULATED]
-
-
-def _simulated(config: RunConfig, layout: Layout) -> float:
-    """Seconds per sequence, on devices of their own: which cores this machine has must not decide. Infinite without a
-    plan that fits."""
-    run = fill(config, layout)
-    try:
-        plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
-    except (ConfigError, DoesNotFit):
-        return math.inf
-    return simulate_run(run, layout, plan).iteration_s / layout.global_batch_size
-
-
-def fill(config: RunConfig, layout: Layout) -> RunConfig:
-    """`config` with the values of `layout` in place of every null."""
-    return replace(
-        config,
-        parallel=replace(
-            config.parallel, tp=layout.tp, pp=layout.pp, cp=layout.cp, sequence_parallel=layout.sequence_parallel
-        ),
-        train=replace(
-            config.train,
-            micro_batch_size=layout.micro_batch_size,
-            global_batch_size=layout.global_batch_size,
-            recompute=layout.recompute,
-        ),
-        schedule=config.schedule.complete(config.train.steps),
-        cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
-    )
-
-
-def _layouts(config: RunConfig) -> Iterator[Layout]:
-    parallel, train = config.parallel, config.train
-    micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
-    recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
-    for tp, pp, dp in _meshes(config):
-        sequence_parallel = parallel.sequence_parallel
-        if sequence_parallel is None:
-            sequence_parallel = tp > 1 and config.cluster.transformer_engine and _divides_sequence(config, tp)
-        for micro in micro_batches:
-            batch = _global_batch(config, dp * micro)
-            if batch is None:
-                continue
-            for recompute in recomputes:
-                yield Layout(
-                    tp=tp,
-                    pp=pp,
-                    cp=parallel.cp,
-                    dp=dp,
-                    micro_batch_size=micro,
-                    num_microbatches=batch // (dp * micro),
-                    global_batch_size=batch,
-                    recompute=recompute,
-                    sequence_parallel=sequence_parallel,
-                )
-
-
-def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, dp) that multiply to the GPUs, cp given. tp crosses machines only when the user says so."""
-    parallel, model = config.parallel, config.model
-    per_node = min(config.cluster.gpus_per_node, config.gpus)
-    tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
-    pps = divisors(model.num_layers) if parallel.pp is None else (parallel.pp,)
-    for tp in tps:
-        if parallel.sequence_parallel and (tp == 1 or not _divides_sequence(config, tp)):
-            continue
-        for pp in pps:
-            if config.gpus % (tp * pp * parallel.cp) == 0:
-                yield tp, pp, config.gpus // (tp * pp * parallel.cp)
-
-
-def _divides_sequence(config: RunConfig, tp: int) -> bool:
-    return config.train.seq_length % (tp * config.parallel.cp) == 0
-
-
-def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Sequences of an optimizer step in multiples of `step`; None where that is too far from what was asked."""
-    train = config.train
-    if train.global_batch_size is not None:
-        return train.global_batch_size if train.global_batch_size % step == 0 else None
-    target = train.batch_tokens / train.seq_length
-    batch = max(1, round(target / step)) * step
-    return batch if abs(batch - target) <= BATCH_TOLERANCE * target else None
-
-
-def _no_batch(config: RunConfig) -> Problem:
-    """Why no layout can share out the batch: the only thing left once the rules hold."""
-    train = config.train
-    dps = sorted({dp for _, _, dp in _meshes(config)})
-    if not dps:
-        reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
-        return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
-    micro = train.micro_batch_size or 1
-    steps = [dp * micro for dp in dps]
-    if train.global_batch_size is not None:
-        above = min(-(-train.global_batch_size // step) * step for step in steps)
-        reason = f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})"
-        return problem_with(config, "train.global_batch_size", reason, f"use {above}, or fewer GPUs")
-    target = train.batch_tokens / train.seq_length
-    nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
-    reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
-        f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
-    )
-    fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
-    return problem_with(config, "train.batch_tokens", reason, fix)
+    if len(fitting) <= 1:
+        return fitting[0] if fitting else None
+    found = search(config).best
+    # Where no plan fits, planning says so in more detail than a search could.
+    layout = found[0].layout if found else min(fitting, key=lambda one: one.memory.total).layout
+    return next(candidate for candidate in fitting if candidate.layout == layout)
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
@@ -274,9 +96,9 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
 def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     """Ladders of changes; the first rung of each that fits is suggested."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
-    pinned = [f"parallel.{name}=null" for name in ("tp", "pp") if getattr(parallel, name) is not None]
+    pinned = [f"parallel.{name}=null" for name in ("tp", "pp", "cp") if getattr(parallel, name) is not None]
     if pinned:
-        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None)))]
+        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None, cp=None)))]
     if train.micro_batch_size not in (None, 1):
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, BufferLayout, RunConfig, Strategy
+from canzona_cli.config.schema import AdamWConfig, BufferLayout, RunConfig, Splitting, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
@@ -56,6 +56,12 @@ def execution_of(config: RunConfig) -> Execution:
 def strategy_of(config: RunConfig) -> AnyStrategy:
     """The strategy a run has in tables and records."""
     return "adamw" if execution_of(config) is Execution.ADAMW else config.engine.strategy
+
+
+def splitting_of(config: RunConfig) -> Splitting:
+    """What the run updates as one matrix: Megatron's own optimizers split q, k and v apart at most."""
+    splitting = config.engine.splitting
+    return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
 
 
 def even_shards(layout: BufferLayout, strategy: Strategy) -> bool:

@@ -57,7 +57,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
         fix = f"use one of {_listed(divisors(model.num_attention_heads))}"
         yield problem_with(config, "model.num_query_groups", reason, fix)
-    tp, pp, cp = parallel.tp, parallel.pp, parallel.cp
+    tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
         yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
     if pp is not None:
@@ -112,7 +112,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     batch, micro = train.global_batch_size, train.micro_batch_size
     if batch is None:
         return
-    if parallel.tp is not None and parallel.pp is not None:
+    if parallel.tp is not None and parallel.pp is not None and parallel.cp is not None:
         spread = parallel.tp * parallel.pp * parallel.cp
         dp = config.gpus // spread if config.gpus % spread == 0 else 1
     else:

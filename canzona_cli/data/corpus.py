@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from canzona_cli.config.caches import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
@@ -85,12 +85,6 @@ def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -
         except ConfigError as error:
             raise ConfigError(*map(_in_config_words, error.problems)) from error
     return None
-
-
-def cache_root(config: RunConfig) -> Path:
-    """Where prepared corpora and sample indices live: `data.cache_dir`, else $CANZONA_CACHE, else ~/.cache/canzona."""
-    chosen = config.data.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona"
-    return Path(chosen).expanduser().absolute()
 
 
 def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:

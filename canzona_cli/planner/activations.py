@@ -7,7 +7,7 @@ QK-norm and no dropout (see `layer_activations`). Everything is bytes on one ran
 import math
 from dataclasses import dataclass
 
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrices import layer_shapes
@@ -44,11 +44,8 @@ def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights
 
 
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices as the strategy updates them: Megatron's own splits q, k, v at most."""
-    splitting = config.engine.splitting
-    if not execution_of(config).ours and splitting != "fused":
-        splitting = "qkv"
-    return layer_shapes(config.model, splitting)
+    """(rows, columns) of one layer's matrices as the strategy updates them."""
+    return layer_shapes(config.model, splitting_of(config))
 
 
 def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:

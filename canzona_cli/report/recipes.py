@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rich.console import RenderableType
 
 from canzona_cli.cluster import fit
+from canzona_cli.cluster.layouts import Candidate, candidates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
@@ -22,7 +23,7 @@ class Row:
     """One number of GPUs."""
 
     gpus: int
-    candidate: fit.Candidate | None
+    candidate: Candidate | None
     """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
     note: str
     """What would make it fit, or why there is no layout."""
@@ -79,7 +80,7 @@ def _row(config: RunConfig) -> Row:
         return Row(gpus=config.gpus, candidate=None, note="; ".join(map(_why, error.problems)))
     if best is not None:
         return Row(gpus=config.gpus, candidate=best, note="")
-    least = min(fit.candidates(config), key=lambda candidate: candidate.memory.total)
+    least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     ways = [suggestion.override for suggestion in fit.suggestions(config)]
     return Row(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
 

@@ -12,7 +12,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrix import Kind, Matrix
 from canzona_cli.planner.buckets import bucket_elements, element_bytes
-from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.simulate.model_time import Module, Part
@@ -33,6 +33,22 @@ class Chunk:
     """Number of the stage's module that completes it in the backward pass and needs it first in the forward pass."""
     reduce: Transfer
     gather: Transfer
+
+
+def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
+    """Seconds of what follows it, synchronous: norms' gradients over TP under sequence parallelism, a tied embedding's
+    over its two stages."""
+    model, cluster = config.model, config.cluster
+    links, (_, grad) = Links(cluster=cluster), element_bytes(config)
+    total = 0.0
+    if layout.sequence_parallel and layout.tp > 1:
+        norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
+        total += links.all_reduce(norms * grad, Groups.of(layout, cluster).tp).seconds
+    if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
+        apart = layout.owners * layout.tp * (layout.pp - 1)
+        ends = strided(apart, 2, layout.world_size, cluster.gpus_per_node)
+        total += links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
+    return total
 
 
 class Buffers:

@@ -85,7 +85,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t under
     sequence parallelism, per micro-batch and rank:
     - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal), behind an all-gather of keys
-      and values, 2 T c gd/t, without Transformer Engine, whose ring hides them; norm 2 T h/x, QK-norm and rotary
+      and values, 2 T c gd/t, without Transformer Engine, whose ring shows only what a slice of them takes longer than
+      its attention; norm 2 T h/x, QK-norm and rotary
       embedding 4 T (a+g)d/t elements through memory; proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements, and adds
@@ -102,24 +103,24 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         modules.insert(0, _embedding(config, layout))
     if stage == layout.pp - 1:
         modules.append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
-    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=_hop(config, layout))
+    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=hop(config, layout))
 
 
-def slowest_passes(config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Forward and backward of one micro-batch on the slowest stage, in seconds: `stage_time` without its list."""
+def passes(config: RunConfig, layout: Layout) -> list[tuple[float, float]]:
+    """Forward and backward of one micro-batch by stage, in seconds: `stage_time` without its lists of modules."""
 
-    def passes(*modules: Module) -> StageTime:
-        return StageTime(modules=modules, exchange=_exchange(config, layout), hop=Transfer())
+    def seconds(module: StageTime, times: int = 1) -> tuple[float, float]:
+        return times * module.forward_s, times * module.backward_s
 
-    layers = config.model.num_layers // layout.pp
-    layer, first, last = (
-        passes(*_layer(config, layout)),
-        passes(_embedding(config, layout)),
-        passes(_output(config, layout, tied=layout.pp == 1 and config.model.tied_embeddings)),
-    )
-    ends = (first.forward_s, last.forward_s), (first.backward_s, last.backward_s)
-    forward, backward = (sum(both) if layout.pp == 1 else max(both) for both in ends)
-    return layers * layer.forward_s + forward, layers * layer.backward_s + backward
+    def alone(*modules: Module) -> StageTime:
+        return StageTime(modules=modules, exchange=exchange, hop=Transfer())
+
+    exchange = _exchange(config, layout)
+    tied = layout.pp == 1 and config.model.tied_embeddings
+    found = [seconds(alone(*_layer(config, layout)), config.model.num_layers // layout.pp)] * layout.pp
+    for stage, end in ((0, _embedding(config, layout)), (-1, _output(config, layout, tied=tied))):
+        found[stage] = (found[stage][0] + alone(end).forward_s, found[stage][1] + alone(end).backward_s)
+    return found
 
 
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
@@ -176,10 +177,16 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
         slower = 1.0 if cluster.transformer_engine else TORCH_ATTENTION
         forward = slower * operations / (ATTENTION_FORWARD * peak)
         backward = 2.5 * slower * operations / (ATTENTION_BACKWARD * peak)
-    if layout.cp == 1 or cluster.transformer_engine:
+    if layout.cp == 1:
         return forward, backward
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
-    size = 2.0 * layout.cp * tokens * config.model.num_query_groups * head_dim / t * element_bytes(config)[0]
+    slice_bytes = 2.0 * tokens * config.model.num_query_groups * head_dim / t * element_bytes(config)[0]
+    if cluster.transformer_engine:
+        # A slice's attention is computed while the next slice travels; backwards its gradient travels along.
+        hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
+        exposed, exposed_back = (max(0.0, n * hop_s - s / layout.cp) for n, s in ((1, forward), (2, backward)))
+        return forward + (layout.cp - 1) * exposed, backward + (layout.cp - 1) * exposed_back
+    size = layout.cp * slice_bytes
     return forward + links.all_gather(size, group).seconds, backward + links.reduce_scatter(size, group).seconds
 
 
@@ -246,7 +253,7 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
     return replace(whole, latency_s=whole.latency_s / 2, link_s=whole.link_s / 2)
 
 
-def _hop(config: RunConfig, layout: Layout) -> Transfer:
+def hop(config: RunConfig, layout: Layout) -> Transfer:
     if layout.pp == 1:
         return Transfer()
     width, _ = element_bytes(config)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from canzona_cli.config.execution import AnyStrategy, execution_of, strategy_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
@@ -44,12 +44,10 @@ def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> Strate
     """One iteration of a resolved run, on as many cores as its profile says."""
     if plan is not None:
         return simulate_plan(config, layout, plan)
-    strategy, splitting = strategy_of(config), config.engine.splitting
+    strategy = strategy_of(config)
     if strategy == "adamw":
         return simulate_strategy(config, layout, strategy, ())
-    if splitting != "fused" and not execution_of(config).ours:
-        splitting = "qkv"  # as far as Megatron's own go
-    return simulate_strategy(config, layout, strategy, matrices_of(config.model, layout, splitting))
+    return simulate_strategy(config, layout, strategy, matrices_of(config.model, layout, splitting_of(config)))
 
 
 def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:

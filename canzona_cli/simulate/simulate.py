@@ -18,10 +18,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import implementation, memory_rate, step_factor
-from canzona_cli.planner.links import Groups, Links, Transfer, strided
+from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
-from canzona_cli.simulate.buffers import Buffers, Chunk
+from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import stage_time
 from canzona_cli.simulate.timeline import Timeline, crowded
@@ -195,7 +195,7 @@ class _Simulation:
                     time=stage_time(config, layout, stage),
                     chunks=own,
                     begin_s=self._zero_s(stage),
-                    tail_s=self._after_reduction(stage),
+                    tail_s=after_reduction(config, layout, stage),
                 )
                 for stage, own in enumerate(chunks)
             ],
@@ -242,20 +242,6 @@ class _Simulation:
         _, grad = element_bytes(self._config)
         padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
         return (weights.matrices + weights.others + padding) * grad / self._rate
-
-    def _after_reduction(self, stage: int) -> float:
-        """Synchronous: norms' gradients over TP under sequence parallelism, a tied embedding's over its two stages."""
-        layout, model = self._layout, self._config.model
-        _, grad = element_bytes(self._config)
-        total = 0.0
-        if layout.sequence_parallel and layout.tp > 1:
-            norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
-            total += self._links.all_reduce(norms * grad, Groups.of(layout, self._config.cluster).tp).seconds
-        if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
-            apart = self._layout.owners * layout.tp * (layout.pp - 1)
-            ends = strided(apart, 2, layout.world_size, self._config.cluster.gpus_per_node)
-            total += self._links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
-        return total
 
     def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""

@@ -96,8 +96,16 @@ class UpdateModel:
         self._buffer = element_bytes(config)[1]
         self._rate = memory_rate(config.cluster)
         self._packing = self._exchanging / self._rate
+        # Memory traffic per element: gradients before and behind their exchange, weights before and behind theirs.
+        self._sent, self._received = self._buffer + self._grad, self._grad + FP32
+        self._returned = self._stored = 2 * self._width
         self._whole = execution_of(config) is Execution.REDUNDANT
         self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
+
+    @property
+    def packing_s(self) -> float:
+        """Seconds of packing and unpacking per element of a hosted matrix, all ranks together."""
+        return (self._sent + self._received + self._returned + self._stored) * self._packing
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
         """One owner's micro-groups, in order: its TP ranks' updates, by host."""
@@ -126,9 +134,9 @@ class UpdateModel:
         for number, load in enumerate(loads):
             for host in range(self._tp):
                 ranks.wait(host, gradients[number])
-                ranks.work(host, "exchange", load.hosted[host] * (self._grad + FP32) * self._packing)
+                ranks.work(host, "exchange", load.hosted[host] * self._received * self._packing)
                 ranks.work(host, "matrix_update", self._updating * load.seconds[host])
-                ranks.work(host, "exchange", load.hosted[host] * 2 * self._width * self._packing)
+                ranks.work(host, "exchange", load.hosted[host] * self._returned * self._packing)
             weights.append(ranks.exchange(self._travel(load.moved.weights, self._width)))
             if number + 2 < len(loads):
                 gradients.append(self._send_gradients(loads[number + 2], ranks))
@@ -165,7 +173,7 @@ class UpdateModel:
 
     def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
         for host, stored in enumerate(load.stored):
-            ranks.work(host, "exchange", stored * (self._buffer + self._grad) * self._packing)
+            ranks.work(host, "exchange", stored * self._sent * self._packing)
         return ranks.exchange(self._travel(load.moved.gradients, self._grad))
 
     def _travel(self, traffic: Traffic, width: int) -> Transfer:
@@ -176,7 +184,7 @@ class UpdateModel:
     def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
         for host, stored in enumerate(load.stored):
             ranks.wait(host, landed)
-            ranks.work(host, "exchange", stored * 2 * self._width * self._packing)
+            ranks.work(host, "exchange", stored * self._stored * self._packing)
 
 
 class _Load:

@@ -1,6 +1,5 @@
 """Properties every resolved layout has, whatever the model, the GPU count and what the user has set."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -8,15 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.cluster.layouts import BATCH_TOLERANCE, candidates
 from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
+from canzona_cli.config.schema import ParallelConfig, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.memory import estimate
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.simulate.predict import simulate_run
-from canzona_cli.simulate.quick import quick_step_seconds
 from tests.sizes import Size, run
 
 SIZES: tuple[Size, ...] = ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")
@@ -33,7 +28,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(config=runs)
 def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     try:
@@ -44,7 +39,7 @@ def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     assert layout.global_batch_size == layout.dp * layout.micro_batch_size * layout.num_microbatches
     assert layout.num_microbatches >= 1
     target = config.train.batch_tokens / config.train.seq_length
-    assert abs(layout.global_batch_size - target) <= fit.BATCH_TOLERANCE * target
+    assert abs(layout.global_batch_size - target) <= BATCH_TOLERANCE * target
     assert estimate(resolved, layout).fits
     # What the user set is kept, and nothing is left open.
     for ours, theirs in ((resolved.parallel, config.parallel), (resolved.train, config.train)):
@@ -78,7 +73,7 @@ def test_what_does_not_fit_says_what_would(config: RunConfig) -> None:
         (problem,) = error.problems
     else:
         assume(False)
-    assert not any(candidate.fits for candidate in fit.candidates(config))
+    assert not any(candidate.fits for candidate in candidates(config))
     for suggestion in fit.suggestions(config):
         assert suggestion.override in problem.fix
         _, layout = fit.resolve(suggestion.config)
@@ -116,64 +111,8 @@ def test_tiny_keeps_what_is_set(tp: int | None, pp: int | None, dp: int) -> None
 
 def test_tensor_parallelism_stays_inside_a_machine_unless_asked() -> None:
     pairs = replace(run("8b", 16).cluster, gpus_per_node=2)
-    assert max(candidate.layout.tp for candidate in fit.candidates(run("8b", 16, cluster=pairs))) == 2
+    assert max(candidate.layout.tp for candidate in candidates(run("8b", 16, cluster=pairs))) == 2
     assert fit.resolve(run("8b", 16, tp=4, cluster=pairs))[1].tp == 4
-
-
-def test_the_shortlist_has_a_layout_of_each_mesh_quickest_first_and_none_that_looks_far_slower() -> None:
-    config = run("32b", 64, strategy="canzona")
-    fitting = [candidate for candidate in fit.candidates(config) if candidate.roomy]
-    shortlist = fit.shortlist(config, fitting)
-    assert 1 < len(shortlist) <= fit.MOST_SIMULATED
-    assert len({(candidate.layout.tp, candidate.layout.pp) for candidate in shortlist}) == len(shortlist)
-
-    def quick(candidate: fit.Candidate) -> float:
-        return quick_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size
-
-    times = [quick(candidate) for candidate in shortlist]
-    assert times == sorted(times)
-    assert times[0] == min(map(quick, fitting))
-    assert times[-1] <= (1 + fit.NEAR) * times[0]
-    assert fit.resolve(config)[1] in [candidate.layout for candidate in shortlist]
-
-
-def test_the_simulator_chooses_among_layouts_that_look_alike() -> None:
-    """Arithmetic cannot see how Shampoo's updates of a few large matrices spread over 256 ranks."""
-    config = compose_run(["recipe=4b", "gpus=256", "optimizer=shampoo"], training=False).config
-    fitting = [candidate for candidate in fit.candidates(config) if candidate.roomy]
-    quickest, *rivals = [candidate.layout for candidate in fit.shortlist(config, fitting)]
-    _, chosen = fit.resolve(config)
-    assert chosen in rivals
-
-    def iteration_s(layout: Layout) -> float:
-        resolved = fit.fill(config, layout)
-        return simulate_run(resolved, layout, make_plan(resolved, layout)).iteration_s / layout.global_batch_size
-
-    assert iteration_s(chosen) < (1 - fit.TIE) * iteration_s(quickest)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    config=st.builds(
-        run,
-        st.sampled_from(("0.6b", "4b", "14b", "32b")),
-        st.sampled_from((8, 16, 64, 128)),
-        strategy=st.sampled_from(("adamw", "canzona", "layerwise", "sc")),
-    ),
-    data=st.data(),
-)
-def test_no_layout_is_simulated_much_faster_than_the_one_chosen(config: RunConfig, data: st.DataObject) -> None:
-    """Which is what makes a shortlist of a few layouts enough."""
-    fitting = [candidate for candidate in fit.candidates(config) if candidate.roomy]
-    assume(fitting)
-
-    def per_sequence(layout: Layout) -> float:
-        resolved = fit.fill(config, layout)
-        plan = make_plan(resolved, layout) if execution_of(resolved) is Execution.PLANNED else None
-        return simulate_run(resolved, layout, plan).iteration_s / layout.global_batch_size
-
-    another = data.draw(st.sampled_from(fitting)).layout
-    assert per_sequence(fit.resolve(config)[1]) <= (1 + fit.NEAR) * per_sequence(another)
 
 
 def test_every_mistake_is_reported_at_once() -> None:
@@ -183,17 +122,24 @@ def test_every_mistake_is_reported_at_once() -> None:
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_with_one_that_can() -> None:
+    only_dp = ParallelConfig(tp=1, pp=1, cp=1)
     with pytest.raises(ConfigError) as caught:
-        fit.resolve(run("tiny", 64, tp=1, pp=1))
+        fit.resolve(replace(run("tiny", 64), parallel=only_dp))
     (problem,) = caught.value.problems
     assert problem.key == "train.batch_tokens"
     assert "train.global_batch_size=64" in problem.fix
-    assert fit.resolve(run("tiny", 64, tp=1, pp=1, global_batch_size=64))[1].global_batch_size == 64
+    assert fit.resolve(replace(run("tiny", 64, global_batch_size=64), parallel=only_dp))[1].global_batch_size == 64
+
+
+def test_sequences_are_cut_where_there_are_more_gpus_than_sequences() -> None:
+    """The README's recipe of 256 sequences a step; a machine of eight holds the ring."""
+    _, layout = fit.resolve(run("0.6b", 512, strategy="canzona", tp=1, pp=1))
+    assert (layout.cp, layout.dp) == (2, 256)
 
 
 def test_a_batch_no_layout_divides_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        fit.resolve(run("tiny", 8, tp=1, global_batch_size=3))
+        fit.resolve(run("tiny", 64, tp=1, global_batch_size=3))
     assert caught.value.problems[0].key == "train.global_batch_size"
 
 
@@ -202,31 +148,6 @@ def test_context_parallelism_takes_its_ranks() -> None:
     _, layout = fit.resolve(config)
     assert layout.cp == 2
     assert layout.world_size == 16
-
-
-@pytest.mark.parametrize("strategy", ["layerwise", "canzona"])
-def test_a_thousand_gpus_are_shortlisted_in_milliseconds(strategy: str) -> None:
-    """It happens on every dry run: 50 ms is the aim, 100 the bound (of the processor, best of five, cold caches)."""
-    config = run("32b", 1024, strategy=strategy)  # type: ignore[arg-type]
-    fastest = float("inf")
-    for bucket in range(5):
-        fresh = replace(config, parallel=replace(config.parallel, bucket_elements=40_000_000 + bucket))
-        begin = time.process_time()
-        fit.shortlist(fresh, [candidate for candidate in fit.candidates(fresh) if candidate.roomy])
-        fastest = min(fastest, time.process_time() - begin)
-    assert fastest < 0.1
-
-
-def test_a_thousand_gpus_are_resolved_in_half_a_second() -> None:
-    """Three layouts are planned and simulated."""
-    fastest = float("inf")
-    for bucket in range(3):
-        config = run("32b", 1024, strategy="canzona")
-        fresh = replace(config, parallel=replace(config.parallel, bucket_elements=40_000_000 + bucket))
-        begin = time.process_time()
-        fit.resolve(fresh)
-        fastest = min(fastest, time.process_time() - begin)
-    assert fastest < 0.5
 
 
 def test_the_cores_of_this_machine_choose_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:

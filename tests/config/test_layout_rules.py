@@ -27,7 +27,7 @@ BROKEN = {
     "heads % groups": (changed(TINY, "model", num_query_groups=3), "model.num_query_groups"),
     "batch % micro": (changed(TINY, "train", global_batch_size=10, micro_batch_size=4), "train.global_batch_size"),
     "batch % dp": (
-        changed(changed(TINY, "parallel", tp=1, pp=1), "train", global_batch_size=10),
+        changed(changed(TINY, "parallel", tp=1, pp=1, cp=1), "train", global_batch_size=10),
         "train.global_batch_size",
     ),
     "cp slices": (changed(changed(TINY, "parallel", cp=2), "train", seq_length=254), "train.seq_length"),

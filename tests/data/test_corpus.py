@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
-from canzona_cli.data.corpus import cache_root, ensure_corpus
+from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, idx_path
 from canzona_cli.data.inputs import stdlib_sources
 from canzona_cli.data.locks import Busy, exclusive

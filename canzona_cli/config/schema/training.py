@@ -60,7 +60,7 @@ class ParallelConfig:
 
     tp: Annotated[Count | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     pp: Annotated[Count | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
-    cp: Annotated[Count, "Context-parallel ranks.", LAYOUT | PLAN] = 1
+    cp: Annotated[Count | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     sequence_parallel: Annotated[
         bool | None,
         "Shard activations of norms over TP ranks. It needs Transformer Engine; null: on where there is one and tp"
@@ -174,6 +174,6 @@ class DataConfig:
     validation_fraction: Annotated[Share, "Share of the documents held out, from the end.", CURVE] = 0.02
     cache_dir: Annotated[
         str | None,
-        "Folder of prepared corpora and sample indices; null: $CANZONA_CACHE, else ~/.cache/canzona.",
+        "Folder of prepared corpora, sample indices and searched layouts; null: $CANZONA_CACHE, else ~/.cache/canzona.",
         NOTHING,
     ] = None

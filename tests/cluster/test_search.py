@@ -1,0 +1,91 @@
+"""The search returns what simulating every legal layout would, without simulating them; and remembers it."""
+
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster import fit, search
+from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.errors import DoesNotFit
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.simulate.predict import simulate_run
+from tests.sizes import Size, run
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of its own for every test."""
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
+    return tmp_path / "layouts"
+
+
+def per_sequence(config: RunConfig, layout: Layout) -> float:
+    resolved = fill(config, layout)
+    try:
+        plan = make_plan(resolved, layout) if execution_of(resolved) is Execution.PLANNED else None
+    except DoesNotFit:
+        return float("inf")
+    return simulate_run(resolved, layout, plan).iteration_s / layout.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "strategy"),
+    [("tiny", 4, "canzona"), ("tiny", 8, "sc"), ("0.6b", 64, "canzona"), ("tiny", 8, "layerwise")],
+)
+def test_no_legal_layout_is_simulated_faster_than_the_one_chosen(size: Size, gpus: int, strategy: Strategy) -> None:
+    config = run(size, gpus, strategy=strategy, micro_batch_size=1, pp=None if size == "tiny" else 1)
+    legal = [candidate.layout for candidate in candidates(config) if candidate.fits]
+    found = search.search(config, 3)
+    fastest = sorted({float(f"{per_sequence(config, layout):.5e}") for layout in legal})[:3]
+    assert [one.per_sequence_s for one in found.best] == pytest.approx(fastest, rel=search.ALIKE)
+    assert found.legal == len(legal)
+    assert found.simulated < len(legal)
+    assert fit.resolve(config)[1] == found.best[0].layout
+    for one in found.best:
+        spent = one.spent
+        assert sum(vars(spent).values()) == pytest.approx(one.iteration_s)
+        assert (spent.tensor_s > 0) == (one.layout.tp > 1)
+        assert (spent.recompute_s > 0) == (one.layout.recompute != "none")
+
+
+def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:
+    """It happens on a dry run: simulating all 600 takes minutes."""
+    found = search.search(run("32b", 1024, strategy="canzona"))
+    assert found.legal > 500
+    assert found.simulated <= 30
+
+
+def test_shards_that_need_more_memory_than_there_is_are_not_chosen() -> None:
+    """A plan needs more than the estimate that let its layout in."""
+    config = run("8b", 64, strategy="canzona")
+    (best,) = search.search(config).best
+    assert best.memory_bytes <= candidates(config)[0].memory.capacity
+
+
+def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run("tiny", 4, strategy="canzona")
+    found = search.search(config)
+    (file,) = cache.iterdir()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("searched again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(search, "_try", fail)
+        assert search.search(config) == found
+        for other in (run("tiny", 2, strategy="canzona"), run("tiny", 4, strategy="asc"), run("tiny", 4, tp=2)):
+            with pytest.raises(AssertionError, match="searched again"):
+                search.search(other)
+    file.write_text(file.read_text()[:-20])
+    assert search.search(config) == found
+    file.write_text("{}")
+    assert search.search(config) == found
+
+
+def test_a_search_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = run("tiny", 2, strategy="canzona")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path / "file"))
+    assert search.search(config).best
