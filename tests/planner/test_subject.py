@@ -49,12 +49,12 @@ def another(setting: Setting, value: Any) -> Any:
 
 def subject_of(config: RunConfig) -> Subject:
     parallel = config.parallel
-    tp, pp = parallel.tp or 1, parallel.pp or 1
+    tp, pp, cp = parallel.tp or 1, parallel.pp or 1, parallel.cp or 1
     layout = Layout(
         tp=tp,
         pp=pp,
-        cp=parallel.cp,
-        dp=config.gpus * 64 // (tp * pp * parallel.cp),
+        cp=cp,
+        dp=config.gpus * 64 // (tp * pp * cp),
         micro_batch_size=1,
         num_microbatches=1,
         global_batch_size=64,
