@@ -1,6 +1,7 @@
 """Qwen3 as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
 
 import hashlib
+import importlib.util
 import logging
 import math
 import re
@@ -61,7 +62,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         apply_rope_fusion=on_gpu and config.cluster.transformer_engine,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        # Megatron's own layers, of which the output layer is always one, have APEX's kernel for it alone.
+        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         # initialize_weights() below gives every layout the same weights; Megatron's own draw depends on tp and pp.
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
@@ -101,9 +103,26 @@ def build_model(config: RunConfig, world: World) -> torch.nn.Module:
         rotary_base=config.model.rope_base,
         pg_collection=world.groups,
     )
+    if config.cluster.transformer_engine:
+        fuse_weight_gradients(model)
     model = model.to(world.device)
     initialize_weights(model, config.model, world, seed=config.train.seed)
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's layers add to `main_grad` in the product that makes a weight's gradient.
+
+    Else every micro-batch writes a gradient in bf16 and adds it. Megatron's `gradient_accumulation_fusion` would turn
+    it on too, but its output layer, which is none of these, then raises where there is no APEX.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    for layer in layers:
+        layer.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    if not layers:
+        _LOG.warning(
+            "weight gradients are not fused: this Transformer Engine has no layer with fuse_wgrad_accumulation"
+        )
 
 
 def can_compile(world: World) -> bool:

@@ -1,5 +1,6 @@
 """What Megatron fuses by torch.compile on GPUs: the same loss as without, and the same choice on every rank."""
 
+import importlib.util
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,15 +10,17 @@ import pytest
 import torch
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Precision
 from canzona_cli.megatron import model, parallel
-from tests.dist.engine_support import heard
-from tests.dist.jobs import SMALL
+from canzona_cli.training.step import train_step
+from tests.dist.engine_support import Digests, batches, heard, weights
+from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import finish_gathering
 
 CONFIG, LAYOUT = fit.resolve(compose_run([*SMALL, "gpus=2", "parallel.tp=2"]).config)
 
@@ -101,3 +104,54 @@ def test_angles_are_applied_by_transformer_engines_kernel_where_it_is(
     world = cast(parallel.World, SimpleNamespace(device=torch.device(device), layout=LAYOUT))
     model.transformer_config(config, world, compiled=False)
     assert asked["apply_rope_fusion"] == (engine and device == "cuda")
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_gradients_added_to_main_grad_by_the_layers_are_those_that_hooks_add(bf16: bool) -> None:
+    """Transformer Engine's setting switches Megatron's own fused path here, its kernel a product and an addition."""
+    precision: Precision = "bf16" if bf16 else "fp32"
+    # Tied, the embedding's gradient is a sum of two, in another order.
+    untied = replace(CONFIG.model, tied_embeddings=False)
+    config = replace(CONFIG, model=untied, train=replace(CONFIG.train, precision=precision))
+
+    def rank(fused: bool) -> tuple[list[float], Digests, int]:
+        added: list[torch.Tensor] = []
+
+        def kernel(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
+            added.append(main_grad)
+            main_grad.add_(gradients.t().matmul(inputs))
+
+        def switch(layer: torch.nn.Module, on: bool) -> None:
+            layer.gradient_accumulation_fusion = on  # type: ignore[assignment]
+
+        with pytest.MonkeyPatch.context() as patched:
+            for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+                setting = property(lambda layer: layer.gradient_accumulation_fusion, switch)
+                patched.setattr(kind, "fuse_wgrad_accumulation", setting, raising=False)
+            kernels = SimpleNamespace(wgrad_gemm_accum_fp32=kernel)
+            patched.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+            trainee = build(config, LAYOUT)
+            if fused:
+                model.fuse_weight_gradients(trainee.model)
+            stream = batches(trainee)
+            losses = [train_step(trainee, stream).loss for _ in range(2)]
+            finish_gathering(trainee)
+            return losses, weights(trainee), len(added)
+
+    plain, fused = run_ranks(2, lambda: rank(False)), run_ranks(2, lambda: rank(True))
+    for (losses, held, none), (same_losses, same, count) in zip(plain, fused, strict=True):
+        assert (same_losses, same) == (losses, held)
+        # Four products a layer and the output's, in each of two steps' micro-batches.
+        assert (none, count) == (0, 2 * LAYOUT.num_microbatches * (4 * CONFIG.model.num_layers + 1))
+
+
+def test_megatrons_own_fused_kernel_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it Megatron's output layer would raise."""
+
+    def rank() -> bool:
+        world = replace(_start(), device=torch.device("cuda"))
+        return bool(model.transformer_config(CONFIG, world, compiled=False).gradient_accumulation_fusion)
+
+    assert run_ranks(2, rank) == [False, False]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())
+    assert run_ranks(2, rank) == [True, True]
