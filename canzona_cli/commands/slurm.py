@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_data, warn_about
+from canzona_cli.commands.output import checked_inputs, warn_about
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +76,7 @@ def slurm(
         typer.echo(f"{torchrun.node_count(config)} {gpus}")
         return
     obtain_plan(config, layout)  # what cannot be planned is not submitted
-    checked_data(config, layout)
+    checked_inputs(config, layout)
     for folder in recipes_dir or []:
         arguments += ["--recipes-dir", str(folder.absolute())]
     if not submit:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import checked_data, progress, tell, tell_batch, warn, warn_about
+from canzona_cli.commands.output import checked_inputs, progress, tell, tell_batch, warn, warn_about
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
@@ -73,7 +73,7 @@ def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, d
 
 
 def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Console) -> None:
-    corpus = checked_data(config, layout)
+    corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     shown = DryRun(
         config=config,

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_data, tell_batch, warn_about
+from canzona_cli.commands.output import checked_inputs, tell_batch, warn_about
 
 
 def validate(
@@ -33,7 +33,7 @@ def validate(
     config, layout = resolve(composed.config)
     tell_batch(composed.config, layout)
     plan = obtain_plan(config, layout)
-    corpus = checked_data(config, layout)
+    corpus = checked_inputs(config, layout)
 
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))

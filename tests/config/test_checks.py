@@ -178,7 +178,7 @@ def test_a_setting_with_an_effect_is_no_warning(overrides: str) -> None:
 
 
 def test_an_own_optimizer_in_a_file_is_looked_for_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text("", encoding="utf-8")
+    (tmp_path / "own.py").write_text("class Own: ...", encoding="utf-8")
     for source in ("own.py:Own", f"{tmp_path}/own.py:Own"):
         monkeypatch.chdir(tmp_path)
         compose_run(["recipe=tiny", "optimizer=custom", f"optimizer.source={source}"])
