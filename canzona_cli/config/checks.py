@@ -7,6 +7,7 @@ from typing import get_args
 
 from canzona_cli.config.execution import Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
+from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import problem_with
@@ -31,6 +32,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_data(config),
         *_cluster(config),
         *_measurements(config),
+        *physics_problems(config.cluster),
         *(_recorded_steps(config) if training else ()),
         *safety_problems(config),
     ]
