@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
-from canzona_cli.megatron.owner_bucket_group import matrix_groups, reduce_each
+from canzona_cli.megatron.owner_bucket_group import matrix_groups
+from canzona_cli.megatron.owner_collectives import reduce_each
 from canzona_cli.megatron.trainee import Trainee
 
 REDUCTIONS = 16
@@ -24,7 +25,8 @@ def contradiction(trainee: Trainee) -> str | None:
     """What is otherwise than the plan assumes of grouped reductions; None where there is nothing to say. Collective."""
     group, device = trainee.world.groups.dp_cp, trainee.world.device
     planned = (bucket.planned for bucket in matrix_groups(trainee.model))
-    several = any(bucket.reduction == "reduce" and len(bucket.ranges) > 1 for bucket in planned)
+    # Also of a plan that does without, because it assumes that they are not grouped.
+    several = any(bucket.reduction != "even" and len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
     return judged(serial_factor(group, device, device_seconds), assumed=trainee.config.cluster.grouped_collectives)

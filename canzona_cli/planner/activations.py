@@ -101,14 +101,16 @@ class Transient:
     adamw: int = 0
     """What AdamW's update needs where it comes before the matrices'."""
 
-    def parts(self, *, reduction: int = 0) -> dict[str, int]:
+    def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
         """What is never alive together counts once: the later ones only beyond what has been freed by then.
 
         Args:
-            reduction: what an all-to-all of gradients holds under the backward pass.
+            reduction: what gradients on their way hold under the backward pass.
+            gathering: what weights on their way hold under the forward pass, until the last layers have them: with up
+                to all activations, but no logits.
         """
         freed = self.activations + self.logits
-        working = self.working + reduction - self.logits
+        working = max(self.working + reduction, gathering) - self.logits
         workspace = max(0, working, max(self.update, self.adamw) - freed)
         return {
             "activations": self.activations,

@@ -303,6 +303,7 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
         padding=shard * len(held) - used,
         ranges=tuple(ranges),
         reduction="even",
+        gathering="even",
     )
 
 

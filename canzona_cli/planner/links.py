@@ -46,6 +46,19 @@ class Transfer:
         """The same transfer, taking `factor` times as long."""
         return self if factor == 1.0 else replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
 
+    def delayed(self, seconds: float) -> "Transfer":
+        """The same transfer with work on the ranks around it, which keeps no link busy."""
+        return replace(self, latency_s=self.latency_s + seconds)
+
+    def then(self, other: "Transfer") -> "Transfer":
+        """One behind the other. On two links, the time on the less busy one counts as work around it."""
+        longer = max(self, other, key=lambda one: one.link_s)
+        shared = self.link == other.link or not self.link_s * other.link_s
+        link_s = self.link_s + other.link_s if shared else longer.link_s
+        seconds = self.seconds + other.seconds
+        cores = (self.cores * self.seconds + other.cores * other.seconds) / seconds if seconds else 0.0
+        return Transfer(latency_s=seconds - link_s, link=longer.link, link_s=link_s, cores=cores)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:

@@ -2,15 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
-from canzona_cli.planner.reduction import collectives, shares
+from canzona_cli.planner.reduction import collectives, sent_elements
+from canzona_cli.planner.rings import shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +42,20 @@ class Communication:
     """Bytes one rank sends in a step, and collectives it takes part in; of the busiest one where ranks differ."""
 
     dp_reduce_bytes: int
-    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers."""
+    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers, padded where
+    that is how a bucket travels; of one that goes round in a ring, all of it."""
     dp_gather_bytes: int
     """Updated weights, the same way back."""
     tp_exchange_bytes: int
     """Gradient fragments to hosts, new weights and their flags from them."""
     dp_reductions: int
-    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket, or for the bucket."""
+    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket, or few for all."""
     dp_gathers: int
     """Collectives that gather their weights."""
+    reduced_by: Mapping[Reduction, int]
+    """How many buckets' gradients travel each way, the most usual first; empty where nothing travels."""
+    gathered_by: Mapping[Gathering, int]
+    """The same of weights."""
     tp_exchanges: int
     """All-to-alls of the micro-groups, two each."""
     dp_byte_balance: float
@@ -88,21 +94,30 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     """What moves in one step besides the forward and backward pass's own traffic."""
     mesh = plan.subject.layout
     width, grad = element_bytes(config)
-    reduced = [stage_weights(config, layout, stage).others for stage in range(mesh.pp)]
+    reduced = [
+        stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners for stage in range(mesh.pp)
+    ]
+    gathered = [*reduced]
     for bucket in plan.buckets:
-        reduced[bucket.stage] += bucket.elements
-    moved = max(reduced) * (mesh.owners - 1) / mesh.owners
+        reduced[bucket.stage] += sent_elements(bucket, bucket.reduction, mesh.owners)
+        gathered[bucket.stage] += sent_elements(bucket, bucket.gathering, mesh.owners)
     stages = [[collectives(one, mesh.owners) for one in plan.buckets if one.stage == stage] for stage in range(mesh.pp)]
     return Communication(
-        dp_reduce_bytes=round(moved * grad),
-        dp_gather_bytes=round(moved * width),
+        dp_reduce_bytes=round(max(reduced) * grad),
+        dp_gather_bytes=round(max(gathered) * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
         dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
+        reduced_by=_counted(bucket.reduction for bucket in plan.buckets if mesh.owners > 1),
+        gathered_by=_counted(bucket.gathering for bucket in plan.buckets if mesh.owners > 1),
         tp_exchanges=max(exchanges(plan).values(), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
+
+
+def _counted[Way: str](ways: Iterable[Way]) -> Mapping[Way, int]:
+    return dict(Counter(ways).most_common())
 
 
 def _byte_balance(plan: Plan) -> float:

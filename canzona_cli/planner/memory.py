@@ -11,8 +11,8 @@ rank's largest group: fragments out and in, weights the other way round. A host 
 together in fp32. With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32.
 q, k and v do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
 owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices'
-optimizers keep scratch of their own (`workspace`). Besides, an all-to-all of gradients needs memory while the backward
-pass runs.
+optimizers keep scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need
+memory while the backward and the forward pass run (`reduction`).
 
 Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
 
@@ -36,7 +36,7 @@ from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, la
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Algorithm, Place, Plan
-from canzona_cli.planner.reduction import scratch_bytes
+from canzona_cli.planner.reduction import COPIED, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import Shape, workspace_bytes
 
 GIB = 1 << 30
@@ -90,7 +90,9 @@ class StepBuffers:
     workspace: int = 0
     """Scratch that the optimizers keep."""
     reduction: int = 0
-    """For two buckets that travel all-to-all; unlike the rest it comes and goes under the backward pass."""
+    """For gradients on their way; unlike the rest it comes and goes under the backward pass."""
+    gathering: int = 0
+    """For weights of two buckets on their way; it comes and goes under the forward pass."""
 
     @property
     def lasting(self) -> int:
@@ -299,7 +301,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     def varying(cell: int) -> dict[str, int]:
         return {
             **optimizer_state(config, layout, weights.others, whole[cell], factors[cell]),
-            **needed.parts(reduction=buffers[cell].reduction),
+            **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }
 
@@ -331,16 +333,19 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
-    reduction = _reduction(config, plan, stage)
+    reduced, gathered = _travelling(config, plan, stage)
     found: list[StepBuffers] = []
     for owner in range(mesh.owners):
-        groups, held = by_owner.get(owner, []), reduction.get(owner, 0)
+        groups, held = (
+            by_owner.get(owner, []),
+            {"reduction": reduced.get(owner, 0), "gathering": gathered.get(owner, 0)},
+        )
         if mesh.tp == 1:
             own = [plan.matrices[index] for group in groups for index in group]
             copied = [_copied(config, matrix, 1, 0) for matrix in own]
             together = [[own[place].shape for place in batch] for batch in _batches(copied)]
             scratch = workspace_bytes(config, together)
-            found.append(StepBuffers(gradients=batch_bytes(copied), workspace=scratch, reduction=held))
+            found.append(StepBuffers(gradients=batch_bytes(copied), workspace=scratch, **held))
             continue
         hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
         moved = [
@@ -371,7 +376,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
                     exchange=sets * messages,
                     gradients=FP32 * copied_most,
                     workspace=workspace_bytes(config, hosted),
-                    reduction=held,
+                    **held,
                 )
             )
     return found
@@ -403,14 +408,26 @@ def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
 
 
-def _reduction(config: RunConfig, plan: Plan, stage: int) -> Mapping[int, int]:
-    """Bytes by rank that needs any: its two largest buckets, for one may arrive while the one before is added up."""
-    _, grad = element_bytes(config)
+def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Bytes for gradients and for weights, by rank that needs any.
+
+    For two buckets, the largest, because one may arrive while the one before is put where it belongs; but rings, which
+    need little, bring any number of buckets' gradients.
+    """
+    width, grad = element_bytes(config)
+    buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
+    reduced = Counter(_two_largest(scratch_bytes(one, owners, grad) for one in buckets if one.reduction in COPIED))
+    for bucket in buckets:
+        if bucket.reduction not in COPIED:
+            reduced.update(scratch_bytes(bucket, owners, grad))
+    return reduced, _two_largest(gathering_bytes(bucket, owners, width) for bucket in buckets)
+
+
+def _two_largest(needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
     held: dict[int, list[int]] = {}
-    for bucket in plan.buckets:
-        if bucket.stage == stage:
-            for owner, size in scratch_bytes(bucket, plan.subject.layout.owners, grad).items():
-                held.setdefault(owner, []).append(size)
+    for of_bucket in needed:
+        for owner, size in of_bucket.items():
+            held.setdefault(owner, []).append(size)
     return {owner: sum(sorted(sizes)[-2:]) for owner, sizes in held.items()}
 
 

@@ -10,11 +10,20 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from canzona_cli.config.schema import BufferLayout, Grouping, Layout, Precision, Reduction, Splitting, Strategy
+from canzona_cli.config.schema import (
+    BufferLayout,
+    Gathering,
+    Grouping,
+    Layout,
+    Precision,
+    Reduction,
+    Splitting,
+    Strategy,
+)
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
-VERSION = 2
+VERSION = 3
 """Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
@@ -102,6 +111,8 @@ class Bucket:
     padding: int
     reduction: Reduction = "reduce"
     """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
+    gathering: Gathering = "broadcast"
+    """How its weights come back from them."""
     parameters: tuple[str, ...]
     """In buffer order."""
     ranges: tuple[Range, ...]

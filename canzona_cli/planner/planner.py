@@ -17,7 +17,7 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.activations import stage_weights, transient
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
-from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, seconds
+from canzona_cli.planner.cost import Implementation, algorithm, seconds
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
@@ -80,10 +80,10 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
     for careful in (False, True):
         memory_cap = _memory_cap(config, layout, members, careful=careful)
         for c_max_bytes in _capacities(config, layout, members):
-            plan = _plan(config, layout, shapes, members, memory_cap, c_max_bytes)
-            memory = plan_memory(config, layout, plan)
-            if memory.fits:
-                return plan
+            for plan in _with_less(config, layout, _plan(config, layout, shapes, members, memory_cap, c_max_bytes)):
+                memory = plan_memory(config, layout, plan)
+                if memory.fits:
+                    return plan
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -149,14 +149,8 @@ def settings(config: RunConfig) -> PlanSettings:
 def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
-    """Seconds of each matrix's update, to `COST_DIGITS` digits.
-
-    Raises:
-        ConfigError: the profile has measurements that no such device could reach.
-    """
+    """Seconds of each matrix's update, to `COST_DIGITS` digits."""
     how = algorithm(config)
-    if problems := tuple(impossible_measurements(how, config.cluster)):
-        raise ConfigError(*problems)
     by_shape = {
         shape: float(f"{seconds(how, *shape, config.cluster, implementation):.{COST_DIGITS - 1}e}")
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}
@@ -178,7 +172,7 @@ def _plan(
     memory_cap: int | None,
     c_max_bytes: int | None = None,
 ) -> Plan:
-    """A plan; with `c_max_bytes` one that saves memory: groups of at most that, no all-to-all that nobody asked for."""
+    """A plan; with `c_max_bytes` one that saves memory: groups of at most that."""
     about = subject(config, layout, shapes)
     mesh, asked, limit = about.layout, about.settings, bucket_elements(config, layout)
     costs = update_costs(config, members)
@@ -191,11 +185,19 @@ def _plan(
         costs=costs,
         assignment=assignment,
         buckets=ReductionModel(config, layout).choose(
-            buckets(members, assignment, layout, asked, limit), asked, scratch=c_max_bytes is None
+            buckets(members, assignment, layout, asked, limit), asked, scratch=True
         ),
         groups=micro_groups(members, costs, assignment, layout, frugal, width, _exchange_link(config, layout)),
         lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
     )
+
+
+def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
+    """The plan, and the same whose buckets need no memory on their way that nobody asked for."""
+    yield plan
+    without = ReductionModel(config, layout).choose(plan.buckets, plan.subject.settings, scratch=False)
+    if without != plan.buckets:
+        yield replace(plan, buckets=without)
 
 
 def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int | None]:

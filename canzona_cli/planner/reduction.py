@@ -1,43 +1,59 @@
 """How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from canzona_cli.config.execution import even_shards
-from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
 from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.plan import Bucket, PlanSettings
+from canzona_cli.planner.rings import handovers, padded_part, shares
 
+Native = Literal["reduce_scatter", "all_gather"]
+
+GATHERED: Mapping[Reduction, Gathering] = MappingProxyType(
+    {"reduce": "broadcast", "all_to_all": "broadcast", "padded": "padded", "ring": "ring", "even": "even"}
+)
+"""How weights come back where a way was asked for; else it is chosen apart."""
+COPIED: tuple[Reduction, ...] = ("all_to_all", "padded")
+"""Ways that hold more of a bucket than one's own share; no more than two buckets travel at the same time."""
 SIMILAR = 1.25
 """All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
 WORTH = 0.95
-"""And chosen where it takes no more than this part of the per-owner reductions: it needs memory that they do not."""
-
-
-def shares(bucket: Bucket) -> dict[int, int]:
-    """Elements of each owner that has any, alignment inside its ranges included."""
-    found: dict[int, int] = {}
-    for part in bucket.ranges:
-        found[part.owner] = found.get(part.owner, 0) + part.end - part.start
-    return found
+"""Another way is chosen where it takes no more than this part of a collective per owner: it needs memory that those do
+not."""
 
 
 def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """What ranks hold in addition to the buffer while a bucket is reduced all-to-all.
+    """What ranks hold in addition to the buffer while a bucket's gradients travel.
 
-    All ranks' copies of one's own share, its fp32 sum where that is not one of them, and what one sends, where it had
-    to be packed first.
+    all_to_all: all ranks' copies of one's own share, its fp32 sum where that is not one of them, and what one sends,
+    where it had to be packed first. padded: the padded copy. ring: one's own share.
     """
-    if bucket.reduction != "all_to_all" or owners == 1:
-        return {}
     found = shares(bucket)
+    if owners == 1 or bucket.reduction in ("reduce", "even"):
+        return {}
+    if bucket.reduction == "padded":
+        return dict.fromkeys(range(owners), owners * padded_part(bucket) * grad_bytes)
+    if bucket.reduction == "ring":
+        return {owner: share * grad_bytes for owner, share in found.items()}
     packed = 0 if in_order(bucket) else sum(found.values()) * grad_bytes
     total = 0 if grad_bytes == FP32 else FP32
     return {owner: (owners * grad_bytes + total) * found.get(owner, 0) + packed for owner in range(owners)}
+
+
+def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
+    """The same while its weights travel: the padded copy; one's own share, in the order in which it is handed over."""
+    if owners > 1 and bucket.gathering == "padded":
+        return dict.fromkeys(range(owners), owners * padded_part(bucket) * weight_bytes)
+    if owners > 1 and bucket.gathering == "ring":
+        return {owner: share * weight_bytes for owner, share in shares(bucket).items()}
+    return {}
 
 
 def in_order(bucket: Bucket) -> bool:
@@ -49,9 +65,23 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
     """How many a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
     if owners == 1:
         return 0, 0
-    if bucket.reduction == "even":
-        return 1, 1
-    return 1 if bucket.reduction == "all_to_all" else len(bucket.ranges), len(bucket.ranges)
+    each: Mapping[Reduction | Gathering, int] = {
+        "reduce": len(bucket.ranges),
+        "broadcast": len(bucket.ranges),
+        "all_to_all": 1,
+        "padded": 1,
+        "ring": 1 + len(handovers(bucket, owners)) if "ring" in (bucket.reduction, bucket.gathering) else 0,
+        "even": 1,
+    }
+    return each[bucket.reduction], each[bucket.gathering]
+
+
+def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
+    """What a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in the mean."""
+    if way == "ring" and owners > 1:
+        return bucket.elements
+    whole = padded_part(bucket) * owners if way == "padded" else bucket.elements
+    return whole * (owners - 1) / owners
 
 
 class ReductionModel:
@@ -62,42 +92,56 @@ class ReductionModel:
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
+        self._native_ways = _native_ways(config)
 
     def reduce(self, bucket: Bucket) -> Transfer:
         """Gradients to their owners."""
-        if bucket.reduction == "even":
-            return self._links.reduce_scatter(bucket.elements * self._grad, self._group)
-        if bucket.reduction == "all_to_all":
-            return self._all_to_all(bucket)
-        return self._per_range(bucket, "reduce")
+        match bucket.reduction:
+            case "even":
+                return self._native(bucket.elements, "reduce_scatter")
+            case "all_to_all":
+                return self._all_to_all(bucket)
+            case "padded":
+                return self._padded(bucket, "reduce_scatter")
+            case "ring":
+                return self._ring(bucket, "reduce_scatter")
+            case "reduce":
+                return self._per_range(bucket, "reduce")
 
     def gather(self, bucket: Bucket) -> Transfer:
-        """New weights from their owners: Megatron's all-gather of equal shards, else a broadcast of each range."""
-        if bucket.reduction == "even":
-            return self._links.all_gather(bucket.elements * self._width, self._group)
-        return self._per_range(bucket, "broadcast")
+        """New weights from their owners."""
+        match bucket.gathering:
+            case "even":
+                return self._native(bucket.elements, "all_gather")
+            case "padded":
+                return self._padded(bucket, "all_gather")
+            case "ring":
+                return self._ring(bucket, "all_gather")
+            case "broadcast":
+                return self._per_range(bucket, "broadcast")
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
-        """The buckets with how each is reduced.
+        """The buckets with how each is reduced and gathered.
 
-        What was asked for; else even collectives for equal shards, a reduction for each owner's range, or, in canzona's
-        plans, an all-to-all where shares are alike, each in one range, and it is worth its memory.
+        What was asked for; else even collectives for equal shards, a collective for each owner's range, or, in
+        canzona's plans, what is fastest of the other ways where it is worth its memory: native collectives, padded or
+        in a ring, and for gradients an all-to-all where shares are alike, each in one range.
 
         Args:
             settings: even collectives are asked for only where shards are equal (`config.checks`).
-            scratch: whether there is memory for an all-to-all that nobody asked for.
+            scratch: whether there is memory for a way that nobody asked for.
         """
-        return tuple(replace(one, reduction=self._choice(one, settings, scratch)) for one in buckets)
+        return tuple(self._chosen(one, settings, scratch) for one in buckets)
 
-    def _choice(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Reduction:
-        if settings.reduction is not None:
-            return settings.reduction
-        if even_shards(settings.layout, settings.strategy):
-            return "even"
-        if settings.strategy == "asc" or not scratch or not self._alike(bucket):
-            return "reduce"
-        worth = self._all_to_all(bucket).seconds <= WORTH * self._per_range(bucket, "reduce").seconds
-        return "all_to_all" if worth else "reduce"
+    def _chosen(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Bucket:
+        asked = settings.reduction or ("even" if even_shards(settings.layout, settings.strategy) else None)
+        plain = replace(bucket, reduction=asked or "reduce", gathering=GATHERED[asked or "reduce"])
+        if asked or settings.strategy == "asc" or not scratch or self._group.size == 1:
+            return plain
+        ways: list[Reduction] = [*self._native_ways, *(("all_to_all",) if self._alike(bucket) else ())]
+        reduced = _fastest(plain, [replace(plain, reduction=way) for way in ways], self.reduce)
+        gathered = _fastest(plain, [replace(plain, gathering=way) for way in self._native_ways], self.gather)
+        return replace(plain, reduction=reduced.reduction, gathering=gathered.gathering)
 
     def _alike(self, bucket: Bucket) -> bool:
         found = shares(bucket)
@@ -112,7 +156,7 @@ class ReductionModel:
             kind, [share * width for share in shares(bucket).values()], self._group, collectives=len(bucket.ranges)
         )
         issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
-        return replace(whole, latency_s=whole.latency_s + issue)
+        return whole.delayed(issue)
 
     def _all_to_all(self, bucket: Bucket) -> Transfer:
         """Every rank's copy of an owner's share to the owner, which adds them up in fp32.
@@ -134,5 +178,59 @@ class ReductionModel:
         widened = 0 if self._grad == FP32 else self._grad + FP32
         per_element = (ranks - 1) * (2 * FP32 + self._grad) + FP32 + self._grad + widened
         packed = 0 if in_order(bucket) else 2 * total * self._grad
-        local = (max(own) * per_element + packed) / self._rate + ranks * self._launch_s
-        return replace(moved, latency_s=moved.latency_s + local)
+        return moved.delayed((max(own) * per_element + packed) / self._rate + ranks * self._launch_s)
+
+    def _padded(self, bucket: Bucket, kind: Native) -> Transfer:
+        """Equal parts, each as long as the longest share. Everything is copied once, to or from it; owners' shares
+        another time.
+        """
+        if self._group.size == 1:
+            return Transfer()
+        found = shares(bucket)
+        copied = 2 * (sum(found.values()) + max(found.values())) * self._bytes(kind)
+        return self._native(padded_part(bucket) * self._group.size, kind).delayed(
+            copied / self._rate + 2 * self._launch_s
+        )
+
+    def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
+        """Equal parts of the bucket as it lies, and handing over what is not with its owner. Owners copy shares."""
+        ranks = self._group.size
+        if ranks == 1:
+            return Transfer()
+        width = self._bytes(kind)
+        whole = self._native(bucket.elements, kind)
+        for runs in handovers(bucket, ranks):
+            there, owned = [0.0] * ranks, [0.0] * ranks
+            for rank, run in enumerate(runs):
+                for owner, start, end in run:
+                    if owner != rank:
+                        there[rank] += (end - start) * width
+                        owned[owner] += (end - start) * width
+            sent, received = (there, owned) if kind == "reduce_scatter" else (owned, there)
+            whole = whole.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
+        return whole.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
+
+    def _native(self, elements: int, kind: Native) -> Transfer:
+        collective = self._links.reduce_scatter if kind == "reduce_scatter" else self._links.all_gather
+        return collective(elements * self._bytes(kind), self._group)
+
+    def _bytes(self, kind: Native) -> int:
+        """Of an element on its way."""
+        return self._grad if kind == "reduce_scatter" else self._width
+
+
+def _fastest(plain: Bucket, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> Bucket:
+    """The one of `others` that takes least, or `plain` where that is not worth its memory."""
+    seconds, best = min(
+        ((priced(one).seconds, one) for one in others), key=lambda found: found[0], default=(0.0, plain)
+    )
+    return best if seconds <= WORTH * priced(plain).seconds else plain
+
+
+def _native_ways(config: RunConfig) -> tuple[Literal["padded", "ring"], ...]:
+    """Those that are chosen by price. gloo's has to be measured, and there a ring's second collective hides under
+    nothing: it is launched when the first has been waited for.
+    """
+    if config.cluster.device == "cuda":
+        return ("padded", "ring")
+    return ("padded",) if config.cluster.collectives else ()

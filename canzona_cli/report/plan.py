@@ -1,12 +1,13 @@
 """What `canzona plan` prints: summary, strategies, load map, memory, timeline and, on request, assumptions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.header import describe_batch, describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
@@ -112,6 +113,12 @@ class PlanView(Page):
             f"{traffic(moved.dp_gather_bytes)} of weights gathered, {traffic(moved.tp_exchange_bytes)} "
             "exchanged over TP",
         )
+        if moved.reduced_by:
+            yield (
+                "travel",
+                f"{plural(moved.dp_reductions, 'collective')} of gradients ({_ways(moved.reduced_by)}), "
+                f"{moved.dp_gathers:,} of weights ({_ways(moved.gathered_by)})",
+            )
         layerwise, sc = (study.optimizer_speedup(name) for name in ("layerwise", "sc"))
         yield (
             "optimizer",
@@ -141,6 +148,13 @@ class PlanView(Page):
         drawn = "" if self.drawn is None else f"; drawn in {self.drawn}"
         took = step_time(self.study.planning_s)
         return f"Plan {self.study.plan.hash}, {where}{drawn}. Planning and simulation took {took}."
+
+
+def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
+    """`ring 60, reduce 5`: buckets by the way they travel; of one way, `ring`."""
+    if len(buckets) == 1:
+        return next(iter(buckets))
+    return ", ".join(f"{way} {number}" for way, number in buckets.items())
 
 
 def _above(gap: float) -> str:

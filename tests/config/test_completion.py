@@ -14,7 +14,10 @@ from canzona_cli.config.completion import complete_override, joined_words
         ("engine.strategy=l", ["engine.strategy=layerwise"]),
         ("optimizer=c", ["optimizer=custom"]),
         ("engine.strategy=c", ["engine.strategy=canzona"]),
-        ("engine.reduction=", [f"engine.reduction={way}" for way in ("reduce", "all_to_all", "even", "null")]),
+        (
+            "engine.reduction=",
+            [f"engine.reduction={way}" for way in ("reduce", "all_to_all", "padded", "ring", "even", "null")],
+        ),
         ("train.non", ["train.non_finite="]),
         ("optimizer.opt", ["optimizer.options="]),
         ("optimizer.options=", []),

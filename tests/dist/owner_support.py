@@ -26,6 +26,7 @@ from canzona_cli.megatron.owner_bucket_group import adamw_groups, install, matri
 from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.plan import Assignment, Plan, Range
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.reduction import GATHERED
 from tests.dist.jobs import SMALL
 
 Named = dict[str, torch.Tensor]
@@ -49,7 +50,8 @@ def planned(config: RunConfig, layout: Layout, reduction: Reduction | None = Non
     plan = make_plan(config, layout)
     if reduction is None:
         return plan
-    return replace(plan, buckets=tuple(replace(bucket, reduction=reduction) for bucket in plan.buckets))
+    gathering = GATHERED[reduction]
+    return replace(plan, buckets=tuple(replace(one, reduction=reduction, gathering=gathering) for one in plan.buckets))
 
 
 def alternating(plan: Plan) -> Plan:

@@ -61,6 +61,8 @@ class Recorder:
                 patch.setattr(kind, "wait", self._waiting(kind.wait))
             for name in READS:
                 patch.setattr(torch.Tensor, name, self._reading(name, getattr(torch.Tensor, name)))
+            # What a collective would fill holds zeros, not whatever was there.
+            patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
             yield
 
     def mark(self, phase: str) -> None:

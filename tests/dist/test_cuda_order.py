@@ -14,13 +14,15 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.engine.aside import Aside
 from canzona_cli.megatron import grouping
 from canzona_cli.megatron.in_flight import CONNECTIONS
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.reduction import GATHERED
 from canzona_cli.run.phases import StepTimeline
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
@@ -31,7 +33,15 @@ from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 
 STEPS = 2
-SETTINGS = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0.01", *SMALL_GROUPS)
+EVERY_WAY = {"alltoall_base_", "broadcast_", "reduce_", "_reduce_scatter_base_", "_allgather_base_"}
+SETTINGS = (
+    "gpus=4",
+    "parallel.tp=2",
+    "parallel.pp=1",
+    "optimizer.clip_grad=0.01",
+    *SMALL_GROUPS,
+    "parallel.bucket_elements=10000",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +164,7 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
 @contextmanager
 def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Record]]:
     """A trainee on the stand-in, before its first step."""
-    plan = make_plan(config, layout)
+    plan = in_every_way(make_plan(config, layout))
     world = replace(join(config, layout), device=DEVICE)
     with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
         patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)  # as on CUDA
@@ -166,6 +176,16 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
         megatron.bias_activation_fusion = False
         record.forget()
         yield trainee, record
+
+
+def in_every_way(plan: Plan) -> Plan:
+    """A bucket in each of the ways, the others as planned; of two numbers all have the same sum."""
+    ways: list[Reduction] = ["ring", "padded", "all_to_all", "reduce"]
+    assert len(plan.buckets) >= len(ways)
+    changed = [
+        replace(one, reduction=way, gathering=GATHERED[way]) for one, way in zip(plan.buckets, ways, strict=False)
+    ]
+    return replace(plan, buckets=(*changed, *plan.buckets[len(ways) :]))
 
 
 def _hashes(shard: Shard) -> Digests:
@@ -210,7 +230,7 @@ def test_the_host_waits_once_a_step(stood: list[Stood]) -> None:
 def test_the_computing_stream_waits_for_a_collective_when_it_needs_it(stood: list[Stood]) -> None:
     for rank in stood:
         assert rank.early == []
-        assert {"alltoall_base_", "broadcast_", "allreduce_"} <= rank.waiting[COMPUTE]
+        assert EVERY_WAY | {"allreduce_"} <= rank.waiting[COMPUTE]
         assert rank.waiting["beside"] == {"alltoall_base_"}
         # What a watcher waits for is held up by nobody: nothing is enqueued behind it.
         assert len(rank.waiting) == 4

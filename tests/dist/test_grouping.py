@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from canzona_cli.megatron import owner_bucket_group
+from canzona_cli.megatron import owner_collectives
 from canzona_cli.megatron.grouping import REDUCTIONS, judged, serial_factor
 from tests.dist.ranks import run_ranks
 
@@ -15,13 +15,13 @@ def _rank() -> tuple[float, float]:
     group = torch.distributed.group.WORLD
     assert group is not None
     issued: list[int] = []
-    real = owner_bucket_group._reduce
+    real = owner_collectives._reduce
 
     def counting(data: torch.Tensor, owner: int, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
         issued.append(owner)
         return real(data, owner, group)
 
-    owner_bucket_group._reduce = counting
+    owner_collectives._reduce = counting
 
     def clock(of_each: float) -> Callable[[Callable[[], None]], float]:
         """Seconds of a device on which every reduction but the first adds `of_each`."""

@@ -16,6 +16,8 @@ from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters,
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, matrix_groups
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.reduction import COPIED
+from canzona_cli.planner.rings import handovers
 from tests.dist.owner_support import (
     alternating,
     case,
@@ -34,12 +36,18 @@ from tests.dist.ranks import run_ranks
 COMBINATIONS: list[tuple[str, Reduction]] = [
     ("owner", "reduce"),
     ("owner", "all_to_all"),
+    ("owner", "padded"),
+    ("owner", "ring"),
     ("contiguous", "reduce"),
     ("contiguous", "all_to_all"),
+    ("contiguous", "ring"),
     ("aligned", "even"),
     ("aligned", "reduce"),
     ("aligned", "all_to_all"),
+    ("aligned", "ring"),
 ]
+WAYS: list[Reduction] = ["reduce", "all_to_all", "padded", "ring"]
+OFTEN = ["reduce", "all_to_all", "ring", pytest.param("padded", marks=pytest.mark.sweep)]
 
 
 def _two_steps(config: RunConfig, layout: Layout, plan: Plan, *, roundings: float | None = None) -> int:
@@ -116,7 +124,7 @@ def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Redu
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
 
-@pytest.mark.parametrize(("buffers", "reduction"), [("owner", "reduce"), ("owner", "all_to_all"), ("aligned", "even")])
+@pytest.mark.parametrize(("buffers", "reduction"), [*(("owner", way) for way in WAYS), ("aligned", "even")])
 def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Reduction) -> None:
     """gloo adds bf16, too; the sum of two numbers, rounded once, is again the same whoever computes it."""
     config, layout = case("gpus=2", f"engine.layout={buffers}", *BF16)
@@ -127,8 +135,11 @@ def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Re
 @pytest.mark.parametrize(
     ("reduction", "precision", "roundings"),
     # An exchange adds bf16 up in fp32, and rounds once.
-    [("reduce", (), 3), ("all_to_all", (), 3), ("reduce", BF16, 3), ("all_to_all", BF16, 1)],
-    ids=["reduce fp32", "all_to_all fp32", "reduce bf16", "all_to_all bf16"],
+    [
+        *((way, (), 3) for way in WAYS),
+        *((way, BF16, 1 if way == "all_to_all" else 3) for way in WAYS),
+    ],
+    ids=[f"{way} {precision}" for precision in ("fp32", "bf16") for way in WAYS],
 )
 def test_four_owners_get_sums_within_the_rounding_of_three_additions(
     reduction: Reduction, precision: tuple[str, ...], roundings: int
@@ -138,12 +149,13 @@ def test_four_owners_get_sums_within_the_rounding_of_three_additions(
     run_ranks(4, lambda: _two_steps(config, layout, plan, roundings=roundings))
 
 
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", WAYS)
 def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction) -> None:
     """Several ranges of one owner in a bucket, neighbours of other owners': they are packed to be exchanged."""
     config, layout = case("gpus=2", "engine.layout=contiguous")
     plan = alternating(planned(config, layout, reduction))
     assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
+    assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
     run_ranks(2, lambda: _two_steps(config, layout, plan))
 
 
@@ -159,7 +171,7 @@ def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction)
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", OFTEN)
 def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
     """Also with one owner, where nothing travels, and with a tied embedding on two stages."""
     config, layout = case(*mesh)
@@ -192,7 +204,7 @@ def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
     run_ranks(4, rank)
 
 
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", WAYS)
 def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
     """Once Megatron knows what a step looks like, the first bucket leaves before the last one has any gradient."""
     config, layout = case("gpus=2", "parallel.bucket_elements=10000")
@@ -207,13 +219,13 @@ def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
 
             def spied(*args: object, start: Callable[..., None] = group.start_grad_sync, **kwargs: object) -> None:
                 start(*args, **kwargs)
-                seen.append((len(groups[-1].per_param_grad_ready_counts), sum(bool(g._received) for g in groups)))
+                seen.append((len(groups[-1].per_param_grad_ready_counts), sum(bool(g.reducing.held) for g in groups)))
 
             group.start_grad_sync = spied  # type: ignore[method-assign]
         iterate(ddp, config, world, seed=0)
         seen.clear()
         iterate(ddp, config, world, seed=1)
-        assert not any(group._received for group in groups), "received parts outlive the step"
+        assert not any(group.reducing.held for group in groups), "copies outlive the step"
         return seen
 
     for seen in run_ranks(2, rank):
@@ -221,10 +233,11 @@ def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
         ready, alive = zip(*seen, strict=True)
         assert ready[0] == 0
         assert ready[-1] > 0
-        assert max(alive) == (2 if reduction == "all_to_all" else 0)
+        # What is copied whole is not held for more than two buckets; rings hold shares alone.
+        assert max(alive) == (2 if reduction in COPIED else 0 if reduction == "reduce" else len(plan.buckets))
 
 
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", WAYS)
 def test_in_the_first_step_a_reduction_may_be_asked_for_twice(reduction: Reduction) -> None:
     """Megatron's finish_grad_sync starts every reduction of the first step, also one that somebody started before."""
     config, layout = case("gpus=2")
@@ -263,7 +276,7 @@ def test_parameters_are_gathered_one_bucket_ahead() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", OFTEN)
 def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None:
     config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
     plan = planned(config, layout, reduction)
@@ -282,7 +295,7 @@ def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", OFTEN)
 def test_phase_timers_see_what_is_under_way(reduction: Reduction) -> None:
     config, layout = case("gpus=2")
     plan = planned(config, layout, reduction)

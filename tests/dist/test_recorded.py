@@ -36,8 +36,10 @@ SHAPE = (
     *("train.seq_length=16", "train.micro_batch_size=1", "train.batch_tokens=1024", "train.eval_interval=0"),
     "parallel.bucket_elements=10000",
 )
-OF_MATRICES = {"reduce", "broadcast", "all_to_all_single"}
-"""Collectives that Megatron's own buckets, of what AdamW updates, do not use."""
+OF_MATRICES = {"reduce", "broadcast", "all_to_all_single", "reduce_scatter_single", "all_gather_single"}
+"""Collectives that Megatron's own buckets, of what AdamW updates, do not use: theirs are coalesced."""
+COPYING = {"all_to_all": "all_to_all_single", "padded": "reduce_scatter_single"}
+"""Of ways that copy whole buckets, the collective whose memory is shared."""
 READS = [("tolist", "norm_clip"), ("tolist", "other")]
 """What a host waits for in a step: the gradient norm before anything changes, and the step's loss at its end."""
 Recorded = dict[int, list[Event]]
@@ -96,7 +98,7 @@ def assert_members_agree(found: Recorded) -> None:
     assert compared > len(found), "no two members were compared"
 
 
-def assert_nothing_waits_early(events: list[Event], dp: int) -> None:
+def assert_nothing_waits_early(events: list[Event], dp: int, copying: set[str]) -> None:
     """The host asks for no reduction before the backward pass is over, unless its memory is needed again."""
     places = {event.number: place for place, event in enumerate(events) if event.kind == "launch"}
     waits = {event.number: place for place, event in reversed([*enumerate(events)]) if event.kind == "wait"}
@@ -105,11 +107,11 @@ def assert_nothing_waits_early(events: list[Event], dp: int) -> None:
         n for n, place in places.items() if events[place].phase == "grad_reduce" and len(events[place].group) == dp
     ]
     assert reductions
-    all_to_all = [n for n in reductions if events[places[n]].name == "all_to_all_single"]
+    copied = [n for n in reductions if events[places[n]].name in copying]
     for number in reductions:
-        if number in all_to_all:
-            # Two of them are on their way at most: the memory of what comes in is shared.
-            later = [n for n in all_to_all if n > number]
+        if number in copied:
+            # Two of them are on their way at most: the memory of copies is shared.
+            later = [n for n in copied if n > number]
             assert waits[number] > last_backward or places[later[0]] < waits[number] < places[later[1]]
         else:
             assert waits[number] > last_backward
@@ -130,6 +132,8 @@ CASES = {
     "canzona": (),
     "many micro-groups": ("gpus=32", "engine.grouping=greedy", "engine.c_max_mib=0.13"),
     "all-to-all": ("engine.reduction=all_to_all",),
+    "padded": ("engine.reduction=padded",),
+    "ring": ("engine.reduction=ring",),
     "asc": ("engine.strategy=asc",),
     "soap": ("optimizer=soap",),
 }
@@ -138,7 +142,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "layers", "members"),
     [
-        *(("canzona", 4, 4), ("all-to-all", 4, 4), ("many micro-groups", 12, 2)),
+        *(("canzona", 4, 4), ("all-to-all", 4, 4), ("ring", 4, 4), ("many micro-groups", 12, 2)),
         *(pytest.param(case, *((64, 8) if case == "canzona" else (16, 4)), marks=pytest.mark.sweep) for case in CASES),
     ],
 )
@@ -146,13 +150,14 @@ def test_a_step_of_256_ranks_is_the_plans(case: str, layers: int, members: int) 
     config, layout = resolve(f"model.num_layers={layers}", *CASES[case])
     plan = make_plan(config, layout)
     planned = communication(config, layout, plan)
+    copying = {COPYING[bucket.reduction] for bucket in plan.buckets if bucket.reduction in COPYING}
     found = recorded(config, layout, ranks_of_both_groups(layout, members))
     assert_members_agree(found)
     for events in found.values():
         matrices = Counter(event.phase for event in launches(events) if event.name in OF_MATRICES)
         assert matrices["grad_reduce"] == planned.dp_reductions
         assert matrices["param_gather"] == planned.dp_gathers
-        assert_nothing_waits_early(events, layout.dp)
+        assert_nothing_waits_early(events, layout.dp, copying)
         assert [(event.name, event.phase) for event in events if event.kind == "read"] == READS
     under = {rank: under_updates(events) for rank, events in found.items()}
     of_owners = exchanges(plan)

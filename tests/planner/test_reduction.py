@@ -2,15 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.config.schema import ClusterConfig, Reduction
+from canzona_cli.config.schema import ClusterConfig, Gathering, Reduction
+from canzona_cli.planner.buckets import bucket_end
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.plan import Bucket, PlanSettings, Range
-from canzona_cli.planner.reduction import SIMILAR, WORTH, ReductionModel, scratch_bytes, shares
+from canzona_cli.planner.reduction import (
+    SIMILAR,
+    WORTH,
+    ReductionModel,
+    collectives,
+    gathering_bytes,
+    scratch_bytes,
+    sent_elements,
+)
+from canzona_cli.planner.rings import Segment, handovers, padded_part, shares
 from tests.sizes import H100, layout, run
 
 CANZONA = PlanSettings(strategy="canzona")
@@ -68,8 +79,11 @@ def test_a_bucket_of_one_owner_floods_it_all_to_all() -> None:
 
 def test_one_rank_reduces_nothing() -> None:
     one = bucket([MIB])
-    for how in ("reduce", "all_to_all", "even"):
+    for how in ("reduce", "all_to_all", "padded", "ring", "even"):
         assert model(1).reduce(replace(one, reduction=how)).seconds == 0
+    ways: list[Gathering] = ["broadcast", "padded", "ring", "even"]
+    for back in ways:
+        assert model(1).gather(replace(one, gathering=back)).seconds == 0
     assert model(1).choose([one], CANZONA, scratch=True) == (one,)
 
 
@@ -85,9 +99,15 @@ def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
 ) -> None:
     prices = model(dp, cluster=replace(H100, intra_node_latency_us=latency))
     one = bucket(sizes, [place % dp for place in range(len(sizes))])
+    one = replace(one, elements=bucket_end(one.elements, dp))
     wanted = PlanSettings(strategy=strategy)  # type: ignore[arg-type]
     (chosen,) = prices.choose([one], wanted, scratch=scratch)
-    assert replace(chosen, reduction="reduce") == one
+    assert replace(chosen, reduction="reduce", gathering="broadcast") == one
+    if not scratch or strategy == "asc":
+        assert chosen == one
+    if (chosen.reduction, chosen.gathering) != ("reduce", "broadcast"):
+        for priced in (prices.reduce, prices.gather):
+            assert priced(chosen) == priced(one) or priced(chosen).seconds <= WORTH * priced(one).seconds
     if chosen.reduction == "all_to_all":
         assert scratch
         assert strategy == "canzona"
@@ -107,10 +127,14 @@ def test_even_shares_on_links_of_long_hops_travel_all_to_all_where_there_is_memo
 
 def test_what_is_asked_for_is_what_is_done() -> None:
     one = bucket([MIB, 5])
-    for asked in ("reduce", "all_to_all"):
+    ways: list[tuple[Reduction, Gathering]] = [
+        *(("reduce", "broadcast"), ("all_to_all", "broadcast"), ("padded", "padded"), ("ring", "ring"))
+    ]
+    for asked, back in ways:
         for strategy in ("canzona", "asc"):
             wanted = PlanSettings(strategy=strategy, reduction=asked)
-            assert model(2).choose([one], wanted, scratch=False)[0].reduction == asked
+            [chosen] = model(2).choose([one], wanted, scratch=False)
+            assert (chosen.reduction, chosen.gathering) == (asked, back)
     aligned = PlanSettings(strategy="canzona", layout="aligned")
     assert model(2).choose([one], aligned, scratch=True)[0].reduction == "even"
     assert model(2).choose([one], replace(aligned, reduction="reduce"), scratch=True)[0].reduction == "reduce"
@@ -125,3 +149,86 @@ def test_scratch_is_every_ranks_copy_of_ones_own_share_and_what_had_to_be_packed
     packed = bucket([300, 100, 50], [0, 2, 0], reduction="all_to_all")
     assert scratch_bytes(packed, 4, 4) == {0: 16 * 350 + 1800, 1: 1800, 2: 16 * 100 + 1800, 3: 1800}
     assert scratch_bytes(travelling, 1, 4) == {}
+
+
+@given(
+    ranks=st.sampled_from([2, 4, 8]),
+    held=st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 7), st.integers(0, 63)), min_size=1, max_size=12),
+)
+def test_a_ring_hands_every_element_over_once_in_messages_of_ascending_owners(
+    ranks: int, held: list[tuple[int, int, int]]
+) -> None:
+    ranges, position = [], 0
+    for place, (size, owner, gap) in enumerate(held):
+        ranges.append(Range(start=position, end=position + size, owner=owner % ranks, matrices=(place,)))
+        position += size + gap
+    one = replace(bucket([1]), elements=bucket_end(position, ranks), ranges=tuple(ranges))
+    part = one.elements // ranks
+    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    for runs in handovers(one, ranks):
+        assert any(runs)
+        for rank, message in enumerate(runs):
+            assert all(a.end == b.start and a.owner < b.owner for a, b in pairwise(message))
+            found[rank] += message
+    owner_of = [owned.owner for owned in ranges for _ in range(owned.start, owned.end)]
+    position_of = [place for owned in ranges for place in range(owned.start, owned.end)]
+    handed = {place: segment.owner for of_rank in found for segment in of_rank for place in range(*segment[1:])}
+    assert [handed[place] for place in position_of] == owner_of
+    assert len(handed) == one.elements == sum(end - start for of_rank in found for _, start, end in of_rank)
+    for rank, segments in enumerate(found):
+        assert all(rank * part <= start < end <= (rank + 1) * part for _, start, end in segments)
+
+
+def test_a_ring_is_native_collectives_of_the_bucket_and_what_is_not_with_its_owner() -> None:
+    cluster = replace(FAST_MEMORY, intra_node_latency_us=0.0)
+    one = bucket([6 * MIB, MIB, MIB], [0, 1, 2], "ring")
+    # Parts of two: 4 of owner 0's six are elsewhere; rank 3's part is of owners 1 and 2, and rank 1 and 2 have none.
+    assert model(cluster=cluster).reduce(one).seconds == pytest.approx((8 * 3 / 4 + 4) * MIB * 4 / MACHINE)
+    assert model(cluster=cluster).gather(replace(one, gathering="ring")).seconds == pytest.approx(
+        (8 * 3 / 4 + 4) * MIB * 2 / MACHINE
+    )
+    assert collectives(replace(one, gathering="ring"), 4) == (2, 2)
+    assert collectives(replace(one, ranges=one.ranges[::-1]), 1) == (0, 0)
+    assert scratch_bytes(one, 4, 4) == {0: 24 * MIB, 1: 4 * MIB, 2: 4 * MIB}
+    assert gathering_bytes(replace(one, gathering="ring"), 4, 2) == {0: 12 * MIB, 1: 2 * MIB, 2: 2 * MIB}
+    assert sent_elements(one, "ring", 4) == 8 * MIB
+
+
+def test_padded_shares_are_as_long_as_the_longest_and_copied() -> None:
+    slow = replace(H100, memory_gb_per_s=1.0, launch_us=0.0)
+    one = bucket([3 * MIB, MIB, MIB, MIB], reduction="padded")
+    assert padded_part(one) == 3 * MIB
+    moved = model(cluster=FAST_MEMORY).reduce(one)
+    assert moved.link_s == pytest.approx(12 * 3 / 4 * MIB * 4 / MACHINE)
+    copies = 2 * (6 + 3) * MIB / memory_rate(slow)
+    assert model(cluster=slow).reduce(one).latency_s == pytest.approx(4 * copies, rel=1e-3)
+    assert model(cluster=slow).gather(replace(one, gathering="padded")).latency_s == pytest.approx(2 * copies, rel=1e-3)
+    assert collectives(replace(one, gathering="padded"), 4) == (1, 1)
+    assert scratch_bytes(one, 4, 4) == dict.fromkeys(range(4), 4 * 3 * MIB * 4)
+    assert gathering_bytes(replace(one, gathering="padded"), 4, 2) == dict.fromkeys(range(4), 4 * 3 * MIB * 2)
+    assert sent_elements(one, "padded", 4) == 9 * MIB
+
+
+EVEN_BUT_NOT_IN_ORDER = bucket([2 * MIB, *[4 * MIB] * 7, 2 * MIB], [6, 1, 0, 3, 2, 5, 4, 7, 6])
+UNEVEN = bucket([4 * MIB, *[MIB] * 6, MIB // 2])
+OF_32B = bucket([6_553_600, 5_242_880, 16_384_000, 16_384_000, 16_384_000], [0, 1, 3, 4, 5])
+"""The second bucket of 32B on 32 owners: padding would be eight times as much as there is."""
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks", "chosen"),
+    [(EVEN_BUT_NOT_IN_ORDER, 8, "padded"), (UNEVEN, 8, "ring"), (OF_32B, 32, "ring")],
+    ids=["even", "uneven", "32B"],
+)
+def test_a_native_collective_is_chosen_where_each_owners_is_a_launch_of_its_own(
+    one: Bucket, ranks: int, chosen: str
+) -> None:
+    one = replace(one, elements=bucket_end(one.elements, ranks))
+
+    def ways(*, grouped: bool) -> tuple[str, str]:
+        cluster = replace(H100, gpus_per_node=1, inter_node_latency_us=14.0, grouped_collectives=grouped)
+        [found] = model(ranks, cluster=cluster).choose([one], CANZONA, scratch=True)
+        return found.reduction, found.gathering
+
+    assert ways(grouped=True) == ("reduce", "broadcast")
+    assert ways(grouped=False) == (chosen, chosen)

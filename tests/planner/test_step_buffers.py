@@ -7,6 +7,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.planner.activations import transient
 from canzona_cli.planner.memory import BATCH_BYTES, batch_bytes, least_step_bytes, plan_memory, step_buffers
 from canzona_cli.planner.plan import Bucket, MicroGroup, Plan
 from canzona_cli.planner.planner import plan_unbounded
@@ -122,6 +123,29 @@ def test_copies_for_an_all_to_all_count_for_two_buckets_while_backward_runs() ->
     more, less = (plan_memory(run, layout, p) for run, p in ((config, plan), (free, per_owner)))
     assert more.parts["workspace"] > less.parts["workspace"]
     assert more.parts["exchange"] == less.parts["exchange"] > 0
+
+
+def test_rings_hold_ones_share_of_all_gradients_and_of_two_buckets_weights() -> None:
+    config, _, plan = planned("8b", 8, 1, reduction="ring")
+    buckets = [bucket for bucket in plan.buckets if bucket.stage == 0]
+    for owner, found in enumerate(step_buffers(config, plan, 0)):
+        own = [sum(part.end - part.start for part in one.ranges if part.owner == owner) for one in buckets]
+        assert found.reduction == 4 * sum(own)
+        assert found.gathering == 2 * sum(sorted(own)[-2:])
+
+
+def test_padded_copies_are_counted_for_two_buckets_under_backward_and_under_forward() -> None:
+    config, layout, plan = planned("8b", 8, 1, reduction="padded")
+    buckets = [bucket for bucket in plan.buckets if bucket.stage == 0]
+    longest = [max(part.end - part.start for part in one.ranges) for one in buckets]
+    assert all(len(one.ranges) == len({part.owner for part in one.ranges}) for one in buckets)
+    two = layout.dp * sum(sorted(-(-share // 64) * 64 for share in longest)[-2:])
+    for found in step_buffers(config, plan, 0):
+        assert (found.reduction, found.gathering) == (4 * two, 2 * two)
+    needed = transient(config, layout, 0)
+    free = needed.parts()["workspace"]
+    gathered = needed.parts(gathering=needed.logits + free + 7)["workspace"]
+    assert gathered == free + 7, "while weights arrive there are no logits"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

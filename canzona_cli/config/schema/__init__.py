@@ -22,6 +22,7 @@ from canzona_cli.config.schema.run import (
     BufferLayout,
     CheckpointConfig,
     EngineConfig,
+    Gathering,
     Grouping,
     Layout,
     Reduction,

@@ -30,9 +30,12 @@ Strategy = Literal["canzona", "asc", "layerwise", "sc"]
 BufferLayout = Literal["contiguous", "owner", "aligned"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
-Reduction = Literal["reduce", "all_to_all", "even"]
-"""How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; Megatron's
-reduce-scatter of equal shards."""
+Reduction = Literal["reduce", "all_to_all", "padded", "ring", "even"]
+"""How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; a
+reduce-scatter of shares padded to the longest; a reduce-scatter of the bucket in equal parts, whose owners are then
+handed them; Megatron's reduce-scatter of equal shards."""
+Gathering = Literal["broadcast", "padded", "ring", "even"]
+"""How its weights come back: one broadcast per owner, or an all-gather, the same ways round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,9 @@ class EngineConfig:
     ] = None
     reduction: Annotated[
         Reduction | None,
-        "How gradients get to their owners; null: chosen for each bucket by its shares.",
+        "How gradients get to their owners, and weights back: reduce (and broadcast) by owner, all_to_all with a local "
+        "fp32 sum, one native collective of padded shares, one of equal parts that are handed on to owners (ring), "
+        "or of equal shards (even). null: the fastest for each bucket.",
         SPREAD | PLAN,
     ] = None
     plan: Annotated[

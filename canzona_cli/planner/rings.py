@@ -1,0 +1,88 @@
+"""What a bucket's uneven shares come to in native collectives of equal parts: who has what of it, and hands it to whom.
+
+A reduce-scatter and an all-gather give every rank as much as any other; owners' shares are not alike. Two ways out:
+
+    ranges of a bucket     | 0: aaaaaa | 1: b | 2: cc |
+    padded (`padded_part`) | aaaaaa | b..... | cc.... |     a copy, every share padded to the longest: one collective
+    ring (`handovers`)     | aaa | aaa | bcc |              Megatron's buffer as it lies, cut into equal parts: rank 1
+                                                            still has to hand its part to 0, and rank 2 b to 1
+In a ring, an all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its
+messages lie in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each; one is
+usual. Only owners' own shares are copied.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from canzona_cli.planner.buckets import align
+from canzona_cli.planner.plan import Bucket, Range
+
+
+class Segment(NamedTuple):
+    """Consecutive elements of a bucket on one rank's part, of one owner; alignment behind a range belongs to it."""
+
+    owner: int
+    start: int
+    end: int
+
+
+Run = tuple[Segment, ...]
+"""Of one rank's part: adjoining segments, each of a later owner than the one before."""
+
+
+def shares(bucket: Bucket) -> dict[int, int]:
+    """Elements of each owner that has any, alignment inside its ranges included."""
+    found: dict[int, int] = {}
+    for part in bucket.ranges:
+        found[part.owner] = found.get(part.owner, 0) + part.end - part.start
+    return found
+
+
+def padded_part(bucket: Bucket) -> int:
+    """Elements of every rank's part where each share is padded to the longest."""
+    return align(max(shares(bucket).values()))
+
+
+def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    """All-to-alls of a ring, in order: of each rank, the run of its part that it hands over (is handed).
+
+    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`.
+    """
+    return _handovers(bucket.ranges, bucket.elements, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    runs = [_runs(part) for part in _parts(ranges, elements, ranks)]
+    return tuple(
+        tuple(of_part[number] if number < len(of_part) else () for of_part in runs)
+        for number in range(max(map(len, runs)))
+    )
+
+
+def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
+    """Segments of each rank's part, ascending."""
+    part = elements // ranks
+    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    borders = [0, *(later.start for later in ranges[1:]), elements]
+    for held, (start, end) in zip(ranges, pairwise(borders), strict=True):
+        while start < end:
+            rank = start // part
+            stop = min(end, (rank + 1) * part)
+            found[rank].append(Segment(held.owner, start, stop))
+            start = stop
+    return found
+
+
+def _runs(part: Sequence[Segment]) -> list[Run]:
+    runs: list[list[Segment]] = []
+    for segment in part:
+        if not runs or segment.owner < runs[-1][-1].owner:
+            runs.append([segment])
+        elif segment.owner == runs[-1][-1].owner:
+            runs[-1][-1] = runs[-1][-1]._replace(end=segment.end)
+        else:
+            runs[-1].append(segment)
+    return [tuple(run) for run in runs]
