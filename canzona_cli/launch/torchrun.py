@@ -124,7 +124,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes in native code leaves its Python stack in its log
         "TOKENIZERS_PARALLELISM": "false",  # its threads and forked data workers deadlock
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # each rank of a group that breaks down would print pages of warnings
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed; torch 2.11: 30
     }
     if on_gpu:
         # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron recommends

@@ -109,11 +109,11 @@ def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     wanted = found["PYTORCH_ALLOC_CONF"]
     assert "expandable_segments:True" in wanted
-    assert "pinned_max_round_threshold_mb:64" in wanted
     torch._C._accelerator_setAllocatorSettings(wanted)  # refuses what this torch does not know
     # torch 2.11 and 2.12 have no such word in their list, and end with "Unrecognized key".
-    monkeypatch.setattr(torchrun, "installed_version", lambda package: "2.12.1+cu130")
-    assert "pinned_max_round_threshold_mb" not in worker_environment(cuda)["PYTORCH_ALLOC_CONF"]
+    for release, known in (("2.12.1+cu130", False), ("2.13.0+cu130", True)):
+        monkeypatch.setattr(torchrun, "installed_version", lambda package, found=release: found)
+        assert ("pinned_max_round_threshold_mb:64" in worker_environment(cuda)["PYTORCH_ALLOC_CONF"]) is known
     assert not {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"} & worker_environment(config).keys()
     # torch reads the older name first, but would mix both.
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
