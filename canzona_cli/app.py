@@ -21,6 +21,7 @@ COMMANDS = {
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",
+    "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
     "checkpoint": "List, verify and show checkpoints.",
     "report": "Show how a run went and where its step time goes.",

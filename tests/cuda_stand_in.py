@@ -89,6 +89,8 @@ class Record:
     """The host read a tensor, other than through a copy that it had waited for."""
     host_saw_too_early: list[str] = field(default_factory=list)
     """The host read pinned memory that a stream may not have written yet."""
+    made_bytes: list[int] = field(default_factory=list)
+    """Of each tensor that was made on the device."""
     pinned: int = 0
     """Tensors that were asked for in pinned memory."""
 
@@ -162,6 +164,7 @@ class _Device:
         self.on_host.discard(storage)
         self.pinned.discard(storage)
         self.made_on[storage] = self.current[-1]
+        self.record.made_bytes.append(tensor.nbytes)
 
     def read(self, storage: int, what: str) -> None:
         """The host reads memory."""

@@ -26,6 +26,8 @@ from canzona_cli.run.machine import cores
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
 """A larger spread (interquartile range over median) is reported."""
+VERSION = 1
+"""Of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,7 @@ def _micro_batch(config: RunConfig) -> int:
 def content_of(found: Calibration, written: Path | None) -> dict[str, object]:
     """What `--json` prints."""
     return {
+        "version": VERSION,
         "profile_file": None if written is None else str(written),
         "status": found.outcome.status,
         "seconds": found.seconds,

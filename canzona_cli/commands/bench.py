@@ -104,7 +104,11 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
     sweep = prepare_sweep(overrides, options, recipes_dirs)
     warn(line for session in sweep.sessions.values() for line in session.warnings)
     results = run_sweep(sweep, progress)
-    content = {"sweep": sweep.kind, "results": {value: content_of(result) for value, result in results.items()}}
+    content = {
+        "version": 1,
+        "sweep": sweep.kind,
+        "results": {value: content_of(result) for value, result in results.items()},
+    }
     view, draw = SweepView(sweep.kind, results), partial(draw_sweep, sweep.kind, results)
     _conclude(content, options, view, draw, results.values(), as_json=as_json)
 

@@ -44,8 +44,9 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
 
 
-def checked_data(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Check a run's data as far as it is there, and warn of what it is not good for.
+def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
+    """Check what a run will open as far as it is there; warn of what its data is not good for, and say what only
+    running somebody's code would tell.
 
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.
@@ -58,6 +59,9 @@ def checked_data(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
 
         corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
     warn(data_warnings(config, layout, corpus))
+    if config.optimizer.name == "custom" and not config.optimizer.built_in:
+        source = config.optimizer.source
+        progress(f"note: not tried here: whether {source} can update matrices; a run tries it before it trains")
     return corpus
 
 

@@ -1,15 +1,21 @@
 """`canzona recipes`: list, show and copy recipes, and show their layouts on numbers of GPUs."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show as show_page
 from canzona_cli.commands.output import warn_about
 from canzona_cli.config.completion import complete_recipe
 
+if TYPE_CHECKING:
+    from canzona_cli.config.tree import RecipeInfo
+
+JSON_VERSION = 1
+"""Of what the commands print with --json; additions keep it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Name = Annotated[
@@ -20,7 +26,7 @@ OverrideList = Annotated[list[str] | None, overrides_argument("Settings to chang
 
 
 @app.command("list")
-def list_(recipes_dir: RecipesDirs = None) -> None:
+def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List every recipe, yours and the built-in ones."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
@@ -31,6 +37,10 @@ def list_(recipes_dir: RecipesDirs = None) -> None:
     recipes = list_recipes(recipes_dir or ())
     sizes = {recipe.name: 0 if recipe.model is None else parameter_count(recipe.model).total for recipe in recipes}
     recipes.sort(key=lambda recipe: (recipe.builtin, sizes[recipe.name]))
+    if as_json:
+        listed = [{**_content(recipe), "parameters": sizes[recipe.name] or None} for recipe in recipes]
+        show_page({"version": JSON_VERSION, "recipes": listed})
+        return
     has_own = any(not recipe.builtin for recipe in recipes)
     table = Table()
     table.add_column("recipe", no_wrap=True)
@@ -54,7 +64,7 @@ def list_(recipes_dir: RecipesDirs = None) -> None:
 
 
 @app.command()
-def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDirs = None) -> None:
+def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """Print a recipe as composed, and the files it comes from.
 
     Null values are chosen when a run starts.
@@ -64,6 +74,10 @@ def show(name: Name, overrides: OverrideList = None, recipes_dir: RecipesDirs = 
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     warn_about(composed)
+    if as_json:
+        files = [str(file) for file in composed.files]
+        show_page({"version": JSON_VERSION, "files": files, "settings": asdict(composed.config)})
+        return
     typer.echo("# Composed, later files over earlier ones, from")
     for file in composed.files:
         typer.echo(f"#   {shown(file)}")
@@ -102,6 +116,7 @@ def layouts(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Recipes. [default: all built-in sizes]", show_default=False),
     ] = None,
+    as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Show each size on 1 to 1024 GPUs.
@@ -118,7 +133,16 @@ def layouts(
     configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in wanted]
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
+    if as_json:
+        show_page({"version": JSON_VERSION, "recipes": [of_sizes(config).as_json() for config in configs]})
+        return
     for index, config in enumerate(configs):
         if index:
             typer.echo()
         show_page(of_sizes(config))
+
+
+def _content(recipe: "RecipeInfo") -> dict[str, object]:
+    """A recipe's line in `canzona recipes list --json`."""
+    said = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
+    return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in said}}

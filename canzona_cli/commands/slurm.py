@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_data, warn_about
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import checked_inputs, show, warn_about
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,7 @@ def slurm(
     needs: Annotated[
         bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")
     ] = False,
+    as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Print a run's sbatch script, or submit it.
@@ -76,11 +77,15 @@ def slurm(
         typer.echo(f"{torchrun.node_count(config)} {gpus}")
         return
     obtain_plan(config, layout)  # what cannot be planned is not submitted
-    checked_data(config, layout)
+    checked_inputs(config, layout)
     for folder in recipes_dir or []:
         arguments += ["--recipes-dir", str(folder.absolute())]
     if not submit:
-        typer.echo(slurm_job.render(config, options, arguments), nl=False)
+        script = slurm_job.render(config, options, arguments)
+        if as_json:
+            show(_content(config, script=script))
+        else:
+            typer.echo(script, nl=False)
         return
     name = job_name or config.name
     kept = slurm_job.write_arguments(Path(config.run.root) / "slurm", name, arguments)
@@ -89,7 +94,29 @@ def slurm(
     except BaseException:
         kept.unlink(missing_ok=True)
         raise
-    _say(job, config, Console(highlight=False))
+    if as_json:
+        show(_content(config, job=job))
+    else:
+        _say(job, config, Console(highlight=False))
+
+
+def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
+    """What `--json` prints; additions keep `version`."""
+    from canzona_cli.launch.torchrun import node_count, ranks_per_node
+
+    return {
+        "version": 1,
+        "nodes": node_count(config),
+        "ranks_per_node": ranks_per_node(config),
+        "script": script,
+        "job_id": None if job is None else job.job_id,
+        "log": None if job is None else str(job.log),
+        "run_dir": None if job is None else _run_dir(job, config),
+    }
+
+
+def _run_dir(job: "Submitted", config: "RunConfig") -> str:
+    return config.run.dir or f"{config.run.root}/{config.name}-{job.log.stem.rpartition('-')[2]}"
 
 
 def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
@@ -117,11 +144,10 @@ def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
     from canzona_cli.launch.torchrun import node_count
     from canzona_cli.run.words import plural
 
-    run_dir = config.run.dir or f"{config.run.root}/{config.name}-{job.log.stem.rpartition('-')[2]}"
     lines = {
         "job": f"{job.job_id}, {config.name} on {plural(node_count(config), 'machine')}",
         "log": str(job.log),
-        "run": run_dir,
+        "run": _run_dir(job, config),
         "watch": f"squeue --jobs={job.job_id}",
         "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, continues from it)",
         "end": f"scancel {job.job_id}  (its checkpoints stay)",

@@ -26,18 +26,22 @@ def train(
             "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON instead of text.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step; twice stops at once."""
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
+    if as_json and not dry_run:
+        reason, fix = "a run is shown while it goes on", "add --dry-run; of a run: canzona report --json"
+        raise ConfigError(Problem(key="--json", reason=reason, fix=fix))
     requests = Requests(raising=True)
     with handled(requests.add):
         try:
             from canzona_cli.commands.train_run import run  # takes a while, in which signals may come
 
             wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
-            run(wanted, recipes_dir or [], requests, dry_run=dry_run)
+            run(wanted, recipes_dir or [], requests, dry_run=dry_run, as_json=as_json)
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

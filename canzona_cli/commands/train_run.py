@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import checked_data, progress, tell, tell_batch, warn, warn_about
+from canzona_cli.commands.output import checked_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
@@ -39,7 +39,9 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import plural
 
 
-def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, dry_run: bool) -> None:
+def run(
+    overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, dry_run: bool, as_json: bool = False
+) -> None:
     """The whole command.
 
     Args:
@@ -60,7 +62,7 @@ def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, d
         progress(note)
     plan = obtain_plan(config, layout)
     if dry_run:
-        _show(config, layout, plan, console)
+        _show(config, layout, plan, console, as_json=as_json)
         return
     try:
         outcome, directory = _launch(config, layout, plan, console, requests)
@@ -72,8 +74,8 @@ def run(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, d
     _conclude(outcome, directory, config, console)
 
 
-def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Console) -> None:
-    corpus = checked_data(config, layout)
+def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Console, *, as_json: bool) -> None:
+    corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     shown = DryRun(
         config=config,
@@ -84,7 +86,10 @@ def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Con
         memory=estimate(config, layout),
         command=torchrun.build(config, run_dir),
     )
-    console.print(shown, soft_wrap=True)
+    if as_json:
+        show(shown.as_json())
+    else:
+        console.print(shown, soft_wrap=True)
     try:
         found = resumption(config, layout)
     except CanzonaError as error:

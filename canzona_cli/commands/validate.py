@@ -2,14 +2,17 @@
 
 from typing import Annotated
 
-from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_data, tell_batch, warn_about
+import typer
+
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import checked_inputs, show, tell_batch, warn_about
 
 
 def validate(
     overrides: Annotated[
         list[str] | None, overrides_argument("The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.")
     ] = None,
+    as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Check a recipe and its overrides, how they fit the cluster, plan and prepared data; shows all mistakes at once.
@@ -24,16 +27,27 @@ def validate(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
+    from canzona_cli.errors import CanzonaError
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
+    from canzona_cli.report.resolved import refused_json, resolved_json
 
-    composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
-    warn_about(composed)
-    config, layout = resolve(composed.config)
-    tell_batch(composed.config, layout)
-    plan = obtain_plan(config, layout)
-    corpus = checked_data(config, layout)
+    try:
+        composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
+        warn_about(composed)
+        config, layout = resolve(composed.config)
+        tell_batch(composed.config, layout)
+        plan = obtain_plan(config, layout)
+        corpus = checked_inputs(config, layout)
+    except CanzonaError as error:
+        if not as_json:
+            raise
+        show(refused_json(error))
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        show({**resolved_json(config, layout, plan), "ok": True, "file": str(composed.recipe_file)})
+        return
 
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))

@@ -3,14 +3,15 @@
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 from canzona_cli.config.execution import Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
+from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import problem_with
+from canzona_cli.config.source_class import source_problem
 from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
@@ -31,6 +32,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_data(config),
         *_cluster(config),
         *_measurements(config),
+        *physics_problems(config.cluster),
         *(_recorded_steps(config) if training else ()),
         *safety_problems(config),
     ]
@@ -152,15 +154,13 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
     if not colon or not place or not name.isidentifier():
         reason = "does not name a file or module and a class in it"
         yield problem_with(config, "optimizer.source", reason, f"write {form}")
-    elif place.endswith(".py"):
-        if not Path(place).is_file():
-            fix = "give its path from here, or its whole path"
-            yield problem_with(config, "optimizer.source", f"there is no file {place} in {Path.cwd()}", fix)
-    elif not custom.built_in and place.partition(".")[0] not in custom.allow:
+    elif not place.endswith(".py") and not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
         yield problem_with(config, "optimizer.source", reason, fix)
+    elif (missing := source_problem(place, name)) is not None:
+        yield problem_with(config, "optimizer.source", missing, f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"

@@ -39,11 +39,11 @@ def recipe_text(config: RunConfig, *, origin: str) -> str:
     return text
 
 
-def write_recipe(destination: Path, text: str, *, force: bool) -> None:
+def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
     """Writes the file. Raises ConfigError when it exists and `force` is off, or when it cannot be written."""
     if destination.suffix not in (".yaml", ".yml"):
         fix = f"name it {destination.with_suffix('.yaml')}"
-        raise ConfigError(Problem(key="DEST", value=str(destination), reason="a recipe file ends in .yaml", fix=fix))
+        raise ConfigError(Problem(key="DEST", value=str(destination), reason=f"{what} file ends in .yaml", fix=fix))
     if destination.is_dir():
         raise ConfigError(Problem(key="DEST", value=str(destination), reason="is a folder", fix="name a file in it"))
     try:

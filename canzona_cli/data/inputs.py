@@ -112,11 +112,11 @@ def stdlib_sources() -> list[Source]:
         EnvironmentProblem: this Python comes without readable sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if not _LEFT_OUT.intersection(path.relative_to(root).parts) and not path.name.startswith(_GENERATED)
-    ]
+    names = []
+    for folder, folders, files in root.walk():
+        folders[:] = (name for name in folders if name not in _LEFT_OUT)  # packages beside it may be many
+        modules = (name for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
+        names += [(folder / name).relative_to(root) for name in modules]
     names.sort(key=lambda name: (hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix()))
     sources = [
         Source(label=f"stdlib:{name.as_posix()}", path=root / name, format="text", size=(root / name).stat().st_size)

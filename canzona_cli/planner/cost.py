@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.execution import execution_of
+from canzona_cli.config.physics import SCATTER
 from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.errors import Problem
 from canzona_cli.planner.plan import Algorithm
 from canzona_cli.run.phases import Phase
 
@@ -266,6 +268,20 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
         return None
     wanted = (prefix + label(a), rows, cols)
     return next((entry[3] for entry in cluster.measured_updates if entry[:3] == wanted), None)
+
+
+def impossible_measurements(a: Algorithm, cluster: ClusterConfig) -> Iterator[Problem]:
+    """Measured updates of an algorithm whose products alone would exceed a GPU's peak."""
+    if cluster.device == "cpu":
+        return
+    for name, rows, cols, seconds in cluster.measured_updates:
+        if name.removeprefix("megatron/") != label(a):
+            continue
+        rate = sum(2.0 * count * m * k * n for count, m, k, n in work(a, rows, cols)[0].products) / seconds / 1e12
+        if rate > SCATTER * cluster.bf16_tflops:
+            reason = f"is {rate:,.0f} TFLOP/s, above cluster.bf16_tflops={cluster.bf16_tflops:g}"
+            row = [name, rows, cols, seconds]
+            yield Problem(key="cluster.measured_updates", value=row, reason=reason, fix="measure it: canzona calibrate")
 
 
 def _unit(a: Algorithm) -> Unit:

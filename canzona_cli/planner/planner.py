@@ -17,7 +17,7 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.activations import stage_weights, transient
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
-from canzona_cli.planner.cost import Implementation, algorithm, seconds
+from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, seconds
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
@@ -149,8 +149,14 @@ def settings(config: RunConfig) -> PlanSettings:
 def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
-    """Seconds of each matrix's update, to `COST_DIGITS` digits."""
+    """Seconds of each matrix's update, to `COST_DIGITS` digits.
+
+    Raises:
+        ConfigError: the profile has measurements that no such device could reach.
+    """
     how = algorithm(config)
+    if problems := tuple(impossible_measurements(how, config.cluster)):
+        raise ConfigError(*problems)
     by_shape = {
         shape: float(f"{seconds(how, *shape, config.cluster, implementation):.{COST_DIGITS - 1}e}")
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}

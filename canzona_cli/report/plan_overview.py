@@ -18,6 +18,9 @@ from canzona_cli.report.tables import Table
 from canzona_cli.run.words import layout_code, step_time
 from canzona_cli.simulate.study import Study, study_run
 
+VERSION = 1
+"""Of what `--json` prints; additions keep it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizePlan:
@@ -82,7 +85,7 @@ class Overview(Page):
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
-        return {"plans": [plan.as_json() for plan in self.plans]}
+        return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
 
 
 def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview:

@@ -1,7 +1,7 @@
 """`canzona recipes layouts`: the layout of each size on each number of GPUs, and whether it fits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import RenderableType
 
@@ -39,6 +39,20 @@ class Layouts(Page):
 
     config: RunConfig
     rows: tuple[Row, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Its part of `canzona recipes layouts --json`."""
+        rows = [
+            {
+                "gpus": row.gpus,
+                "fits": row.fits,
+                "layout": None if row.candidate is None else asdict(row.candidate.layout),
+                "memory_bytes": None if row.candidate is None else row.candidate.memory.total,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config), "rows": rows}
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         model, cluster = self.config.model, self.config.cluster

@@ -76,6 +76,8 @@ class RunView(Page):
         planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
         took = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
         yield "steps", f"{summary.step:,}{planned}{took}"
+        if summary.supply is not None:
+            yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
         for text in guarded(summary.skipped, summary.fallbacks):
             yield "guards", Text(text, style="yellow")
         for label, points in (("loss", summary.losses), ("validation", summary.validations)):

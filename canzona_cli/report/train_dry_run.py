@@ -19,6 +19,7 @@ from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_plan, rank_word
 from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.resolved import resolved_json
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
 
@@ -38,6 +39,23 @@ class DryRun(Page):
     plan: Obtained | None
     memory: MemoryEstimate
     command: LaunchCommand
+
+    def as_json(self) -> dict[str, object]:
+        """The stable form of `canzona train --dry-run --json`; additions keep `version`, anything else raises it."""
+        memory = self.memory
+        return {
+            **resolved_json(self.config, self.layout, self.plan),
+            "memory": {
+                "parts_bytes": dict(memory.parts),
+                "total_bytes": memory.total,
+                "capacity_bytes": memory.capacity,
+                "worst_rank": str(memory.worst_rank),
+            },
+            "nodes": node_count(self.config),
+            "ranks_per_node": ranks_per_node(self.config),
+            "environment": dict(self.command.environment),
+            "command": list(self.command.argv),
+        }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
+from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.records import (
@@ -35,7 +36,7 @@ class RunSummary:
 
     run_dir: Path
     status: str
-    """done, failed, interrupted, or unfinished when there is no result.json (still going, or killed)."""
+    """done, failed, diverged, interrupted, or unfinished when there is no result.json (still going, or killed)."""
     exit_code: int | None
     message: str
     losses: tuple[tuple[int, float], ...]
@@ -54,6 +55,8 @@ class RunSummary:
     """In the order in which they happened."""
     breakdown: Breakdown | None
     config: RunConfig | None
+    supply: Supply | None = None
+    """The tokens that the whole run wants, and those that there are; None where that is not known."""
     warnings: tuple[str, ...] = field(default=())
     """The warnings it gave while it ran: slow ranks, spikes of the loss, saves that failed."""
     notes: tuple[str, ...] = field(default=())
@@ -74,6 +77,7 @@ class RunSummary:
             "version": VERSION,
             "run_dir": str(self.run_dir),
             **{field: getattr(self, field) for field in alike},
+            "epochs": None if self.supply is None else self.supply.epochs,
             "loss": _ends(self.losses),
             "validation": _ends(self.validations),
             "errors": [_error_json(result) for result in self.errors],
@@ -125,9 +129,15 @@ def load_summary(run_dir: Path) -> RunSummary:
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
+        supply=_supply(files, config),
         warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
         notes=tuple(notes),
     )
+
+
+def _supply(files: RunFiles, config: RunConfig | None) -> Supply | None:
+    corpus, layout = load_if_sound(files.corpus, PreparedCorpus), load_if_sound(files.layout, Layout)
+    return None if config is None or corpus is None or layout is None else supply(config, layout, corpus)
 
 
 def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:

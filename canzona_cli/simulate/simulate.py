@@ -11,10 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from types import MappingProxyType
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.model.qwen3 import flops_per_token
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import implementation, memory_rate, step_factor
@@ -57,8 +60,22 @@ class StrategyResult:
 
 
 def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
-    """One iteration of the workload's strategy, on as many cores as the profile says."""
-    return _Simulation(with_strategy(config, workload.strategy), layout, workload).result()
+    """One iteration of the workload's strategy, on as many cores as the profile says.
+
+    Raises:
+        ConfigError: by the profile it would compute faster than the processor can.
+    """
+    result = _Simulation(with_strategy(config, workload.strategy), layout, workload).result()
+    tokens = layout.global_batch_size * config.train.seq_length
+    cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
+    utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
+    if utilisation > 1:
+        factors = {name: getattr(cluster, name) for name in ("forward_factor", "backward_factor")}
+        name, factor = min(factors.items(), key=itemgetter(1))
+        reason = f"makes model FLOP utilisation {utilisation:.0%} of cluster.bf16_tflops={cluster.bf16_tflops:g}"
+        fix = f"use cluster.{name}=1.0, or measure it: canzona calibrate"
+        raise ConfigError(Problem(key=f"cluster.{name}", value=factor, reason=reason, fix=fix))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

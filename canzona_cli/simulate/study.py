@@ -27,6 +27,8 @@ STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 Comparison = Literal["strategies", "layouts", "alpha"]
 LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+VERSION = 1
+"""Of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ class Study:
         mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc")
         balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {
+            "version": VERSION,
             "plan_hash": self.plan.hash,
             "plan_version": self.plan.version,
             "recipe": self.config.name,

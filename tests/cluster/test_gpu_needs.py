@@ -23,7 +23,7 @@ from canzona_cli.cluster.gpu_needs import (
     named,
     torch_cuda,
 )
-from canzona_cli.cluster.machine import GpuInfo
+from canzona_cli.cluster.machine import GpuInfo, installed_version
 from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.launch import preflight
 from tests.faults.support import LAYOUT, run_config
@@ -165,6 +165,9 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
     monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 8)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    versions = {"torch": "2.14.1"}
+    monkeypatch.setattr(gpu_needs, "installed_version", lambda name: versions.get(name) or installed_version(name))
     config = run_config(gpus=2)
     cuda = replace(config, cluster=replace(config.cluster, device="cuda", transformer_engine=True))
     with pytest.raises(EnvironmentProblem) as raised:
@@ -174,8 +177,9 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
     if importlib.util.find_spec("transformer_engine") is None:
         assert keys.pop() == "cluster.transformer_engine"
         assert "cluster.transformer_engine=false" in raised.value.problems[-1].fix
-    assert keys == ["NVIDIA driver", "NCCL_SOCKET_IFNAME"]
+    assert keys == ["NVIDIA driver", "NCCL_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
     driver(13000)
     preflight.check_machine(replace(cuda, cluster=replace(cuda.cluster, transformer_engine=False)), LAYOUT)
 

@@ -43,7 +43,7 @@ def make_run(root: Path, *, status: RunStatus | None = "done", steps: int = STEP
     for rank in range(4):
         save(files.rank(rank), RankResult(rank=rank, status=status or "running", time=1.0))
     if status is not None:
-        code = {"done": 0, "failed": 70, "interrupted": 130, "preempted": 75}[status]
+        code = {"done": 0, "failed": 70, "diverged": 70, "interrupted": 130, "preempted": 75}[status]
         save(files.result, RunResult(status=status, exit_code=code, step=steps))
     return files
 
@@ -59,6 +59,21 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
     assert done.stdout.count("┤") == 8, "the loss curve"
     assert "matrix update" in done.stdout
     assert "!" not in done.stdout, "nothing to note"
+    tokens = STEPS * 32 * 256
+    assert f"{tokens / CORPUS.train_tokens:.2g} (2.46 M tokens wanted, 9.3 M to train on)" in done.stdout
+    found = json.loads(canzona("report", str(files.root), "--json").stdout)
+    assert found["epochs"] == pytest.approx(tokens / CORPUS.train_tokens)
+
+
+def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", status="diverged", steps=7)
+    for rank in range(4):
+        error = RankError(type="Diverged", message="step 7: the loss is 270", since=3)
+        save(files.rank(rank), RankResult(rank=rank, status="diverged", error=error, time=1.0))
+    done = canzona("report", str(files.root))
+    assert done.returncode == 0
+    assert "diverged, exit code 70" in done.stdout
+    assert json.loads(canzona("report", str(files.root), "--json").stdout)["status"] == "diverged"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -166,7 +181,7 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     assert set(report) == {
         *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
         *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
-        "warnings",
+        *("warnings", "epochs"),
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
     assert report["loss"]["last"]["step"] == 40, "the last finite loss"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.commands.support import canzona
 
 
@@ -71,3 +73,32 @@ def test_a_tokenizer_that_is_not_there_is_found_before_a_run_needs_it() -> None:
     result = canzona("validate", "recipe=tiny", "data.tokenizer=bpee")
     assert result.returncode == 2
     assert "data.tokenizer = bpee" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("validate",), ("slurm",), ("train", "--dry-run")], ids=" ".join)
+def test_validate_slurm_and_the_dry_run_look_at_the_same_things(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Data and the class of an optimizer, which none of them runs; a run on too little text is told as a trial."""
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')\nclass Signed: ...\n")
+    custom, cluster = "optimizer=custom", ("recipe=tiny", "gpus=2")
+    for override, said in (
+        (("data=prepared", "data.path=absent"), "absent.bin"),
+        (("data.tokenizer=bpee",), "data.tokenizer = bpee"),
+        ((custom, "optimizer.source=own.py:Singed"), "did you mean Signed?"),
+        ((custom, "optimizer.source=absent.module:Own", "optimizer.allow=[absent]"), "no package absent here"),
+        (("parallel.tp=2", "engine.c_max_mib=0.01"), "engine.c_max_mib"),
+        (("optimizer.lr=100",), "optimizer.highest_lr=100"),
+    ):
+        refused = canzona(*command, *cluster, *override, cwd=tmp_path)
+        assert refused.returncode == 2, (override, refused.stdout)
+        assert said in " ".join(refused.stderr.split())
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 2000)
+    assert canzona("data", "prepare", "text.txt", "-o", "own", cwd=tmp_path).returncode == 0
+    data = ("data=prepared", "data.path=own", "train.eval_interval=0")
+    accepted = canzona(*command, *cluster, custom, "optimizer.source=own.py:Signed", *data, cwd=tmp_path)
+    assert accepted.returncode == 0, accepted.stderr
+    said = " ".join(accepted.stderr.split())
+    assert "not tried here: whether own.py:Signed can update matrices" in said
+    assert "the data is read 12 times" in said
+    trial = canzona(*command, *cluster, "train.steps=100000", cwd=tmp_path)
+    assert trial.returncode == 0
+    assert "THIS IS A TRIAL" in trial.stderr

@@ -14,14 +14,16 @@ from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Precision
+from canzona_cli.config.schema import Precision, RunConfig
 from canzona_cli.megatron import model, parallel
 from canzona_cli.training.step import train_step
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.engine_support import Digests, batches, heard, weights
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 
+CPU = torch.device("cpu")
 CONFIG, LAYOUT = fit.resolve(compose_run([*SMALL, "gpus=2", "parallel.tp=2"]).config)
 
 
@@ -34,12 +36,24 @@ def test_all_ranks_compile_or_none_does(lacking: int | None, monkeypatch: pytest
     """Fused cross-entropy adds up in one collective what else takes two: ranks that differ would wait for ever."""
     monkeypatch.setattr(model, "compiling_lacks", lambda: "gcc" if os.environ["RANK"] == str(lacking) else None)
 
-    def rank() -> tuple[bool, list[str]]:
-        with heard(model.__name__) as lines:
-            return model.can_compile(_start()), lines
+    asked: list[bool] = []
+
+    def described(config: RunConfig, world: parallel.World, *, compiled: bool) -> None:
+        asked.append(compiled)
+        raise InterruptedError  # nothing is built
+
+    monkeypatch.setattr(model, "transformer_config", described)
+
+    def rank() -> tuple[list[bool], list[str]]:
+        world = _start()
+        with heard(model.__name__) as lines, cuda_stand_in():
+            for device in (CPU, DEVICE):
+                with pytest.raises(InterruptedError):
+                    model.build_model(CONFIG, replace(world, device=device))
+        return asked, lines
 
     (first, said), (second, silent) = run_ranks(2, rank)
-    assert first is second is (lacking is None)
+    assert first == second == [False, lacking is None], "on CPU ranks nothing is compiled"
     assert len(said) == (lacking is not None)
     assert ("gcc" in "".join(said)) is (lacking == 0)
     assert silent == []

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
+from canzona_cli.training import garbage
 from canzona_cli.training.data import Batch, Datasets
 from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
@@ -196,10 +198,23 @@ def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, 
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0]
 
 
-def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
+class Thing:
+    """Refers to itself, so that only the collector can free it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "STEPS_BETWEEN", 2)
+    things: list[weakref.ref[Thing]] = []
+
     def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
-        # It would stop the ranks at different moments, and all of them would wait.
+        # By itself, collecting would stop the ranks at different moments, and all of them would wait.
         assert not gc.isenabled()
+        if step == 1:
+            things.append(weakref.ref(Thing()))
+        assert (things[0]() is None) == (step > 2)
         if step == STEPS:
             files.request_stop()
 

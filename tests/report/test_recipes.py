@@ -1,5 +1,6 @@
 """The table of layouts: complete, readable, honest about what does not fit."""
 
+import functools
 import io
 
 import pytest
@@ -8,10 +9,13 @@ from rich.console import Console
 from canzona_cli.report.recipes import GPU_COUNTS, layouts
 from tests.sizes import Size, run
 
+table = functools.cache(lambda size, gpu_counts: layouts(run(size, 1), gpu_counts))
+"""Seconds for the largest; what it is printed on decides its width."""
+
 
 def printed(size: Size, width: int, gpu_counts: tuple[int, ...] = GPU_COUNTS) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(layouts(run(size, 1), gpu_counts))
+    console.print(table(size, gpu_counts))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()

@@ -1,0 +1,73 @@
+"""`canzona clusters`: list, show and copy hardware profiles."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from canzona_cli.commands.arguments import AsJson, RecipesDirs
+from canzona_cli.commands.output import show as show_page
+
+if TYPE_CHECKING:
+    from canzona_cli.cluster.profiles import Profile
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _complete(incomplete: str) -> list[str]:
+    from canzona_cli.config.completion import complete_override
+
+    return [offer.removeprefix("cluster=") for offer in complete_override(f"cluster={incomplete}")]
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A profile's name or its file.", autocompletion=_complete)]
+
+
+@app.command("list")
+def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
+    """List the profiles: a GPU's or core's memory and rates, its links, and whether they were measured."""
+    from canzona_cli.cluster.profiles import list_profiles
+    from canzona_cli.report.clusters import ProfileList
+
+    listing = ProfileList(profiles=list_profiles(recipes_dir or ()))
+    show_page(listing.as_json() if as_json else listing)
+
+
+@app.command()
+def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
+    """Print a profile as it is written, with where each number comes from."""
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.report.clusters import profile_json
+
+    profile = _sound(name, recipes_dir)
+    if as_json:
+        show_page(profile_json(profile))
+        return
+    typer.echo(f"# {shown(profile.path)}")
+    typer.echo(profile.text, nl=False)
+
+
+@app.command()
+def copy(
+    name: Name,
+    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
+    recipes_dir: RecipesDirs = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a profile of your own to start from, under the name of its file."""
+    from canzona_cli.config.copies import write_recipe
+    from canzona_cli.config.recipes import shown
+
+    write_recipe(destination, _sound(name, recipes_dir).renamed(destination.stem), force=force, what="a profile")
+    typer.echo(f"Wrote {shown(destination)}. Use it with: cluster={shown(destination)}")
+
+
+def _sound(name: str, recipes_dirs: list[Path] | None) -> "Profile":
+    """Raises ConfigError with everything that is wrong with it."""
+    from canzona_cli.cluster.profiles import find_profile
+    from canzona_cli.errors import ConfigError
+
+    profile = find_profile(name, recipes_dirs or ())
+    if profile.problems:
+        raise ConfigError(*profile.problems)
+    return profile
