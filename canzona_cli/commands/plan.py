@@ -34,6 +34,9 @@ def plan(
         Path | None,
         typer.Option("--shapes", metavar="FILE", help="Plan the shapes in this YAML instead of the recipe's model."),
     ] = None,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first one won.")
+    ] = False,
     assumptions: Annotated[bool, typer.Option("--assumptions", help="List what the simulation assumes.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -62,6 +65,13 @@ def plan(
         raise ConfigError(*map(_with_hint, error.problems)) from None
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
+    if layouts:
+        _check_alone(out=out, plot=plot, compare=compare, shapes=shapes)
+        from canzona_cli.report.plan_layouts import layouts_of
+
+        fastest = layouts_of(config)
+        show(fastest.as_json() if json else fastest)
+        return
     _check_places(dry_run, out, plot)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
@@ -94,6 +104,18 @@ def _with_hint(problem: Problem) -> Problem:
 
 def _names_recipe(overrides: Sequence[str]) -> bool:
     return any(override.partition("=")[0].strip() == "recipe" for override in overrides)
+
+
+def _check_alone(**others: object) -> None:
+    """--layouts writes and draws nothing.
+
+    Raises:
+        ConfigError: with every other option that does.
+    """
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if given:
+        reason = "--layouts shows layouts, and no plan of one"
+        raise ConfigError(*(Problem(key=name, reason=reason, fix=f"leave out {name}, or --layouts") for name in given))
 
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:

@@ -14,7 +14,10 @@ def train(
         list[str] | None, overrides_argument("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
+        bool, typer.Option("--dry-run", help="Print what the run comes to and its torchrun command; start nothing.")
+    ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--config", help="With --dry-run: print the resolved configuration too.")
     ] = False,
     trace: Annotated[
         str | None,
@@ -35,13 +38,17 @@ def train(
     if as_json and not dry_run:
         reason, fix = "a run is shown while it goes on", "add --dry-run; of a run: canzona report --json"
         raise ConfigError(Problem(key="--json", reason=reason, fix=fix))
+    if show_config and not dry_run:
+        files = [text for text in overrides or () if "=" not in text]
+        fix = f"write recipe={files[0]}" if files else "add --dry-run"
+        raise ConfigError(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
     requests = Requests(raising=True)
     with handled(requests.add):
         try:
             from canzona_cli.commands.train_run import run  # takes a while, in which signals may come
 
             wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
-            run(wanted, recipes_dir or [], requests, dry_run=dry_run, as_json=as_json)
+            run(wanted, recipes_dir or [], requests, dry_run=dry_run, as_json=as_json, show_config=show_config)
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

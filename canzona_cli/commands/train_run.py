@@ -37,14 +37,23 @@ from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import plural
+from canzona_cli.simulate.outlook import outlook
+from canzona_cli.simulate.predict import predict
 
 
 def run(
-    overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, dry_run: bool, as_json: bool = False
+    overrides: list[str],
+    recipes_dirs: list[Path],
+    requests: Requests,
+    *,
+    dry_run: bool,
+    as_json: bool = False,
+    show_config: bool = False,
 ) -> None:
     """The whole command.
 
     Args:
+        show_config: whether a dry run prints the resolved configuration.
         requests: what signals ask for; it raises until workers run.
 
     Raises:
@@ -62,7 +71,7 @@ def run(
         progress(note)
     plan = obtain_plan(config, layout)
     if dry_run:
-        _show(config, layout, plan, console, as_json=as_json)
+        _show(config, layout, plan, console, as_json=as_json, show_config=show_config)
         return
     try:
         outcome, directory = _launch(config, layout, plan, console, requests)
@@ -74,15 +83,24 @@ def run(
     _conclude(outcome, directory, config, console)
 
 
-def _show(config: RunConfig, layout: Layout, plan: Obtained | None, console: Console, *, as_json: bool) -> None:
+def _show(
+    config: RunConfig,
+    layout: Layout,
+    plan: Obtained | None,
+    console: Console,
+    *,
+    as_json: bool,
+    show_config: bool,
+) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     shown = DryRun(
         config=config,
-        config_yaml=dump_resolved(config),
+        config_yaml=dump_resolved(config) if show_config else None,
         layout=layout,
         corpus=corpus,
         plan=plan,
+        ahead=outlook(config, layout, predict(config, layout, None if plan is None else plan.plan).iteration_s),
         memory=estimate(config, layout),
         command=torchrun.build(config, run_dir),
     )

@@ -31,6 +31,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
@@ -278,6 +279,17 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     if algorithm.name not in ("shampoo", "soap"):
         return 0
     return 2 * FP32 * sum(side**2 for side in (rows, cols) if side <= algorithm.max_preconditioner_dim)
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are not stored."""
+    how, count = algorithm(config), parameter_count(config.model)
+    adamw = 3 * FP32
+    if execution_of(config) is Execution.ADAMW:
+        return adamw * count.total
+    factors = config.model.num_layers * sum(factor_bytes(how, *shape) for shape in matrix_shapes(config))
+    others = count.total - count.layer_matrices
+    return (FP32 + moment_bytes(how)) * count.layer_matrices + factors + adamw * others
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:

@@ -7,7 +7,8 @@ from canzona_cli.launch.view import Earlier
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply
-from canzona_cli.run.words import clean, count, layout_words, plural, step_time
+from canzona_cli.run.words import clean, count, duration, layout_words, plural, size, step_time
+from canzona_cli.simulate.outlook import Outlook
 
 
 def rank_word(device: Device | None) -> str:
@@ -62,6 +63,24 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
         plural(corpus.documents, "document"),
     ]
     return ", ".join(parts)
+
+
+def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
+    """What a simulated step comes to: (label, value) rows for a plan and for a dry run."""
+    unit = rank_word(config.cluster.device)
+    kept = ahead.checkpoints_kept
+    return [
+        (
+            "speed",
+            f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
+            f"MFU {100 * ahead.mfu:.1f}% (simulated)",
+        ),
+        ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, saves and validation aside"),
+        (
+            "checkpoints",
+            f"{size(ahead.checkpoint_bytes)} each, {kept} kept: {size(kept * ahead.checkpoint_bytes)} on the disk",
+        ),
+    ]
 
 
 def describe_plan(obtained: Obtained) -> str:

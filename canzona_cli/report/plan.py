@@ -9,10 +9,11 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.header import describe_batch, describe_layout, rank_word
+from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.plan_charts import iterations, load_map, memory, streams
 from canzona_cli.report.tables import GroupedTable, column, columns
+from canzona_cli.run.corpus import supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, plural, step_time, traffic
 from canzona_cli.simulate.simulate import StrategyResult
@@ -83,6 +84,10 @@ class PlanView(Page):
         study, balance, moved = self.study, self.study.balance, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
         yield "batch", describe_batch(study.layout, study.config.train.seq_length, times=times)
+        read = supply(study.config, study.layout)
+        if read is not None:
+            yield "epochs", read.words
+        yield from outlook_rows(study.config, study.outlook)
         yield "matrices", self._matrices()
         layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy == "canzona" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"

@@ -1,8 +1,8 @@
-"""What `canzona train --dry-run` prints: the resolved run, and exactly what would be started."""
+"""What `canzona train --dry-run` prints: what the run comes to, and exactly what would be started."""
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,11 +17,19 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.report.header import describe_batch, describe_data, describe_layout, describe_plan, rank_word
+from canzona_cli.report.header import (
+    describe_batch,
+    describe_data,
+    describe_layout,
+    describe_plan,
+    outlook_rows,
+    rank_word,
+)
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.resolved import resolved_json
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
+from canzona_cli.simulate.outlook import Outlook
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 """In place of the start time, in the name of a run directory that does not exist yet."""
@@ -32,11 +40,13 @@ class DryRun(Page):
     """Configuration and command are never wrapped, so that they can be copied."""
 
     config: RunConfig
-    config_yaml: str
+    config_yaml: str | None
+    """None where nobody asked for it."""
     layout: Layout
     corpus: PreparedCorpus | None
     """None for the built-in one, which the first run that needs it prepares."""
     plan: Obtained | None
+    ahead: Outlook
     memory: MemoryEstimate
     command: LaunchCommand
 
@@ -51,6 +61,7 @@ class DryRun(Page):
                 "capacity_bytes": memory.capacity,
                 "worst_rank": str(memory.worst_rank),
             },
+            "outlook": asdict(self.ahead),
             "nodes": node_count(self.config),
             "ranks_per_node": ranks_per_node(self.config),
             "environment": dict(self.command.environment),
@@ -58,8 +69,6 @@ class DryRun(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
-        yield Text()
         read = supply(self.config, self.layout, self.corpus)
         rows = {
             "layout": describe_layout(self.layout, self._unit, times=screen.times),
@@ -68,10 +77,14 @@ class DryRun(Page):
             "data": describe_data(self.config, self.corpus),
             **({} if read is None else {"epochs": read.words}),
             "memory": self._memory(),
+            **dict(outlook_rows(self.config, self.ahead)),
         }
         for label, value in rows.items():
-            yield wrapped(clean(value), first=f"{label:<10}")
+            yield wrapped(clean(value), first=f"{label:<13}")
         yield Text()
+        if self.config_yaml is not None:
+            yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
+            yield Text()
         yield from _verbatim("environment", _assignments(self.command.environment))
         yield Text()
         yield from _verbatim("command" + self._where(), self._command().splitlines())
@@ -120,6 +133,8 @@ class DryRun(Page):
         if self.config.run.dir is None:
             yield f"{RUN_DIR_TIME} is the start time; run.dir sets the whole name."
         yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
+        if self.config_yaml is None:
+            yield "With --config too it prints every setting and its value."
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:

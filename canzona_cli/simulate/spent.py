@@ -15,7 +15,7 @@ LABELS: Final = {
     "reduce_s": "gradient reduction",
     "gather_s": "parameter gathering",
     "update_s": "updates",
-    "other_s": "waiting",
+    "other_s": "other",
 }
 """Of `Spent`'s fields, in words."""
 

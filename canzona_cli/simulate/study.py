@@ -19,6 +19,7 @@ from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memo
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
 from canzona_cli.run import phases
+from canzona_cli.simulate.outlook import Outlook, outlook
 from canzona_cli.simulate.predict import layerwise, simulate_plan, simulate_strategy, with_cores
 from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
@@ -94,6 +95,11 @@ class Study:
         """How much longer the iteration of a strategy is than AdamW's; 0.01 is one per cent."""
         return self.result(of).iteration_s / self.result("adamw").iteration_s - 1
 
+    @property
+    def outlook(self) -> Outlook:
+        """What the planned iteration comes to over the run."""
+        return outlook(self.config, self.layout, self.planned.result.iteration_s)
+
     def figures(self, strategy: str) -> dict[str, object]:
         """A strategy's row of `--json`."""
         compared = self.strategies[strategy]
@@ -136,6 +142,7 @@ class Study:
                 "gathering_scratch_bytes": buffers.gathering,
             },
             "communication": asdict(self.communication),
+            "outlook": asdict(self.outlook),
             "strategies": {
                 name: {**self.figures(name), "phases": dict(compared.result.phases)}
                 for name, compared in self.strategies.items()

@@ -316,3 +316,39 @@ def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
 
 def test_planning_imports_neither_torch_nor_numpy() -> None:
     imports_none_of(("torch", "megatron", "numpy", "matplotlib"), *LARGE, "--dry-run")
+
+
+def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path: Path) -> None:
+    asked, cached = ("plan", "recipe=8b", "gpus=64"), {"CANZONA_CACHE": str(tmp_path)}
+    result = canzona(*asked, "--layouts", "--json", environment=cached)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout)
+    layouts = content["layouts"]
+    assert len(layouts) == 8 <= content["simulated"] < content["legal"]
+    for one in layouts:
+        layout = one["layout"]
+        assert layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 64
+        assert one["memory_bytes"] <= content["capacity_bytes"]
+        assert sum(one["spent"].values()) == pytest.approx(one["iteration_s"])
+        tokens = layout["global_batch_size"] * 4096
+        assert one["tokens_per_s_per_gpu"] == pytest.approx(tokens / one["iteration_s"] / 64)
+    slower = [one["slower"] for one in layouts]
+    assert slower == sorted(slower)
+    assert slower[0] == 0 < slower[1]
+    # The layout a run gets, and the plan's own simulation of it.
+    plan = json.loads(canzona(*asked, "--dry-run", "--json", environment=cached).stdout)
+    assert [plan["layout"][axis] for axis in ("tp", "pp", "dp")] == [
+        layouts[0]["layout"][axis] for axis in ("tp", "pp", "dp")
+    ]
+    assert plan["strategies"]["canzona"]["iteration_s"] == pytest.approx(layouts[0]["iteration_s"])
+    assert plan["outlook"]["mfu"] == pytest.approx(layouts[0]["mfu"])
+    page = " ".join(canzona(*asked, "--layouts", environment=cached).stdout.split())
+    assert "limited by" in page
+    assert content["why"] in page
+
+
+def test_layouts_go_with_no_plan(tmp_path: Path) -> None:
+    result = canzona("plan", "recipe=tiny", "--layouts", "--compare", "alpha", "--out", "plan.json", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--compare" in told(result)
+    assert "--out" in told(result)

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cwd / "cache")}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cwd.with_name(f"{cwd.name}-cache"))}
     return support.canzona(*arguments, cwd=cwd, environment=environment)
 
 
@@ -24,17 +24,40 @@ def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     here = tmp_path_factory.mktemp("large")
     result = canzona("train", "recipe=qwen3-32b", "gpus=256", "--dry-run", cwd=here)
-    left = [path.relative_to(here).as_posix() for path in here.rglob("*") if path.is_dir()]
-    assert left == ["cache", "cache/layouts"], "a dry run remembers its layout and writes nothing else"
+    assert list(here.iterdir()) == [], "a dry run writes nothing but what it remembers in the cache"
     return result
 
 
 def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str]) -> None:
     assert large.returncode == 0, large.stderr
-    assert "gpus: 256" in large.stdout
+    assert "gpus: 256" not in large.stdout, "the configuration is behind --config"
+    assert large.stdout.startswith("layout ")
     assert "256 GPUs: TP 8" in large.stdout
     assert "on each of 32 machines (8 GPUs each)" in large.stdout
     assert "no GPU is visible here" in " ".join(large.stderr.split())
+
+
+def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess[str]) -> None:
+    text = " ".join(large.stdout.split())
+    speed = re.search(r"speed ([\d.]+) k tokens/s, ([\d.]+) k per GPU, MFU ([\d.]+)%", text)
+    assert speed is not None, text
+    total, each, mfu = map(float, speed.groups())
+    assert total == pytest.approx(256 * each, rel=0.01)
+    # 6 FLOPs a parameter and token, and a little attention, of 989.4 TFLOP/s.
+    assert mfu / 100 == pytest.approx(6 * 32.8e9 * each * 1e3 / 989.4e12, rel=0.1)
+    days = re.search(r"training (\d+) h (\d+) min for 10,000 steps", text)
+    assert days is not None, text
+    assert 3600 * int(days[1]) + 60 * int(days[2]) == pytest.approx(1e4 * (1 << 20) / (total * 1e3), rel=0.01)
+    # 31.2 B elements in matrices with master and momentum, 1.56 B of embedding and output with two moments.
+    assert "checkpoints 250 GiB each, 3 kept: 750 GiB" in text
+    assert "epochs about 3,616" in text
+
+
+def test_the_configuration_is_shown_to_who_asks(tmp_path: Path) -> None:
+    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", "--dry-run", "--config", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    layout, configuration, command = map(result.stdout.index, ("layout ", "\n  tp: 1\n", "\ncommand\n"))
+    assert layout < configuration < command
 
 
 def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -> None:
