@@ -5,6 +5,7 @@ The content of big files is not read here: the workers hash them together, once,
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,13 @@ def _asked_again(files: RunFiles, asked: str) -> str:
     return asked
 
 
+def _doubts(name: str, progress: Progress) -> Iterator[str]:
+    """A checkpoint that was saved while the loss was where it should not be."""
+    losses = progress.losses
+    if losses.excess > 0:
+        yield f"{name} was saved while the loss was too high, from step {losses.since:,} on: it may have diverged"
+
+
 def _before_divergence(files: RunFiles, asked: str) -> str:
     """After a run that diverged, `auto` goes back to before it did: what was saved later would diverge again."""
     result = load_if_sound(files.result, RunResult)
@@ -189,6 +197,6 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         created=manifest.created,
         own=own,
         steps_before=saved.train.steps,
-        warnings=between.warnings,
+        warnings=(*between.warnings, *_doubts(checkpoint.name, progress)),
         spread=", ".join([*layouts, *between.spread]),
     )

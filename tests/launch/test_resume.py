@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
-from canzona_cli.checkpoint.manifest import Header, Progress, Shard
+from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError
@@ -17,8 +17,8 @@ from canzona_cli.launch.resume import reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
 from canzona_cli.run.codec import JsonLines
-from canzona_cli.run.files import RunFiles, append_json_line, read_json
-from canzona_cli.run.records import RunResult
+from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
+from canzona_cli.run.records import RunResult, RunStatus
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config
 
@@ -36,13 +36,22 @@ def files_of(config: RunConfig) -> RunFiles:
     return RunFiles(Path(str(config.run.dir)))
 
 
-def save(config: RunConfig, step: int, *, layout: Layout = LAYOUT, samples: int | None = None) -> Path:
+def save(
+    config: RunConfig,
+    step: int,
+    *,
+    layout: Layout = LAYOUT,
+    samples: int | None = None,
+    losses: LossMemory = LossMemory(),
+) -> Path:
     """A checkpoint of one rank, as a run of this configuration writes it."""
     files = files_of(config)
     files.root.mkdir(parents=True, exist_ok=True)
     batch = layout.global_batch_size
     header = Header(
-        progress=Progress(step=step, samples=step * batch if samples is None else samples, tokens=step * batch * 32),
+        progress=Progress(
+            step=step, samples=step * batch if samples is None else samples, tokens=step * batch * 32, losses=losses
+        ),
         optimizer=config.optimizer.name,
         strategy=config.engine.strategy,
         splitting=config.engine.splitting,
@@ -77,6 +86,29 @@ def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None
 
 def going_on(config: RunConfig, name: str) -> RunConfig:
     return replace(config, checkpoint=CheckpointConfig(resume=name))
+
+
+@pytest.mark.parametrize(
+    ("status", "last_good", "asked", "step"),
+    [
+        ("diverged", "step-00000003", "auto", 3),
+        ("diverged", "step-00000003", "step-00000005", 5),
+        ("diverged", None, "auto", 5),
+        ("failed", None, "auto", 5),
+    ],
+)
+def test_a_run_that_diverged_goes_on_from_before_it_did(
+    config: RunConfig, status: RunStatus, last_good: str | None, asked: str, step: int
+) -> None:
+    train(config, steps=7, saved=(3,))
+    save(config, 5, losses=LossMemory(first=9.0, excess=4.0, since=4))
+    result = RunResult(status=status, exit_code=70, step=7, last_good=last_good)
+    write_json_atomic(files_of(config).result, asdict(result))
+    found = resumption(going_on(config, asked), LAYOUT)
+    assert found is not None
+    assert found.step == step
+    doubts = [warning for warning in found.warnings if "may have diverged" in warning]
+    assert len(doubts) == (step == 5), "what was saved while the loss was too high is said"
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(config: RunConfig) -> None:
