@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +46,25 @@ class Access:
     writes: bool
     place: tuple[int, tuple[int, ...], tuple[int, ...], int]
     """Bytes into the storage, sizes, strides in elements, bytes of an element."""
+
+    def meets(self, other: "Access") -> bool:
+        """Whether there is a byte that both touch, in the same storage."""
+        (first, last, dense), (others_first, others_last, others_dense) = self.reach, other.reach
+        if last < others_first or others_last < first:
+            return False
+        return (dense and others_dense) or bool(np.intersect1d(self.bytes(), other.bytes()).size)
+
+    @cached_property
+    def reach(self) -> tuple[int, int, bool]:
+        """First and last byte, and whether all between them are touched."""
+        start, sizes, strides, width = self.place
+        elements = 1
+        dense = True
+        for stride, size in sorted(zip(strides, sizes, strict=True)):
+            dense &= size == 1 or stride == elements
+            elements *= size
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        return start, start + (last + 1) * width - 1, dense
 
     def bytes(self) -> np.ndarray:
         start, sizes, strides, width = self.place
@@ -152,9 +172,9 @@ class _Device:
         for other, earlier in self.accesses[storage].items():
             if other == stream:
                 continue
-            unordered = earlier[bisect_right([found.number for found in earlier], before.get(other, 0)) :]
+            unordered = earlier[bisect_right(earlier, before.get(other, 0), key=lambda found: found.number) :]
             for found in unordered:
-                if (found.writes or access.writes) and np.intersect1d(found.bytes(), access.bytes()).size:
+                if (found.writes or access.writes) and found.meets(access):
                     self.record.races.append(f"{found.what} | {access.what}")
 
     def made(self, tensor: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """The strategies of one sitting, taking turns on one rank."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,26 +46,27 @@ def take_turns(
     Raises:
         Diverged: a loss or a gradient is not finite; on every rank together.
     """
-    for number in range(turns.rounds):
-        for name in turns.order(number):
-            strategy = strategies[name]
-            try:
-                if not _take_turn(strategy, turns.steps_per_turn, stop_requested):
-                    return False
-            except Diverged as error:  # an optimizer does not know which strategy it belongs to
-                named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
-                raise Diverged(*named) from error
-            loss = strategy.losses[-1]
-            if loss - loss != 0:
-                raise Diverged(
-                    Problem(
-                        key=f"{name}, step {len(strategy.losses)}",
-                        value=loss,
-                        reason="the loss is no longer a finite number",
-                        fix="lower optimizer.lr: the times of a diverged run mean nothing",
+    with no_garbage_collection():
+        for number in range(turns.rounds):
+            for name in turns.order(number):
+                strategy = strategies[name]
+                try:
+                    if not _take_turn(strategy, turns.steps_per_turn, stop_requested):
+                        return False
+                except Diverged as error:  # an optimizer does not know which strategy it belongs to
+                    named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
+                    raise Diverged(*named) from error
+                loss = strategy.losses[-1]
+                if loss - loss != 0:
+                    raise Diverged(
+                        Problem(
+                            key=f"{name}, step {len(strategy.losses)}",
+                            value=loss,
+                            reason="the loss is no longer a finite number",
+                            fix="lower optimizer.lr: the times of a diverged run mean nothing",
+                        )
                     )
-                )
-            tell(number, name, loss)
+                tell(number, name, loss)
     return True
 
 
@@ -111,18 +113,18 @@ def tensor_bytes(trainee: Trainee) -> int:
 def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[], bool]) -> bool:
     """A few training steps between two barriers; False after a request to stop."""
     trainee = strategy.trainee
-    with no_garbage_collection():
-        torch.distributed.barrier()
-        for _ in range(steps):
-            worked = time.process_time()
-            step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
-            strategy.processor_s.append(time.process_time() - worked)
-            strategy.losses.append(step.loss)
-            if step.stop:
-                return False
-        # Otherwise it would run during the next strategy's steps.
-        finish_gathering(trainee.model)
-        torch.distributed.barrier()
+    gc.collect()  # what the turns before have left; what is older is not looked at
+    torch.distributed.barrier()
+    for _ in range(steps):
+        worked = time.process_time()
+        step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
+        strategy.processor_s.append(time.process_time() - worked)
+        strategy.losses.append(step.loss)
+        if step.stop:
+            return False
+    # Otherwise it would run during the next strategy's steps.
+    finish_gathering(trainee.model)
+    torch.distributed.barrier()
     return True
 
 

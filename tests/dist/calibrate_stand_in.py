@@ -1,5 +1,8 @@
-"""Ranks of a calibration that measure little and then end as CANZONA_TEST_BEHAVIOUR says; and the command around them:
-`python -m tests.dist.calibrate_stand_in calibrate ARGUMENTS`."""
+"""Ranks of a calibration that measure little, and the command around them.
+
+What CANZONA_TEST_BEHAVIOUR says: "hasty" measures everything, once, products of small matrices alone; "endless" and
+"crash" measure one number and end so. The command: `python -m tests.dist.calibrate_stand_in calibrate ARGUMENTS`.
+"""
 
 import os
 import sys
@@ -33,6 +36,14 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     return "interrupted"
 
 
+def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    from canzona_cli.calibrate import compute, team, worker
+
+    compute._CPU_SIZES = (64, 128)  # type: ignore[assignment]
+    team.LEAST = 1
+    return worker.calibrate_rank(files, record, rank)
+
+
 def command() -> None:
     from canzona_cli.app import main
     from canzona_cli.calibrate import calibrate
@@ -44,5 +55,7 @@ def command() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "calibrate":
         command()
+    elif os.environ["CANZONA_TEST_BEHAVIOUR"] == "hasty":
+        run_rank(Path(sys.argv[1]), hasty)
     else:
         run_rank(Path(sys.argv[1]), measure)

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch, BatchStream
+from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.samples import RandomTokens
 from tests.dist.whole import named_parameters
@@ -36,7 +35,7 @@ Digests = dict[str, str]
 
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     """A run of `SMALL` under canzona, at a constant learning rate."""
-    return fit.resolve(compose_run([*FIXED, *overrides]).config)
+    return jobs.resolve(*FIXED, *overrides)
 
 
 def custom(config: RunConfig, source: Path, name: str, **options: bool | int | float | str) -> RunConfig:

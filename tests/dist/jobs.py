@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from canzona_cli.cluster import fit
@@ -38,6 +38,19 @@ SMALL = (
 )
 
 
+def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
+    """A run as its launcher has it. Its plan is made here, where ranks forked from this process find it."""
+    config, layout = _resolved(overrides)
+    if execution_of(config) is Execution.PLANNED:
+        make_plan(config, layout)
+    return config, layout
+
+
+@cache
+def _resolved(overrides: tuple[str, ...]) -> tuple[RunConfig, Layout]:
+    return fit.resolve(compose_run(list(overrides)).config)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """What one rank saw of a run."""
@@ -64,7 +77,7 @@ def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
 
 def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
     """What the launcher of a run of `SMALL` hands to its workers."""
-    config, layout = fit.resolve(compose_run([*SMALL, f"data.cache_dir={cache}", *overrides]).config)
+    config, layout = resolve(*SMALL, f"data.cache_dir={cache}", *overrides)
     return config, layout, ensure_corpus(config)
 
 

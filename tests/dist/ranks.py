@@ -4,6 +4,7 @@ Importing them takes seconds of a core; forking takes milliseconds. Each rank is
 process group over loopback, exactly as under torchrun.
 """
 
+import gc
 import multiprocessing
 import os
 import random
@@ -94,6 +95,9 @@ def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, s
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    # What was there before lives on: without this each collection, and a run makes some, would go through a million
+    # objects of torch and Megatron, and copy their memory.
+    gc.freeze()
     try:
         sender.send((True, function()))
     except BaseException:

@@ -15,14 +15,13 @@ from canzona_cli.checkpoint.manifest import Header, Manifest, Progress
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.verify import read_manifest
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import stored_blocks, unit_shape
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
+from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -51,7 +50,7 @@ class Outcome:
 
 
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
-    return fit.resolve(compose_run([*FIXED, *overrides]).config)
+    return jobs.resolve(*FIXED, *overrides)
 
 
 def run(store: Path, *overrides: str, steps: int, start: Path | None = None) -> Outcome:

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
+from tests.dist.calibrate_stand_in import MODULE
 from tests.dist.ranks import run_ranks
 from tests.waiting import PATIENCE_S
 
@@ -39,9 +41,13 @@ def joined() -> int:
     return torch.distributed.get_rank()
 
 
-def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(tmp_path: Path) -> None:
+def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**importable(), "CANZONA_TEST_BEHAVIOUR": "hasty"}.items():
+        monkeypatch.setenv(name, value)
     config, layout = prepared(compose_run([*SMALL, "gpus=2"], training=False).config)
-    found = calibrate(config, layout, Progress(Console(quiet=True)), name="here", effort=HASTY)
+    found = calibrate(config, layout, Progress(Console(quiet=True)), name="here", effort=HASTY, worker=MODULE)
     assert (found.outcome.status, found.outcome.message) == ("done", "")
     assert found.profile.not_measured == found.record.skipped == ()
     measured = {(m.quantity, *m.key): m for m in found.record.measurements}

@@ -13,7 +13,7 @@ import pytest
 from canzona_cli.errors import CheckpointInvalid
 from tests.dist.saved import Outcome, Units, manifest_of, resolve, run, units_of
 
-TP2_DP2 = ("gpus=4", "parallel.tp=2")
+TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
@@ -57,15 +57,15 @@ def _same_weights(one: Outcome, other: Outcome) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_three_steps_and_three_more_are_six(optimizer: str, tmp_path: Path) -> None:
+def test_two_steps_and_two_more_are_four(optimizer: str, two_steps: Callable[..., Outcome], tmp_path: Path) -> None:
     """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
     nothing is left of what they started with."""
     overrides = (*TP2_DP2, *OPTIMIZERS[optimizer])
-    straight = run(tmp_path / "straight", *overrides, steps=6)
-    first = run(tmp_path / "first", *overrides, steps=3)
-    second = run(tmp_path / "second", *overrides, "train.seed=99", steps=3, start=first.checkpoint)
+    straight = run(tmp_path / "straight", *overrides, steps=4)
+    first = two_steps(*OPTIMIZERS[optimizer])
+    second = run(tmp_path / "second", *overrides, "train.seed=99", steps=2, start=first.checkpoint)
     assert first.losses + second.losses == straight.losses
-    assert len(set(straight.losses)) == 6
+    assert len(set(straight.losses)) == 4
     _same_weights(second, straight)
     model = resolve(*overrides)[0].model
     _same(units_of(second.checkpoint, model), units_of(straight.checkpoint, model))
@@ -109,12 +109,12 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
         ),
     ],
 )
-def test_strategies_read_each_others_checkpoints(saving: str, reading: str, tmp_path: Path) -> None:
+def test_strategies_read_each_others_checkpoints(
+    saving: str, reading: str, two_steps: Callable[..., Outcome], tmp_path: Path
+) -> None:
     """Megatron's own Muon keeps masters and momentum in fragments of other matrices than canzona's; values are one."""
-    saved = run(tmp_path / "saved", *TP2_DP2, f"engine.strategy={saving}", steps=2)
-    there = run(
-        tmp_path / "there", "gpus=4", "parallel.tp=4", f"engine.strategy={reading}", steps=0, start=saved.checkpoint
-    )
+    saved = two_steps(f"engine.strategy={saving}")
+    there = run(tmp_path / "there", *LAYOUTS["tp4"], f"engine.strategy={reading}", steps=0, start=saved.checkpoint)
     back = run(tmp_path / "back", *TP2_DP2, f"engine.strategy={saving}", steps=1, start=there.checkpoint)
     straight = run(tmp_path / "straight", *TP2_DP2, f"engine.strategy={saving}", steps=1, start=saved.checkpoint)
     model = resolve(*TP2_DP2)[0].model

@@ -7,8 +7,6 @@ from functools import cache
 
 import pytest
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
@@ -16,7 +14,7 @@ from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step, validate
-from tests.dist import whole
+from tests.dist import jobs, whole
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 from tests.dist.synthetic import finish_gathering
@@ -85,7 +83,7 @@ class Found:
 
 
 def _resolve(where: str, how: str) -> tuple[RunConfig, Layout]:
-    return fit.resolve(compose_run([*FIXED, *SETTINGS[how], *LAYOUTS[where]]).config)
+    return jobs.resolve(*FIXED, "train.micro_batch_size=4", *SETTINGS[how], *LAYOUTS[where])
 
 
 def _train(config: RunConfig, world: World) -> Seen:

@@ -286,11 +286,9 @@ def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -
             assert line.end_s - line.start_s == pytest.approx(timing.step_s)
 
 
-def test_on_one_queue_nobody_but_the_step_waits(
-    small: tuple[RunConfig, Layout], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_one_queue_nobody_but_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may force it: a watcher's wait would then hold up every launch behind it."""
-    config, layout = small
+    config, layout = resolve(*SETTINGS, "train.micro_batch_size=4")
     monkeypatch.setenv(CONNECTIONS, "1")
 
     def rank() -> tuple[Counter[str], list[StepTiming]]:

@@ -34,8 +34,8 @@ from tests.dist.synthetic import optimizer_step, whole_gradients
 from tests.dist.whole import Part, Weights, assemble, part_of
 
 LAYOUTS = {
-    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
-    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4"),
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
 }
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.pre_mlp_layernorm.weight"

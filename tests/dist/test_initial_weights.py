@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import build_model
 from canzona_cli.model.geometry import weight_of
+from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -21,9 +20,7 @@ RESIDUAL = ("o_proj", "down_proj")
 
 
 def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
-    config, layout = fit.resolve(
-        compose_run([*SMALL, "optimizer=adamw", "train.precision=fp32", f"gpus={gpus}", *overrides]).config
-    )
+    config, layout = jobs.resolve(*SMALL, "optimizer=adamw", "train.precision=fp32", f"gpus={gpus}", *overrides)
 
     def build() -> Part:
         logging.disable(logging.WARNING)

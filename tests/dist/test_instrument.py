@@ -15,8 +15,6 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import get_model_config
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.instrument import _PHASE_OF_TIMER
@@ -25,6 +23,7 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.phases import IN_STEP, Phase
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
+from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -45,8 +44,8 @@ MEGATRONS_OWN = [strategy for strategy in STRATEGIES if strategy != "canzona"]
 
 
 def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, Layout]:
-    fixed = (*SMALL, "gpus=2", f"train.steps={STEPS}")
-    return fit.resolve(compose_run([*fixed, *LAYOUTS[layout], *STRATEGIES[strategy], *overrides]).config)
+    fixed = (*SMALL, "gpus=2", "train.batch_tokens=256", f"train.steps={STEPS}")
+    return jobs.resolve(*fixed, *LAYOUTS[layout], *STRATEGIES[strategy], *overrides)
 
 
 def _batches(trainee: Trainee) -> BatchStream:
@@ -231,15 +230,11 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
 def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) -> None:
     """Everything the breakdown has a row for, on every rank; a rank that hosts nothing would have no matrix update."""
     flag = str(overlap).lower()
-    config, layout = fit.resolve(
-        compose_run(
-            [
-                *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", f"train.steps={STEPS}", f"optimizer={optimizer}",
+    config, layout = jobs.resolve(
+                *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4", f"train.steps={STEPS}",
+                f"optimizer={optimizer}",
                 "engine.strategy=canzona", f"parallel.overlap_grad_reduce={flag}",
-                f"parallel.overlap_param_gather={flag}",
-            ]
-        ).config
-    )  # fmt: skip
+                f"parallel.overlap_param_gather={flag}")  # fmt: skip
 
     def rank() -> tuple[list[StepTiming], list[float]]:
         trainee = build(config, layout)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.model import build_model
+from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
 from tests.dist.reference import hugging_face_model, token_losses
@@ -54,7 +53,7 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     """Outputs of every rank, the whole weights, and the reference's logits and losses."""
     # Ten times the usual weights: attention is far from uniform, so that a wrong rotation or a wrong head shows.
     fixed = ("optimizer=adamw", "train.precision=fp32", f"train.seq_length={SEQ}", "model.init_std=0.2")
-    config, layout = fit.resolve(compose_run([*SMALL, *fixed, *overrides]).config)
+    config, layout = jobs.resolve(*SMALL, *fixed, *overrides)
     tokens = _tokens(config.model.vocab_size)
 
     @torch.no_grad()

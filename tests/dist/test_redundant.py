@@ -104,7 +104,7 @@ def test_real_steps_train_as_canzonas_do(source: Path) -> None:
     """Gradients through Megatron's all-reduce, which adds up in another order than canzona's reduction."""
 
     def steps(*overrides: str) -> list[list[float]]:
-        config, layout = _plain(source, "parallel.tp=2", "gpus=4", *overrides)
+        config, layout = _plain(source, "parallel.tp=2", "gpus=4", "train.micro_batch_size=4", *overrides)
 
         def rank() -> list[float]:
             trainee = build(config, layout)

@@ -15,8 +15,6 @@ from canzona_cli.checkpoint.manifest import Shard, hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ExitCode, SaveFailed
 from canzona_cli.megatron.trainee import Trainee
@@ -27,12 +25,20 @@ from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
+from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 
 STEPS = 6
-FIXED = (*SMALL, "gpus=2", f"train.steps={STEPS}", "train.eval_interval=2", "train.eval_batches=1")
+FIXED = (
+    *SMALL,
+    "gpus=2",
+    "train.batch_tokens=256",
+    f"train.steps={STEPS}",
+    "train.eval_interval=2",
+    "train.eval_batches=1",
+)
 BY_STEPS = ("checkpoint.every_steps=2", "checkpoint.every_minutes=null")
 DP2 = ("parallel.tp=1", "optimizer=adamw")
 PATIENCE_S = 60.0
@@ -76,7 +82,7 @@ def run(
         on_step: called with the rank and the step it begins.
         clock: seconds by rank and step begun, in place of the time of day.
     """
-    config, layout = fit.resolve(compose_run([*FIXED, *overrides]).config)
+    config, layout = jobs.resolve(*FIXED, *overrides)
     root.mkdir(exist_ok=True)
     return run_ranks(layout.world_size, partial(_rank, root, config, layout, start, prepare, on_step, clock))
 

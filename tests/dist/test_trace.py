@@ -9,8 +9,6 @@ from dataclasses import asdict
 
 import pytest
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.report.run_trace import write_trace
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 from canzona_cli.run.timeline import write_timeline
@@ -18,6 +16,7 @@ from canzona_cli.training.data import Datasets
 from canzona_cli.training.loop import Training
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.records import Journal, RankRecord
+from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -32,9 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     """Seven steps of canzona's Muon on TP 2; steps 5 and 6 traced, step 3 profiled."""
     files = RunFiles(tmp_path_factory.mktemp("run"))
     overrides = (f"run.trace_steps=[{TRACED[0]},{TRACED[1]}]", f"run.profile_steps=[{PROFILED},{PROFILED}]")
-    config, layout = fit.resolve(
-        compose_run([*SMALL, f"gpus={RANKS}", "parallel.tp=2", f"train.steps={STEPS}", *overrides]).config
-    )
+    config, layout = jobs.resolve(*SMALL, f"gpus={RANKS}", "parallel.tp=2", f"train.steps={STEPS}", *overrides)
     samples = RandomTokens(
         samples=STEPS * layout.global_batch_size,
         seq_length=config.train.seq_length,

@@ -5,8 +5,6 @@ import time
 import pytest
 import torch
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.compose import compose_run
 from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.breakdown import load_breakdown
@@ -15,6 +13,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.measure import gather_breakdown
 from canzona_cli.training.step import train_step
+from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -30,7 +29,7 @@ SLOW, STEPS = 1, 5
 def test_a_slow_rank_is_told(tmp_path_factory: pytest.TempPathFactory, layout: str, cause: str) -> None:
     """Late before its forward by as much as a step takes at first: that dwarfs what a profile may be wrong by."""
     files = RunFiles(tmp_path_factory.mktemp("run"))
-    config, shape = fit.resolve(compose_run([*SMALL, "gpus=2", layout, f"train.steps={STEPS}"]).config)
+    config, shape = jobs.resolve(*SMALL, "gpus=2", layout, f"train.steps={STEPS}")
     samples = RandomTokens(
         samples=STEPS * shape.global_batch_size,
         seq_length=config.train.seq_length,
