@@ -141,7 +141,7 @@ TWO = ("gpus=1", "train.global_batch_size=4", *UNCLIPPED)
         pytest.param(("train.precision=bf16", "train.grad_reduce_dtype=bf16"), id="bf16 reduced in bf16"),
     ],
 )
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
+@pytest.mark.parametrize("reduction", ["reduce", "all_to_all", "ring", pytest.param("padded", marks=pytest.mark.sweep)])
 def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, precision: tuple[str, ...]) -> None:
     """Two numbers have one sum, and halving them first is exact."""
     one = _train(*TWO, *precision, steps=EXACT)
