@@ -17,6 +17,7 @@ def printed(*arguments: str, cwd: Path) -> dict[str, object]:
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     assert isinstance(found["version"], int)
+    assert ("18 sequences instead of 16" in done.stderr) == (arguments[0] in ("validate", "train"))
     return found
 
 

@@ -113,3 +113,17 @@ def test_a_bug_is_one_line_with_the_traceback_in_a_file(capsys: pytest.CaptureFi
     kept = Path(found[1])
     assert 'raise ValueError("odd")' in kept.read_text()
     kept.unlink()
+
+
+def test_what_several_places_have_in_common_is_told_once() -> None:
+    same = [
+        Problem(key="INPUT", value=f"a.jsonl:{line}", reason="not JSON", fix="take --format text") for line in (1, 2)
+    ]
+    out = shown(ConfigError(*same, Problem(key="gpus", reason="not JSON")), 80)
+    assert [out.count(words) for words in ("a.jsonl:1", "a.jsonl:2", "not JSON", "--format text")] == [1, 1, 2, 1]
+
+
+def test_a_path_is_not_broken_where_it_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/a/rather/long/path/" + "directory/" * 12
+    assert show_failure(ConfigError(Problem(key="run.dir", reason=f"there is nothing in {path} to go on from"))) == 2
+    assert path in capsys.readouterr().err

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -249,3 +250,15 @@ def test_what_a_rank_says_of_its_failure_holds_no_secret(files: RunFiles, monkey
         assert "qwertyuiop" not in text
         assert "hunter2" not in text
         assert "***" in text
+
+
+def test_room_is_advised_only_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = RankRecord(RunFiles(tmp_path / "not a run"), 0)
+    with pytest.raises(EnvironmentProblem) as caught:
+        nowhere.running()
+    assert "canzona train" in caught.value.problems[0].fix
+    assert "space" not in caught.value.problems[0].fix
+    full = RankRecord(RunFiles(tmp_path), 0)
+    monkeypatch.setattr(RankRecord, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(EnvironmentProblem, match="free some space"):
+        full.running()
