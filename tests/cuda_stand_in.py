@@ -107,12 +107,14 @@ class Record:
     """The host waited: for an event that had not passed yet, or for the whole device."""
     host_reads: list[str] = field(default_factory=list)
     """The host read a tensor, other than through a copy that it had waited for."""
-    host_saw_too_early: list[str] = field(default_factory=list)
-    """The host read pinned memory that a stream may not have written yet."""
     made_bytes: list[int] = field(default_factory=list)
     """Of each tensor that was made on the device."""
     pinned: int = 0
     """Tensors that were asked for in pinned memory."""
+
+    def landing(self) -> int:
+        """How many pinned tensors a stream may still be writing to."""
+        return sum(map(_active().landing, _active().pinned))
 
     def forget(self) -> None:
         """Begin anew; what has been allocated so far was before anything ran."""
@@ -188,12 +190,13 @@ class _Device:
 
     def read(self, storage: int, what: str) -> None:
         """The host reads memory."""
-        if storage in self.pinned:
-            writes = ((stream, found) for stream, each in self.accesses[storage].items() for found in each)
-            if any(found.writes and found.number > self.done["host"].get(stream, 0) for stream, found in writes):
-                self.record.host_saw_too_early.append(what)
-        elif storage not in self.on_host:
+        if storage not in self.on_host | self.pinned:
             self.record.host_reads.append(what)
+
+    def landing(self, storage: int) -> bool:
+        """Whether the host has not waited for all that is written to this memory."""
+        writes = ((stream, found) for stream, each in self.accesses[storage].items() for found in each)
+        return any(found.writes and found.number > self.done["host"].get(stream, 0) for stream, found in writes)
 
     def finish(self, work: torch.distributed.Work) -> None:
         """gloo's threads finish it now; later waits only order streams. (A reduce-scatter copies in each wait.)"""

@@ -65,8 +65,6 @@ class Stood:
     """By step: where the host waited for the device, and where it read a tensor without."""
     races: list[str]
     foreign: list[str]
-    saving: list[str]
-    """Races of a save with what ranks send each other for it."""
     unordered: list[str]
     """Races of a step whose streams were never joined."""
     early: list[str]
@@ -79,10 +77,10 @@ class Stood:
     timelines: list[StepTimeline]
     pinned: int
     found_out: FoundOut
-    saw_too_early: list[str]
-    """Where a save read what was still being copied."""
-    saw_unwaited: list[str]
-    """Where one would that does not wait for the device."""
+    landing: int
+    """Tensors that were still being copied when a save was given them to write."""
+    unwaited: int
+    """As `landing`, of a save that does not wait for the device."""
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +113,11 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         timings, timelines = list(timer.timings()), timer.timelines()
         pinned = record.pinned
         saved = _hashes(Snapshots(trainee).take())
-        pinned, too_early = record.pinned - pinned, list(record.host_saw_too_early)
-        saving = [race for race in record.races[len(races) :] if "c10d" in race]
+        pinned, landing = record.pinned - pinned, record.landing()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("torch.cuda.synchronize", lambda device: None)
             Snapshots(trainee).take()
+            unwaited = record.landing()
         finish_gathering(trainee)
         held, unordered = weights(trainee), len(record.races)
         with pytest.MonkeyPatch.context() as patched:
@@ -133,7 +131,6 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
             host=host,
             races=races,
             foreign=foreign,
-            saving=saving,
             unordered=record.races[unordered:],
             early=early,
             waiting={("beside" if name == beside else name): found for name, found in waiting.items()},
@@ -142,8 +139,8 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
             timelines=timelines,
             pinned=pinned,
             found_out=found_out,
-            saw_too_early=too_early,
-            saw_unwaited=record.host_saw_too_early[len(too_early) :],
+            landing=landing,
+            unwaited=unwaited,
         )
 
 
@@ -257,10 +254,9 @@ def test_the_same_comes_out_as_on_the_cpu(small: tuple[RunConfig, Layout], stood
 
 def test_a_save_reads_what_has_been_copied(stood: list[Stood]) -> None:
     for rank in stood:
-        assert rank.saving == rank.saw_too_early == []
+        assert rank.landing == 0
         # The check can fail: copies into pinned memory go on behind the host.
-        assert rank.saw_unwaited
-        assert all("checkpoint/snapshot.py" in place for place in rank.saw_unwaited)
+        assert rank.unwaited > 0
 
 
 def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
