@@ -1,6 +1,7 @@
 """Whether a class that `optimizer.source` names is there, found by reading and never by running anything of it."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -37,7 +38,9 @@ def _located(module: str) -> ModuleSpec | str:
     whole = first
     for part in rest:
         above, whole = whole, f"{whole}.{part}"
-        spec = PathFinder.find_spec(whole, spec.submodule_search_locations or [])
+        # An imported package may have added folders to its path, where an import looks too.
+        path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
+        spec = PathFinder.find_spec(whole, path or [])
         if spec is None:
             return f"{above} has no module {part}"
     return spec

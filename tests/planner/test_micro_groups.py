@@ -108,8 +108,8 @@ def test_too_small_a_capacity_names_the_least_that_works() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "engine.c_max_mib"
     assert "layers.0.gate" in problem.reason
-    assert "4.69" in problem.fix  # 640 x 1920 x 4 bytes are 4.6875 MiB
-    _plan(matrices, grid(2, 1), "auto", int(4.69 * (1 << 20)))
+    assert "=4.6875 or more" in problem.fix  # MiB that 640 x 1920 x 4 bytes are
+    _plan(matrices, grid(2, 1), "auto", int(4.6875 * (1 << 20)))
 
 
 def test_greedy_rolls_back_what_overfills_a_host() -> None:

@@ -117,7 +117,9 @@ def test_copies_for_an_all_to_all_count_for_two_buckets_while_backward_runs() ->
     for owner, found in enumerate(step_buffers(config, plan, 0)):
         first = [bucket for bucket in plan.buckets if bucket.stage == 0]
         own = [sum(p.end - p.start for p in bucket.ranges if p.owner == owner) for bucket in first]
-        held = [layout.dp * 4 * share + (0 if in_order(b) else packed(b)) for share, b in zip(own, first, strict=True)]
+        held = [
+            layout.owners * 4 * share + (0 if in_order(b) else packed(b)) for share, b in zip(own, first, strict=True)
+        ]
         assert found.reduction == sum(sorted(held)[-2:])
     assert not any(found.reduction for found in step_buffers(free, per_owner, 0))
     more, less = (plan_memory(run, layout, p) for run, p in ((config, plan), (free, per_owner)))
@@ -139,7 +141,7 @@ def test_padded_copies_are_counted_for_two_buckets_under_backward_and_under_forw
     buckets = [bucket for bucket in plan.buckets if bucket.stage == 0]
     longest = [max(part.end - part.start for part in one.ranges) for one in buckets]
     assert all(len(one.ranges) == len({part.owner for part in one.ranges}) for one in buckets)
-    two = layout.dp * sum(sorted(-(-share // 64) * 64 for share in longest)[-2:])
+    two = layout.owners * sum(sorted(-(-share // 64) * 64 for share in longest)[-2:])
     for found in step_buffers(config, plan, 0):
         assert (found.reduction, found.gathering) == (4 * two, 2 * two)
     needed = transient(config, layout, 0)
