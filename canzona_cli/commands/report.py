@@ -1,4 +1,4 @@
-"""`canzona report RUN_DIR`: how a run went, from the files it left; and how two runs differ."""
+"""`canzona report RUN_DIR`: how a run went, from the files it left; and how runs differ."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,18 +18,22 @@ def report(
             show_default=False,
         ),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show two run directories side by side.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show run directories side by side.")] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="With --compare: draw their losses (needs matplotlib)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
     run_dirs = run_dirs or _newest()
-    _check_usage(run_dirs, compare=compare, trace=trace, as_json=as_json)
+    _check_usage(run_dirs, compare=compare, trace=trace, plot=plot, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
         from canzona_cli.run.words import plural
@@ -38,17 +42,33 @@ def report(
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
-        from canzona_cli.report.run import ComparedView
-        from canzona_cli.run.compare import compare_runs
-
-        compared = compare_runs(run_dirs[0], run_dirs[1])
-        show(compared.as_json() if as_json else ComparedView(compared=compared))
+        _compare(run_dirs, plot=plot, as_json=as_json)
         return
     from canzona_cli.report.run import RunView
     from canzona_cli.run.summary import load_summary
 
     summary = load_summary(run_dirs[0])
     show(summary.as_json() if as_json else RunView(summary=summary))
+
+
+def _compare(run_dirs: list[Path], *, plot: Path | None, as_json: bool) -> None:
+    """Two runs in every detail; of more a row each."""
+    from canzona_cli.report.run import ComparedView
+    from canzona_cli.report.several import SeveralView, draw
+    from canzona_cli.run.compare import compare_runs, several_runs
+
+    if plot is not None:
+        from canzona_cli.bench.options import require_matplotlib
+
+        require_matplotlib(plot)
+        draw(several_runs(run_dirs), plot)
+        typer.echo(f"{plot}: the losses of {len(run_dirs)} runs", err=True)
+    if len(run_dirs) == 2:
+        compared = compare_runs(*run_dirs)
+        show(compared.as_json() if as_json else ComparedView(compared=compared))
+    else:
+        several = several_runs(run_dirs)
+        show(several.as_json() if as_json else SeveralView(several=several))
 
 
 def _newest() -> list[Path]:
@@ -64,16 +84,22 @@ def _newest() -> list[Path]:
     return [found]
 
 
-def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, as_json: bool) -> None:
-    """One directory, or two to compare; a trace belongs to one run."""
+def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, plot: Path | None, as_json: bool) -> None:
+    """One directory, or several to compare; a trace belongs to one run, a picture to several."""
+    from canzona_cli.bench.options import plot_problems
     from canzona_cli.errors import ConfigError, Problem
 
-    problems = []
-    wanted = 2 if compare else 1
-    if len(run_dirs) != wanted:
-        fix = "canzona report --compare RUN_A RUN_B" if compare or len(run_dirs) == 2 else "canzona report RUN_DIR"
-        reason = f"there are {len(run_dirs)} run directories, but {wanted} can be shown"
-        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
+    problems = [*plot_problems(plot)]
+    if compare == (len(run_dirs) == 1):
+        said = {
+            True: "there is one run directory, but two or more are compared",
+            False: f"there are {len(run_dirs)} run directories, but one is shown",
+        }
+        fix = "canzona report --compare RUN_A RUN_B ..."
+        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=said[compare], fix=fix))
+    if plot is not None and not compare:
+        reason, fix = "draws the losses of several runs", "canzona report --compare RUN_A RUN_B ... --plot FILE.png"
+        problems.append(Problem(key="--plot", value=plot, reason=reason, fix=fix))
     if compare and trace is not None:
         reason, fix = "a trace shows one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))

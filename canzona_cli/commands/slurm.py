@@ -1,5 +1,6 @@
 """`canzona slurm`: a run as a Slurm job, printed or submitted."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from canzona_cli.commands.output import checked_inputs, show, warn_about
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from canzona_cli.config.schema import RunConfig
+    from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.launch.slurm_job import JobOptions, Submitted
 
 
@@ -30,8 +31,13 @@ def slurm(
         int | None, typer.Option(min=1, help="Machines (cluster.nodes). [default: as few as have the GPUs]")
     ] = None,
     array: Annotated[
-        str | None, typer.Option(metavar="TASKS", help="Job array, for example 0-3: a separate run for each task.")
+        str | None,
+        typer.Option(metavar="TASKS", help="With --sweep: these of its runs, for example 0-3, or 0-7%2."),
     ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="A job array, a task for each value where settings have several: train.seed=1,2."),
+    ] = False,
     job_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")
     ] = None,
@@ -42,6 +48,10 @@ def slurm(
     signal_before: Annotated[
         int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
     ] = 180,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Another option of sbatch: '--constraint=h100'; may be repeated."),
+    ] = None,
     needs: Annotated[
         bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")
     ] = False,
@@ -56,6 +66,7 @@ def slurm(
     from rich.console import Console
 
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.launch import slurm_job, torchrun
     from canzona_cli.planner.plan_file import obtain_plan
 
@@ -67,17 +78,27 @@ def slurm(
         account=account,
         qos=qos,
         array=array,
+        more=tuple(sbatch or ()),
         cpus_per_task=cpus_per_task,
         requeues=requeues,
         signal_before=signal_before,
     )
-    config, layout = resolve(_composed_with_options(arguments, options, recipes_dir or []))
+    if sweep:
+        config, layout, options = _swept(arguments, options, recipes_dir or [])
+    elif array is not None:
+        reason = "all tasks would be one and the same run"
+        fix = "say in what they differ, with --sweep: train.seed=1,2,3,4 --sweep"
+        raise ConfigError(Problem(key="--array", value=array, reason=reason, fix=fix))
+    else:
+        config, layout = resolve(_composed_with_options(arguments, options, recipes_dir or []))
     if needs:
         gpus = torchrun.ranks_per_node(config) if config.cluster.device == "cuda" else 0
         typer.echo(f"{torchrun.node_count(config)} {gpus}")
         return
     obtain_plan(config, layout)  # what cannot be planned is not submitted
     checked_inputs(config, layout)
+    if sweep:
+        arguments.append("--sweep")
     for folder in recipes_dir or []:
         arguments += ["--recipes-dir", str(folder.absolute())]
     if not submit:
@@ -90,7 +111,7 @@ def slurm(
     name = job_name or config.name
     kept = slurm_job.write_arguments(Path(config.run.root) / "slurm", name, arguments)
     try:
-        job = slurm_job.submit(slurm_job.render(config, options, kept), name=name, array=array is not None)
+        job = slurm_job.submit(slurm_job.render(config, options, kept), name=name, array=options.array is not None)
     except BaseException:
         kept.unlink(missing_ok=True)
         raise
@@ -116,7 +137,41 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted 
 
 
 def _run_dir(job: "Submitted", config: "RunConfig") -> str:
-    return config.run.dir or f"{config.run.root}/{config.name}-{job.log.stem.rpartition('-')[2]}"
+    """Of a sweep, the directory that its runs lie in."""
+    from canzona_cli.run.files import sweep_root
+
+    root = sweep_root(config.run.root, job.job_id) if job.array else f"{config.run.root}/{config.name}-{job.job_id}"
+    return config.run.dir or str(root)
+
+
+def _swept(
+    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
+) -> tuple["RunConfig", "Layout", "JobOptions"]:
+    """The first of the runs, once all of them and the job's options are sound, and the options with the array.
+
+    Raises:
+        CanzonaError: as `swept_runs`; what is wrong with the options; runs that need different machines.
+    """
+    from canzona_cli.cluster.swept import swept_runs
+    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.launch.slurm_job import check, tasks_of
+    from canzona_cli.launch.torchrun import node_count, ranks_per_node
+
+    check(options)
+    runs = swept_runs(arguments, recipes_dirs)
+    options = replace(options, array=options.array or f"0-{len(runs) - 1}")
+    problems = []
+    if max(tasks_of(options.array or "")) >= len(runs):
+        reason = f"the sweep has tasks 0 to {len(runs) - 1} only"
+        problems.append(Problem(key="--array", value=options.array, reason=reason, fix=f"--array 0-{len(runs) - 1}"))
+    needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
+    if len(needed) > 1:
+        shown = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
+        reason, fix = "the tasks of an array all get the same machines", "submit a sweep for each number of GPUs"
+        problems.append(Problem(key="--sweep", value=shown, reason=reason, fix=fix))
+    if problems:
+        raise ConfigError(*problems)
+    return runs[0].config, runs[0].layout, options
 
 
 def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":

@@ -19,6 +19,12 @@ def train(
     show_config: Annotated[
         bool, typer.Option("--config", help="With --dry-run: print the resolved configuration too.")
     ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="One run after another for settings with several values (optimizer.lr=1e-3,3e-3)."
+        ),
+    ] = False,
     trace: Annotated[
         str | None,
         typer.Option("--trace", metavar="FIRST-LAST", help="Write a Chrome trace of these steps (run.trace_steps)."),
@@ -42,6 +48,14 @@ def train(
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
         raise ConfigError(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
+    if sweep and as_json:
+        raise ConfigError(Problem(key="--json", reason="shows one run", fix="leave out --json, or --sweep"))
+    if sweep:
+        from canzona_cli.commands.train_sweep import sweep as train_swept
+
+        wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
+        train_swept(wanted, recipes_dir or [], dry_run=dry_run, show_config=show_config)
+        return
     requests = Requests(raising=True)
     with handled(requests.add):
         try:

@@ -168,10 +168,10 @@ def _takes_text(key: str) -> bool:
 
 
 def _sweep(key: str, text: str) -> Problem:
-    fix = "start one run for each value" + (
-        f", or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""
+    fix = "add --sweep to `canzona train` or `canzona slurm`: a run for each value" + (
+        f"; or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""
     )
-    return Problem(key=key, value=text, reason="asks for several runs; one command starts one run", fix=fix)
+    return Problem(key=key, value=text, reason="asks for several runs", fix=fix)
 
 
 def _not_an_override(argument: str) -> Problem:

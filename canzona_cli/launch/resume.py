@@ -150,9 +150,15 @@ def _before_divergence(files: RunFiles, asked: str) -> str:
     return result.last_good or asked
 
 
-def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
+def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
+    """How the run in a directory ended, where it has done all the steps that are asked for."""
     result = load_if_sound(files.result, RunResult)
-    if result is None or result.status != "done" or config.train.steps > result.step:
+    return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
+
+
+def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
+    result = finished(files, config)
+    if result is None:
         return
     if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
         return

@@ -38,6 +38,13 @@ class SlurmStep:
     """Slurm's own notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
     """JOB, or ARRAY_TASK, with the step's number where it is not the job's first."""
+    array_task: int | None = None
+    """Which task of an array this is; None outside of one."""
+
+    @property
+    def sweep(self) -> str:
+        """As `name`, but the same in all tasks of an array."""
+        return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,8 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
     if step_id >= _FIRST_SPECIAL_STEP:
         return None
     array, task = (environment.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID"))
-    name = f"{array}_{task}" if array.isdecimal() and task.isdecimal() else str(job_id)
+    in_array = array.isdecimal() and task.isdecimal()
+    name = f"{array}_{task}" if in_array else str(job_id)
     return SlurmStep(
         job_id=job_id,
         step_id=step_id,
@@ -68,6 +76,7 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
         node_rank=node_rank,
         node_list=node_list,
         name=name if step_id == 0 else f"{name}-{step_id}",
+        array_task=int(task) if in_array else None,
     )
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, unwritable
+from canzona_cli.launch.sbatch import directive_problems
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"
@@ -50,6 +50,8 @@ class JobOptions:
     array: str | None = None
     cpus_per_task: int | None = None
     """Cores to ask for on each machine instead of having it alone."""
+    more: tuple[str, ...] = ()
+    """Further directives, each as sbatch has it: `--constraint=h100`."""
     requeues: int = 20
     """Times the job may go back to the queue; 0: never."""
     signal_before: int = 180
@@ -63,6 +65,7 @@ class Submitted:
     job_id: str
     log: Path
     """Where it writes; of an array, with %a for the task."""
+    array: bool = False
 
 
 def template_text() -> str:
@@ -96,14 +99,11 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         arguments: What `canzona train` is called with, or the file that holds it (`write_arguments`).
 
     Raises:
-        ConfigError: the recipe's name cannot be a job's; the tasks of an array would share a run directory.
+        ConfigError: the recipe's name cannot be a job's.
     """
     name = options.job_name or config.name
     if options.job_name is None:
         check(JobOptions(job_name=name))
-    if options.array is not None and config.run.dir is not None:
-        fix = f"leave it out: each task then has {config.run.root}/{config.name}-JOB_TASK"
-        raise ConfigError(problem_with(config, "run.dir", "all tasks of the array would use this one directory", fix))
     directives: dict[str, str | None] = {
         "job-name": name,
         "nodes": str(node_count(config)),
@@ -123,6 +123,9 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     if options.cpus_per_task is not None:
         directives["cpus-per-task"] = str(options.cpus_per_task)
         removed |= {"exclusive", "mem"}
+    for directive in options.more:
+        option, _, value = directive.removeprefix("--").partition("=")
+        directives[option] = shlex.quote(value) if value else ""
     text = _with_directives(template_text(), directives, removed)
     for line, replacement in (
         ('overrides=("$@")', _overrides(arguments)),
@@ -169,11 +172,23 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
         said = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
         raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refuses the job: {'; '.join(said)}"))
     job_id = done.stdout.strip().partition(";")[0]
-    return Submitted(job_id=job_id, log=Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out")
+    log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
+    return Submitted(job_id=job_id, log=log, array=array)
+
+
+def tasks_of(array: str) -> set[int]:
+    """The tasks that a checked `--array` names."""
+    found: set[int] = set()
+    for part in array.partition("%")[0].split(","):
+        span, _, stride = part.partition(":")
+        first, _, last = span.partition("-")
+        found.update(range(int(first), int(last or first) + 1, max(1, int(stride or 1))))
+    return found
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
     """What Slurm would not take, or would take for something else."""
+    yield from directive_problems(options.more, shared=options.cpus_per_task is not None)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:

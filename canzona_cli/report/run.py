@@ -106,7 +106,7 @@ class ComparedView(Page):
         if compared.a.config is None or compared.b.config is None:
             yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
         elif compared.settings:
-            settings = ((clean(key), *map(_value, values)) for key, values in compared.settings.items())
+            settings = ((clean(key), *map(setting_value, values)) for key, values in compared.settings.items())
             yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
         else:
             yield Text("  all settings are equal")
@@ -168,7 +168,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
     return table
 
 
-def _value(value: object) -> str:
+def setting_value(value: object) -> str:
     """As it is typed; a long table by its length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

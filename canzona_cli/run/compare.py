@@ -1,6 +1,7 @@
-"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went."""
+"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went; and any
+number of runs by what they came to."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Compared:
 
     @property
     def best_validation(self) -> Pair:
-        return _best(self.a), _best(self.b)
+        return self.a.best_validation, self.b.best_validation
 
     @property
     def phases(self) -> Mapping[str, Pair]:
@@ -92,29 +93,74 @@ class Compared:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """Any number of runs."""
+
+    runs: tuple[RunSummary, ...]
+    settings: Mapping[str, tuple[object, ...]]
+    """Resolved settings in which they differ, by key, a value for each run; None where a run has no such setting."""
+
+    @property
+    def best(self) -> RunSummary | None:
+        """Of the runs that are done, the one with the lowest validation loss, else the lowest last loss; None where
+        none of them has any."""
+        done = [run for run in self.runs if run.status == "done"]
+        validated = [(run.best_validation, place) for place, run in enumerate(done) if run.best_validation is not None]
+        trained = [(run.losses[-1][1], place) for place, run in enumerate(done) if run.losses]
+        return done[min(validated or trained)[1]] if validated or trained else None
+
+    def figures(self, run: RunSummary) -> Mapping[str, float | None]:
+        """Last and best losses, seconds of a step, throughput, MFU, load balance, memory."""
+        return {
+            "loss": run.losses[-1][1] if run.losses else None,
+            "best_validation": run.best_validation,
+            "step_s": _means(run.breakdown).get("step"),
+            **{name: _figures(run.breakdown).get(name) for name in FIGURES},
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints of three runs or more; additions keep `version`, anything else raises it."""
+        return {
+            "version": VERSION,
+            "best": None if self.best is None else str(self.best.run_dir),
+            "runs": [
+                {
+                    "run_dir": str(run.run_dir),
+                    **{field: getattr(run, field) for field in ("name", "status", "exit_code", "step")},
+                    "settings": {key: values[place] for key, values in self.settings.items()},
+                    **self.figures(run),
+                    "notes": list(run.notes),
+                }
+                for place, run in enumerate(self.runs)
+            ],
+        }
+
+
+def several_runs(run_dirs: Sequence[Path]) -> Several:
+    """Read all of them.
+
+    Raises:
+        ConfigError: with every directory that holds no run.
+    """
+    runs = tuple(_loaded(run_dirs))
+    return Several(runs=runs, settings=_differences([run.config for run in runs]))
+
+
 def compare_runs(run_a: Path, run_b: Path) -> Compared:
     """Read both runs.
 
     Raises:
         ConfigError: with every directory that holds no run.
     """
-    found: list[RunSummary] = []
-    problems: list[Problem] = []
-    for path in (run_a, run_b):
-        try:
-            found.append(load_summary(path))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
-    a, b = found
+    a, b = _loaded((run_a, run_b))
     common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
     losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
     return Compared(
         a=a,
         b=b,
         plans=(_plan_hash(run_a), _plan_hash(run_b)),
-        settings=_differences(a.config, b.config),
+        settings={key: (values[0], values[1]) for key, values in _differences((a.config, b.config)).items()},
         first=losses[0] if losses else None,
         last=losses[-1] if losses else None,
     )
@@ -125,12 +171,27 @@ def _plan_hash(run_dir: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _differences(a: RunConfig | None, b: RunConfig | None) -> dict[str, tuple[object, object]]:
-    if a is None or b is None:
+def _loaded(run_dirs: Sequence[Path]) -> list[RunSummary]:
+    found: list[RunSummary] = []
+    problems: list[Problem] = []
+    for path in run_dirs:
+        try:
+            found.append(load_summary(path))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
+    """The settings that are not the same in all of them; none where one cannot be read."""
+    flat = [dict(_flat(config)) for config in configs if config is not None]
+    if len(flat) < len(configs):
         return {}
-    one, other = dict(_flat(a)), dict(_flat(b))
-    keys = [key for key in dict.fromkeys((*one, *other)) if key not in _NO_DIFFERENCE]
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in _NO_DIFFERENCE]
+    values = {key: tuple(one.get(key) for one in flat) for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
 def _flat(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -139,10 +200,6 @@ def _flat(config: RunConfig) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}.{key}", inner) for key, inner in vars(value).items())
         else:
             yield name, value
-
-
-def _best(run: RunSummary) -> float | None:
-    return min((loss for _, loss in run.validations if loss is not None), default=None)
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:

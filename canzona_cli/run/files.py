@@ -15,6 +15,16 @@ from canzona_cli.run.words import json_text, jsonable
 StopReason = Literal["interrupted", "preempted"]
 
 
+def sweep_root(root: Path | str, name: str) -> Path:
+    """The directory that the runs of a sweep lie in.
+
+    Args:
+        root: `run.root`.
+        name: when the sweep began, or the job that it is.
+    """
+    return Path(root) / f"sweep-{name}"
+
+
 class RunFiles:
     """Where everything of one run lies."""
 

@@ -11,7 +11,7 @@ from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
-from canzona_cli.run.files import RunFiles
+from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.records import (
     FIRST_STAGE,
@@ -69,6 +69,11 @@ class RunSummary:
     @property
     def steps_planned(self) -> int | None:
         return None if self.config is None else self.config.train.steps
+
+    @property
+    def best_validation(self) -> float | None:
+        """The lowest; None where there is none."""
+        return min((loss for _, loss in self.validations if loss is not None), default=None)
 
     def as_json(self) -> dict[str, object]:
         """The stable form of `canzona report --json`; additions keep `version`, anything else raises it."""
@@ -178,9 +183,10 @@ def _elapsed(records: Sequence[StepMetrics | ValidationLoss | Event]) -> float |
 
 
 def newest_run(root: Path) -> Path | None:
-    """The run directory below `root` that was started last; None without one."""
+    """The run directory below `root` that was started last, runs of sweeps among them; None without one."""
     try:
-        runs = [path for path in root.iterdir() if RunFiles(path).config.exists()]
+        below = [*root.iterdir(), *root.glob(f"{sweep_root('', '*')}/*")]
+        runs = [path for path in below if RunFiles(path).config.exists()]
     except OSError:
         return None
     return max(runs, key=lambda path: RunFiles(path).config.stat().st_mtime, default=None)

@@ -229,13 +229,28 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
     assert str(tmp_path / "one") in done.stderr
     assert str(tmp_path / "other") in done.stderr
     files = make_run(tmp_path / "run", steps=3)
-    for arguments, fix in (
-        (("--compare", str(files.root)), "--compare RUN_A RUN_B"),
-        ((str(files.root),) * 3, "canzona report RUN_DIR"),
+    for arguments, reason in (
+        (("--compare", str(files.root)), "one run directory"),
+        ((str(files.root),) * 3, "3 run directories"),
     ):
         done = canzona("report", *arguments)
         assert done.returncode == 2
-        assert fix in " ".join(done.stderr.split())
+        assert reason in " ".join(done.stderr.split())
+        assert "--compare RUN_A RUN_B" in " ".join(done.stderr.split())
+
+
+def test_any_number_of_runs_are_a_row_each_and_one_picture(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"seed={seed}", steps=steps) for seed, steps in ((1, 40), (2, 60), (3, 50))]
+    picture = tmp_path / "losses.png"
+    done = canzona("report", "--compare", *(run.root for run in runs), "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")][:3] == [
+        run.root.name for run in runs
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    alone = canzona("report", runs[0].root, "--plot", tmp_path / "one.gif")
+    assert alone.returncode == 2
+    assert "2 problems" in alone.stderr
 
 
 def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:

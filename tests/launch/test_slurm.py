@@ -12,7 +12,7 @@ from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import slurm
 from canzona_cli.launch.slurm import SlurmStep, adopt, current_step, first_host
-from canzona_cli.launch.slurm_job import JobOptions, check, render, template_text, write_arguments
+from canzona_cli.launch.slurm_job import JobOptions, check, render, tasks_of, template_text, write_arguments
 from tests.faults.support import run_config
 
 STEP = SlurmStep(job_id=41, step_id=0, nodes=2, tasks=2, node_rank=1, node_list="localhost,n2", name="41")
@@ -171,10 +171,48 @@ def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
             check(JobOptions(time=time))
 
 
-def test_tasks_of_an_array_do_not_share_a_directory() -> None:
-    config = replace(two_nodes(), run=replace(two_nodes().run, dir="mine"))
-    with pytest.raises(ConfigError, match="all tasks of the array"):
-        render(config, JobOptions(array="0-3"), [])
+def test_the_tasks_of_an_array_are_those_that_slurm_would_start() -> None:
+    for array, tasks in (("0-3", {0, 1, 2, 3}), ("1,4-5%2", {1, 4, 5}), ("0-9:4", {0, 4, 8}), ("7", {7})):
+        assert tasks_of(array) == tasks
+
+
+def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None:
+    more = ("--constraint=h100&ib", "--reservation=a b", "--hold")
+    check(JobOptions(more=more))
+    asked = directives(render(two_nodes(), JobOptions(more=more), []))
+    assert {"--constraint='h100&ib'", "--reservation='a b'", "--hold"} <= set(asked)
+    assert set(directives(render(two_nodes(), JobOptions(), []))) < set(asked), "nothing else has changed"
+    check(JobOptions(more=("--mem=64G",), cpus_per_task=4))
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        *(
+            "-C h100",
+            "constraint=h100",
+            "--constraint=a\n#SBATCH --uid=0",
+            "--constraint=",
+            "--Constraint=x",
+            "--a b=c",
+        ),
+        *("--time=1", "--nodes=4", "--gres=gpu:8", "--signal=TERM@9", "--exclusive", "--output=x", "--nod=4"),
+    ],
+)
+def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_what_to_write(directive: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(JobOptions(more=(directive, "--comment=x")))
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == ("--sbatch", directive)
+    assert problem.fix
+
+
+def test_every_directive_of_canzonas_own_script_is_its_own() -> None:
+    options = JobOptions(time="1:00:00", partition="p", account="a", qos="q", array="0-1", requeues=0, cpus_per_task=2)
+    for script in (render(two_nodes(device="cuda"), options, []), template_text()):
+        for directive in directives(script):
+            with pytest.raises(ConfigError, match="contradicts"):
+                check(JobOptions(more=(directive,)))
 
 
 def test_a_recipe_cannot_name_a_job_into_a_directive() -> None:

@@ -13,8 +13,9 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.run import ComparedView
+from canzona_cli.report.several import SeveralView, run_names
 from canzona_cli.run.codec import save
-from canzona_cli.run.compare import compare_runs
+from canzona_cli.run.compare import compare_runs, several_runs
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import RunResult, StepMetrics, ValidationLoss
 from tests.run.runs import CONFIG
@@ -134,3 +135,33 @@ def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         compare_runs(tmp_path / "one", tmp_path / "other")
     assert [problem.value for problem in caught.value.problems] == [tmp_path / "one", tmp_path / "other"]
+
+
+def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    finals = {0.001: 4.0, 0.003: 3.5, 0.01: 3.9, 0.03: 3.0}
+    runs = []
+    for lr, loss in finals.items():
+        config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, lr=lr))
+        runs.append(make_run(tmp_path / "sweep" / f"lr={lr}", config, {1: 5.0, 2: loss}))
+    broken = RunFiles(runs[-1])
+    save(broken.result, RunResult(status="diverged", exit_code=70, step=2))
+    several = several_runs(runs)
+    assert several.settings == {"optimizer.lr": tuple(finals)}
+    assert several.best is not None
+    assert several.best.run_dir == runs[1], "a run that failed is not the best one, whatever its loss was"
+    assert run_names(several.runs) == [f"lr={lr}" for lr in finals]
+    content = several.as_json()
+    json.dumps(content)
+    assert isinstance(content["runs"], list)
+    assert [run["loss"] for run in content["runs"]] == list(finals.values())
+    assert [run["best_validation"] for run in content["runs"]] == [loss + 0.5 for loss in finals.values()]
+    assert [run["settings"] for run in content["runs"]] == [{"optimizer.lr": lr} for lr in finals]
+    for width in (60, 140):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(SeveralView(several=several))
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        for value in ("0.003", "diverged", "3.5000", "4.0000", "lowest validation loss: 4.0000"):
+            assert value in text
+        assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= width

@@ -85,11 +85,13 @@ def test_each_task_of_an_array_has_a_run_and_a_log_of_its_own(
 ) -> None:
     one = ("cluster.nodes=1", "gpus=1", "train.steps=1", "checkpoint.at_end=false")
     alone = [argument for argument in SMALL if not argument.startswith(("gpus", "cluster.nodes"))]
-    job_id = submit(slurm, here, environment, "--array=3-4", *alone, *one)
-    for task in (3, 4):
+    job_id = submit(slurm, here, environment, "--sweep", "train.seed=5,6,7,8,9", "--array=3-4", *alone, *one)
+    for task, seed in ((3, 8), (4, 9)):
         slurm.wait_for(f"{job_id}_{task}", "COMPLETED")
         assert (here / f"qwen3-tiny-{job_id}_{task}.out").exists()
-        assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}_{task}").result) or {})["status"] == "done"
+        files = RunFiles(here / "runs" / f"sweep-{job_id}" / f"seed={seed}")
+        assert (read_json(files.result) or {})["status"] == "done"
+        assert f"seed: {seed}\n" in files.config.read_text()
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,120 @@
+"""`canzona train --sweep`: one run after another, each in a directory called after its values; in a task of a Slurm
+array only that task's run."""
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from canzona_cli.cluster.swept import SweptRun, swept_runs
+from canzona_cli.commands import train_run
+from canzona_cli.commands.output import show, tell
+from canzona_cli.errors import ConfigError, ExitCode, Problem
+from canzona_cli.launch.resume import finished, holds_run, next_free
+from canzona_cli.launch.slurm import SlurmStep, current_step
+from canzona_cli.launch.stop import Requests, handled
+from canzona_cli.report.errors import show_failure
+from canzona_cli.report.several import SeveralView
+from canzona_cli.run.compare import several_runs
+from canzona_cli.run.files import RunFiles, sweep_root
+from canzona_cli.run.words import plural
+
+_STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+
+
+def sweep(arguments: list[str], recipes_dirs: list[Path], *, dry_run: bool, show_config: bool) -> None:
+    """The whole command.
+
+    Raises:
+        CanzonaError: a run cannot be composed; nothing was started.
+        typer.Exit: with the largest exit code of the runs, or as what stopped the sweep.
+    """
+    runs, step = swept_runs(arguments, recipes_dirs), current_step()
+    root = _root(runs, step)
+    if step is not None and step.array_task is not None:
+        runs = (_of_task(runs, step.array_task),)
+        tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
+    if dry_run:
+        for run in runs:
+            tell(f"\n{run.combination.words}", "bold")
+            overrides = _overrides(run, root)
+            train_run.run(overrides, recipes_dirs, Requests(), dry_run=True, show_config=show_config)
+        return
+    code = _train_all(runs, root, recipes_dirs)
+    if len(runs) > 1:
+        _summarise(runs, root, stopped=code in _STOPPED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path]) -> int:
+    """Each after the one before, whatever became of that, until somebody wants them to stop."""
+    codes = [int(ExitCode.OK)]
+    for number, run in enumerate(runs, 1):
+        where = f"run {number} of {len(runs)}: {run.combination.words}"
+        if finished(RunFiles(root / run.combination.name), run.config) is not None:
+            tell(f"{where}: has been done before", "bold")
+            continue
+        tell(f"\n{where}", "bold")
+        codes.append(_train(_overrides(run, root), recipes_dirs))
+        if codes[-1] in _STOPPED:
+            return codes[-1]
+    return max(codes)
+
+
+def _train(overrides: list[str], recipes_dirs: list[Path]) -> int:
+    """One run to its end; its exit code. A wish to stop that came too late for it is one for the sweep."""
+    requests, code = Requests(raising=True), int(ExitCode.OK)
+    with handled(requests.add):
+        try:
+            train_run.run(overrides, recipes_dirs, requests, dry_run=False)
+        except typer.Exit as end:
+            code = end.exit_code
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            code = show_failure(error)
+    if requests.reason is None or code in _STOPPED:
+        return code
+    return int(ExitCode.PREEMPTED if requests.reason == "preempted" else ExitCode.INTERRUPTED)
+
+
+def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
+    """A row for each run that left a directory, the others, and how to see this again or to go on."""
+    left = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
+    typer.echo()
+    if left:
+        show(SeveralView(several=several_runs(left)))
+    never = [run.combination.words for run in runs if root / run.combination.name not in left]
+    if never:
+        tell(f"not begun: {', '.join(never)}", "yellow")
+    if stopped:
+        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} goes on where each run was")
+    if left:
+        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --plot FILE.png draws it")
+
+
+def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
+    """The directory that the runs lie in; what it is called in Slurm stays the same after a requeue."""
+    settings = runs[0].config.run
+    if settings.dir is not None:
+        return Path(settings.dir).absolute()
+    if step is not None:
+        return sweep_root(settings.root, step.sweep).absolute()
+    root = sweep_root(settings.root, time.strftime("%Y%m%d-%H%M%S")).absolute()
+    return next_free(root) if root.exists() else root
+
+
+def _overrides(run: SweptRun, root: Path) -> list[str]:
+    own = [override for override in run.combination.overrides if override.partition("=")[0].strip() != "run.dir"]
+    place = str(root / run.combination.name).replace("'", r"\'")
+    return [*own, f"run.dir='{place}'"]  # quoted: a comma in it would be another sweep
+
+
+def _of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:
+    if task < len(runs):
+        return runs[task]
+    reason = f"the sweep has {plural(len(runs), 'run')}, for tasks 0 to {len(runs) - 1}"
+    raise ConfigError(Problem(key="--array", value=task, reason=reason, fix=f"--array 0-{len(runs) - 1}"))

@@ -1,0 +1,105 @@
+"""`canzona train --sweep` and what an array's task makes of it: every run has its turn, its directory and its row."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.launch import torchrun
+from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.run.files import RunFiles, read_json
+from tests.commands.support import canzona
+
+TINY = ("recipe=qwen3-tiny", "gpus=1", "train.steps=1", "model.num_layers=1")
+
+
+@pytest.fixture
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is all real; what it starts is `tests.commands.quick_worker` alone."""
+
+    def build(config: object, run_dir: Path) -> LaunchCommand:
+        return LaunchCommand(argv=(sys.executable, "-m", "tests.commands.quick_worker", str(run_dir)), environment={})
+
+    monkeypatch.setattr(torchrun, "build", build)
+
+
+def results(root: Path) -> dict[str, tuple[object, object]]:
+    found = {path.name: read_json(RunFiles(path).result) or {} for path in sorted(root.iterdir())}
+    return {name: (result["status"], result["exit_code"]) for name, result in found.items()}
+
+
+def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_on_where_it_was_stopped(
+    tmp_path: Path, corpus_cache: Path, quick_workers: None
+) -> None:
+    train = partial(canzona, "train", *TINY, "--sweep", f"data.cache_dir={corpus_cache}", cwd=tmp_path)
+    done = train("train.seed=2,3,1,4,5", "run.dir='here, there'")
+    root = tmp_path / "here, there"
+    assert done.returncode == 130, done.stderr
+    assert results(root) == {
+        "seed=1": ("done", 0),
+        "seed=2": ("done", 0),
+        "seed=3": ("failed", 70),
+        "seed=4": ("interrupted", 130),
+    }, "the one that failed cost no other; Ctrl-C ends the sweep"
+    said = " ".join(done.stderr.split())
+    assert "not begun: train.seed=5" in said
+    assert "run.dir=" in said
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")]
+    assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
+    assert "lowest loss: 1.0000" in done.stdout
+
+    again = train("train.seed=2,3,1,5", "run.dir='here, there'")
+    assert again.returncode == 70, "the largest exit code"
+    assert "run 1 of 4: train.seed=2: has been done before" in " ".join(again.stderr.split())
+    assert results(root)["seed=5"] == ("done", 0)
+
+
+def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
+    done = canzona("train", *TINY, "--sweep", "train.seed=1,2", "parallel.tp=1,3", cwd=tmp_path)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "in the run with train.seed=1 parallel.tp=3 and 1 other" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+STEP = {"SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+STEP |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "SLURM_ARRAY_JOB_ID": "40"}
+
+
+def test_task_k_of_an_array_is_combination_k_in_one_directory_with_the_others(tmp_path: Path) -> None:
+    printed = []
+    for task in (0, 3):
+        step = STEP | {"SLURM_ARRAY_TASK_ID": str(task)}
+        arguments = ("train", *TINY, "--dry-run", "--config", "--sweep", "train.seed=1,2", "optimizer.lr=1e-3,3e-3")
+        printed.append(canzona(*arguments, cwd=tmp_path, environment=step))
+        assert printed[-1].returncode == 0, printed[-1].stderr
+    for done, seed, lr in zip(printed, (1, 2), ("0.001", "0.003"), strict=True):
+        assert f"runs/sweep-40/seed={seed}_lr={lr}" in done.stdout
+        assert f"seed: {seed}\n" in done.stdout
+        assert done.stdout.count("resolved configuration") == 1
+    outside = canzona(*arguments, cwd=tmp_path, environment=STEP | {"SLURM_ARRAY_TASK_ID": "4"})
+    assert outside.returncode == 2
+    assert "tasks 0 to 3" in " ".join(outside.stderr.split())
+
+
+def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
+    arguments = ("slurm", *TINY, "--sweep", "train.seed=1,2", "optimizer.lr=1e-3,3e-3,1e-2")
+    script = canzona(*arguments, cwd=tmp_path)
+    assert script.returncode == 0, script.stderr
+    lines = script.stdout.splitlines()
+    assert "#SBATCH --array=0-5" in lines
+    assert "    --sweep" in lines, "each task reads the sweep again and takes its part"
+    some = canzona(*arguments, "--array", "1,4-5%2", "--json", cwd=tmp_path)
+    assert "#SBATCH --array=1,4-5%2\n" in json.loads(some.stdout)["script"]
+    assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == "1 0\n"
+    outside = canzona(*arguments, "--array", "3-6", cwd=tmp_path)
+    assert outside.returncode == 2
+    assert "tasks 0 to 5 only" in " ".join(outside.stderr.split())
+    machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path)
+    assert machines.returncode == 2
+    assert "the same machines" in " ".join(machines.stderr.split())
+    equal = canzona("slurm", *TINY, "--array", "0-3", cwd=tmp_path)
+    assert equal.returncode == 2
+    assert "train.seed=1,2,3,4 --sweep" in " ".join(equal.stderr.split())
