@@ -16,8 +16,12 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what the run comes to and its torchrun command; start nothing.")
     ] = False,
+    prepare_only: Annotated[
+        bool,
+        typer.Option("--prepare-only", help="Write the run directory, print the torchrun command; start nothing."),
+    ] = False,
     show_config: Annotated[
-        bool, typer.Option("--config", help="With --dry-run: print the resolved configuration too.")
+        bool, typer.Option("--config", help="With --dry-run or --prepare-only: print the resolved configuration too.")
     ] = False,
     sweep: Annotated[
         bool,
@@ -35,16 +39,20 @@ def train(
             "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step; twice stops at once."""
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
-    if as_json and not dry_run:
+    if dry_run and prepare_only:
+        reason, fix = "writes the run directory, and a dry run writes nothing", "leave out one of the two"
+        raise ConfigError(Problem(key="--prepare-only", reason=reason, fix=fix))
+    printed = dry_run or prepare_only
+    if as_json and not printed:
         reason, fix = "a run is shown while it goes on", "add --dry-run; of a run: canzona report --json"
         raise ConfigError(Problem(key="--json", reason=reason, fix=fix))
-    if show_config and not dry_run:
+    if show_config and not printed:
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
         raise ConfigError(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
@@ -54,7 +62,7 @@ def train(
         from canzona_cli.commands.train_sweep import sweep as train_swept
 
         wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
-        train_swept(wanted, recipes_dir or [], dry_run=dry_run, show_config=show_config)
+        train_swept(wanted, recipes_dir or [], dry_run=dry_run, prepare_only=prepare_only, show_config=show_config)
         return
     requests = Requests(raising=True)
     with handled(requests.add):
@@ -62,7 +70,15 @@ def train(
             from canzona_cli.commands.train_run import run  # takes a while, in which signals may come
 
             wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
-            run(wanted, recipes_dir or [], requests, dry_run=dry_run, as_json=as_json, show_config=show_config)
+            run(
+                wanted,
+                recipes_dir or [],
+                requests,
+                dry_run=dry_run,
+                prepare_only=prepare_only,
+                as_json=as_json,
+                show_config=show_config,
+            )
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

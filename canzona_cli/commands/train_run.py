@@ -47,12 +47,14 @@ def run(
     requests: Requests,
     *,
     dry_run: bool,
+    prepare_only: bool = False,
     as_json: bool = False,
     show_config: bool = False,
 ) -> None:
     """The whole command.
 
     Args:
+        prepare_only: write the run directory and say how to start the workers, without starting them.
         show_config: whether a dry run prints the resolved configuration.
         requests: what signals ask for; it raises until workers run.
 
@@ -72,6 +74,9 @@ def run(
     plan = obtain_plan(config, layout)
     if dry_run:
         _show(config, layout, plan, console, as_json=as_json, show_config=show_config)
+        return
+    if prepare_only:
+        _prepare(config, layout, plan, console, as_json=as_json, show_config=show_config)
         return
     try:
         outcome, directory = _launch(config, layout, plan, console, requests)
@@ -94,20 +99,7 @@ def _show(
 ) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    shown = DryRun(
-        config=config,
-        config_yaml=dump_resolved(config) if show_config else None,
-        layout=layout,
-        corpus=corpus,
-        plan=plan,
-        ahead=outlook(config, layout, predict(config, layout, None if plan is None else plan.plan).iteration_s),
-        memory=estimate(config, layout),
-        command=torchrun.build(config, run_dir),
-    )
-    if as_json:
-        show(shown.as_json())
-    else:
-        console.print(shown, soft_wrap=True)
+    _print_start(config, layout, plan, console, corpus, run_dir, as_json=as_json, show_config=show_config)
     try:
         found = resumption(config, layout)
     except CanzonaError as error:
@@ -117,6 +109,72 @@ def _show(
             progress(f"note: it would continue from step {found.step:,} ({found.origin})")
     for problem in preflight.machine_problems(config, layout):
         tell(f"note: this machine could not run it: {problem.reason}", "yellow")
+
+
+def _prepare(
+    config: RunConfig,
+    layout: Layout,
+    plan: Obtained | None,
+    console: Console,
+    *,
+    as_json: bool,
+    show_config: bool,
+) -> None:
+    """Everything that workers need, on the disk: another launcher starts them."""
+    check_free(config, goes_on=True)
+    resumption(config, layout)
+    corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
+    run = RunDirectory.create(config, goes_on=True)
+    _say_resumption(run, run.go_on(config, layout))
+    _write_inputs(run, config, layout, plan, corpus)
+    warn(data_warnings(config, layout, corpus))
+    config = replace(config, run=replace(config.run, dir=str(run.path)))
+    _print_start(
+        config, layout, plan, console, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True
+    )
+
+
+def _print_start(
+    config: RunConfig,
+    layout: Layout,
+    plan: Obtained | None,
+    console: Console,
+    corpus: PreparedCorpus | None,
+    run_dir: Path,
+    *,
+    as_json: bool,
+    show_config: bool,
+    prepared: bool = False,
+) -> None:
+    """What the run comes to, and what starts it."""
+    shown = DryRun(
+        config=config,
+        config_yaml=dump_resolved(config) if show_config else None,
+        layout=layout,
+        corpus=corpus,
+        plan=plan,
+        ahead=outlook(config, layout, predict(config, layout, None if plan is None else plan.plan).iteration_s),
+        memory=estimate(config, layout),
+        command=torchrun.build(config, run_dir),
+        prepared=prepared,
+    )
+    if as_json:
+        show(shown.as_json())
+    else:
+        console.print(shown, soft_wrap=True)
+
+
+def _write_inputs(
+    run: RunDirectory, config: RunConfig, layout: Layout, plan: Obtained | None, corpus: PreparedCorpus
+) -> None:
+    run.write_inputs(
+        config_yaml=dump_resolved(config),
+        layout=layout,
+        corpus=corpus,
+        command=torchrun.build(config, run.path),
+        plan=None if plan is None else plan.plan.to_json(),
+        predicted=prediction_here(config, layout, None if plan is None else plan.plan),
+    )
 
 
 def _launch(
@@ -146,14 +204,7 @@ def _launch(
     per_node = torchrun.ranks_per_node(config)
     with run.never_without_result():
         if node_rank == 0:
-            run.write_inputs(
-                config_yaml=dump_resolved(config),
-                layout=layout,
-                corpus=corpus,
-                command=command,
-                plan=None if plan is None else plan.plan.to_json(),
-                predicted=prediction_here(config, layout, None if plan is None else plan.plan),
-            )
+            _write_inputs(run, config, layout, plan, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
         if node_rank == 0:
             warn(data_warnings(config, layout, corpus))

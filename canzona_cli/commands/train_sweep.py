@@ -24,7 +24,9 @@ from canzona_cli.run.words import plural
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 
 
-def sweep(arguments: list[str], recipes_dirs: list[Path], *, dry_run: bool, show_config: bool) -> None:
+def sweep(
+    arguments: list[str], recipes_dirs: list[Path], *, dry_run: bool, prepare_only: bool, show_config: bool
+) -> None:
     """The whole command.
 
     Raises:
@@ -36,11 +38,11 @@ def sweep(arguments: list[str], recipes_dirs: list[Path], *, dry_run: bool, show
     if step is not None and step.array_task is not None:
         runs = (_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
-    if dry_run:
+    if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
-            overrides = _overrides(run, root)
-            train_run.run(overrides, recipes_dirs, Requests(), dry_run=True, show_config=show_config)
+            wanted = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
+            train_run.run(_overrides(run, root), recipes_dirs, Requests(), **wanted)
         return
     code = _train_all(runs, root, recipes_dirs)
     if len(runs) > 1:

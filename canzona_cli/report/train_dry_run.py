@@ -1,4 +1,4 @@
-"""What `canzona train --dry-run` prints: what the run comes to, and exactly what would be started."""
+"""What `canzona train --dry-run` and `--prepare-only` print: what the run comes to, and exactly what starts it."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -49,6 +49,8 @@ class DryRun(Page):
     ahead: Outlook
     memory: MemoryEstimate
     command: LaunchCommand
+    prepared: bool = False
+    """Whether the run directory is there, and only the command is missing."""
 
     def as_json(self) -> dict[str, object]:
         """The stable form of `canzona train --dry-run --json`; additions keep `version`, anything else raises it."""
@@ -132,7 +134,12 @@ class DryRun(Page):
                 )
         if self.config.run.dir is None:
             yield f"{RUN_DIR_TIME} is the start time; run.dir sets the whole name."
-        yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
+        if self.prepared:
+            directory = self.command.argv[-1]
+            yield f"Prepared {directory}; nothing was started. These variables and this command train it to its end."
+            yield f"After an end before that, prepare it again with run.dir={directory}: then it continues."
+        else:
+            yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
             yield "With --config too it prints every setting and its value."
 

@@ -1,0 +1,39 @@
+"""`canzona train --prepare-only` leaves all that workers need: what it prints, typed into a shell, trains to the end."""
+
+import subprocess
+from pathlib import Path
+
+from canzona_cli.run.codec import read_lines
+from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.records import StepMetrics, read_rank
+from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
+
+TINY = ("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "train.seq_length=16", "train.global_batch_size=2")
+SHORT = ("train.steps=2", "train.eval_interval=0", "checkpoint.every_minutes=null")
+
+
+def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corpus_cache: Path) -> None:
+    arguments = ("train", "--prepare-only", *TINY, *SHORT, f"data.cache_dir={corpus_cache}", "run.dir=run")
+    done = canzona(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = RunFiles(tmp_path / "run")
+    for path in (files.config, files.layout, files.plan, files.corpus, files.command, files.predicted):
+        assert path.stat().st_size > 0
+    assert not files.metrics.exists(), "nothing was started"
+    assert f"Prepared {files.root}" in " ".join(done.stdout.split())
+
+    printed = done.stdout[done.stdout.index("\nenvironment\n") : done.stdout.index("\nPrepared ")]
+    shell = printed.replace("\nenvironment\n", "\n").replace("\ncommand\n", "\n")
+    by_hand = subprocess.run(
+        ["env", *(f"{name}={value}" for name, value in importable().items()), "bash", "-ec", shell],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert read_rank(files, 0).status == "done"
+    assert [line.step for line in read_lines(files.metrics, StepMetrics)[0]] == [1, 2]
+    assert (read_json(files.checkpoints / "step-00000002" / "manifest.json") or {}) != {}
