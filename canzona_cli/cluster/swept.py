@@ -11,6 +11,8 @@ from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.errors import CanzonaError, Problem
 from canzona_cli.run.words import plural
 
+MIN_LR_RATIO = "optimizer.min_lr_ratio"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRun:
@@ -30,8 +32,10 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     found: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
     wanted = combinations(arguments)
-    for one in wanted:
+    for plain in wanted:
+        one = plain
         try:
+            one = _with_own_minimum(plain, recipes_dirs)
             config, layout = resolve(compose_run(one.overrides, recipes_dirs=recipes_dirs).config)
         except CanzonaError as error:
             failed.append((one, error))
@@ -44,6 +48,21 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         for problem in error.problems:
             told.setdefault((problem.key, problem.reason), []).append((problem, one.words))
     raise type(failed[0][1])(*(_once(having, len(wanted)) for having in told.values()))
+
+
+def _with_own_minimum(one: Combination, recipes_dirs: Sequence[Path]) -> Combination:
+    """Where learning rates are swept, the minimum keeps the recipe's ratio to them, so that all curves have one form.
+
+    Said as an override: a run of the sweep is repeated by what is printed.
+    """
+    typed = {override.partition("=")[0].strip() for override in one.overrides}
+    if "optimizer.lr" not in one.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
+        return one
+    others = [override for override in one.overrides if override.partition("=")[0].strip() != "optimizer.lr"]
+    recipe = compose_run(others, recipes_dirs=recipes_dirs).config.optimizer
+    if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
+        return one
+    return replace(one, overrides=(*one.overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
 def _once(having: Sequence[tuple[Problem, str]], runs: int) -> Problem:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from canzona_cli.cluster.swept import SweptRun, swept_runs
+from canzona_cli.cluster.swept import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.commands import train_run
-from canzona_cli.commands.output import show, tell
+from canzona_cli.commands.output import progress, show, tell
 from canzona_cli.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
@@ -35,6 +35,9 @@ def sweep(
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)
+    added = {override for run in runs for override in run.combination.overrides if override.startswith(MIN_LR_RATIO)}
+    for override in sorted(added - {*arguments}):
+        progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
     if step is not None and step.array_task is not None:
         runs = (_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")

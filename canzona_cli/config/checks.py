@@ -90,7 +90,7 @@ def _values(config: RunConfig) -> Iterator[Problem]:
         yield problem_with(config, "optimizer.lr", reason, fix)
     if config.optimizer.min_lr > config.optimizer.lr:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
-        yield problem_with(config, "optimizer.min_lr", reason, f"use optimizer.min_lr={config.optimizer.lr / 10:g}")
+        yield problem_with(config, "optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
         yield problem_with(config, "name", reason, "for example name=my-run")

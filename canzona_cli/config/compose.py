@@ -1,7 +1,8 @@
 """One run's configuration: recipe, groups and overrides composed by Hydra, then checked as a whole."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 
 from canzona_cli.config.checks import config_problems, config_warnings
@@ -88,6 +89,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         tree = with_values(base, asked.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
+    _choose_min_lr(tree, asked, problems)
     recipe_file = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     where = " with ".join(
         shown(path) for path in (recipe_file, *(given[group] for group in given if group == "cluster"))
@@ -101,6 +103,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         if stand_in is not None:
             problems += [p for p in config_problems(stand_in, training=training) if p.key not in bad]
         raise ConfigError(*problems)
+    config = _with_min_lr(config)
     problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
@@ -120,6 +123,27 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         recipe_file=recipe_file,
         files=tuple(files),
     )
+
+
+def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Problem]) -> None:
+    """A minimum learning rate on the command line counts, whatever ratio the recipe has."""
+    ratio = "optimizer.min_lr_ratio"
+    if "optimizer.min_lr" not in asked.values:
+        return
+    if asked.values.get(ratio) is not None:
+        reason, fix = "is set by optimizer.min_lr, too", "keep one of them"
+        problems.append(Problem(key=ratio, value=asked.texts[ratio], reason=reason, fix=fix))
+    elif isinstance(optimizer := tree.get("optimizer"), dict):
+        optimizer["min_lr_ratio"] = None
+
+
+def _with_min_lr(config: RunConfig) -> RunConfig:
+    """The minimum learning rate from its ratio: the decimal product, so that 0.1 of 0.0003 is 0.00003 to the bit."""
+    own = config.optimizer
+    if own.min_lr_ratio is None:
+        return config
+    least = float(Decimal(repr(own.min_lr_ratio)) * Decimal(repr(own.lr)))
+    return replace(config, optimizer=replace(own, min_lr=least))
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:

@@ -1,4 +1,4 @@
-"""`canzona train --prepare-only` leaves all that workers need: what it prints, typed into a shell, trains to the end."""
+"""`canzona train --prepare-only` leaves all that workers need: what it prints trains to the end, in any shell."""
 
 import subprocess
 from pathlib import Path

@@ -85,18 +85,18 @@ def test_task_k_of_an_array_is_combination_k_in_one_directory_with_the_others(tm
 
 
 def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
-    arguments = ("slurm", *TINY, "--sweep", "train.seed=1,2", "optimizer.lr=1e-3,3e-3,1e-2")
+    arguments = ("slurm", *TINY, "--sweep", "train.seed=1,2,3")
     script = canzona(*arguments, cwd=tmp_path)
     assert script.returncode == 0, script.stderr
     lines = script.stdout.splitlines()
-    assert "#SBATCH --array=0-5" in lines
+    assert "#SBATCH --array=0-2" in lines
     assert "    --sweep" in lines, "each task reads the sweep again and takes its part"
-    some = canzona(*arguments, "--array", "1,4-5%2", "--json", cwd=tmp_path)
-    assert "#SBATCH --array=1,4-5%2\n" in json.loads(some.stdout)["script"]
+    some = canzona(*arguments, "--array", "0,2%1", "--json", cwd=tmp_path)
+    assert "#SBATCH --array=0,2%1\n" in json.loads(some.stdout)["script"]
     assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == "1 0\n"
-    outside = canzona(*arguments, "--array", "3-6", cwd=tmp_path)
+    outside = canzona(*arguments, "--array", "2-3", cwd=tmp_path)
     assert outside.returncode == 2
-    assert "tasks 0 to 5 only" in " ".join(outside.stderr.split())
+    assert "tasks 0 to 2 only" in " ".join(outside.stderr.split())
     machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path)
     assert machines.returncode == 2
     assert "the same machines" in " ".join(machines.stderr.split())

@@ -36,6 +36,12 @@ class OptimizerBase:
         NOTHING,
     ] = None
     min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
+    min_lr_ratio: Annotated[
+        Share | None,
+        "min_lr as a share of lr, so that it follows where lr is changed; null: min_lr itself counts.",
+        Example("0.1"),
+        NOTHING,
+    ] = None
     weight_decay: Annotated[
         NotNegative, "Decoupled weight decay; 1-D parameters (norms, biases) are excluded.", CURVE
     ] = 0.1
