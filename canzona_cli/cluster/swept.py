@@ -44,8 +44,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     if not failed:
         return tuple(found)
     told: dict[tuple[str, str], list[tuple[Problem, str]]] = {}
-    for one, error in failed:
-        for problem in error.problems:
+    for one, failure in failed:
+        for problem in failure.problems:
             told.setdefault((problem.key, problem.reason), []).append((problem, one.words))
     raise type(failed[0][1])(*(_once(having, len(wanted)) for having in told.values()))
 

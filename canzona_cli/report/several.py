@@ -1,7 +1,7 @@
 """`canzona report --compare` of many runs, and the end of a sweep: a row for each run; all their losses drawn."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -26,7 +26,7 @@ _MOST_SETTINGS = 8
 """Settings with a column of their own."""
 _MOST_NAMED = 20
 """Curves that a legend names."""
-_COLUMNS = {
+_COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", partial(number, spec=".4f")),
     "best_validation": ("validation", partial(number, spec=".4f")),
     "step_s": ("step time", step_time),
