@@ -1,6 +1,7 @@
 """What several test folders share."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ settings.register_profile("canzona", deadline=None, suppress_health_check=[Healt
 settings.load_profile("canzona")
 
 
-@pytest.fixture(scope="session")
-def corpus_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder for prepared corpora, empty at the start of the session and gone after it."""
-    return tmp_path_factory.mktemp("corpora")
+@pytest.fixture(scope="session", autouse=True)
+def corpus_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache folder of whatever the session starts, empty at its start and gone after it: tests neither see what is
+    in the user's own nor write there."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CANZONA_CACHE", str(folder))
+        yield folder

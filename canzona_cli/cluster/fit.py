@@ -6,13 +6,13 @@ What the user set is a hard constraint; everything null is searched, exhaustivel
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from canzona_cli.cluster.layouts import Candidate, candidates, fill
+from canzona_cli.cluster.layouts import Candidate, any_fits, candidates, fill
 from canzona_cli.cluster.search import search
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
-from canzona_cli.planner.memory import GIB
+from canzona_cli.planner.memory import GIB, estimate
 
 H200_GIB = 140.4
 """Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""
@@ -35,16 +35,19 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 def choose(config: RunConfig) -> Candidate | None:
     """The candidate with the shortest simulated step per sequence of those that fit; None when none fits.
 
+    What an earlier search found is asked for before anything else is worked out.
+
     Raises:
         ConfigError: what is set is impossible.
     """
+    parallel, train = config.parallel, config.train
+    typed = None not in (parallel.tp, parallel.pp, parallel.cp, train.micro_batch_size, train.recompute)
+    found = () if typed else search(config).best
+    if found:
+        return Candidate(layout=found[0].layout, memory=estimate(config, found[0].layout))
+    # There is nothing to choose from; or no plan fits, which planning says in more detail than a search could.
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    if len(fitting) <= 1:
-        return fitting[0] if fitting else None
-    found = search(config).best
-    # Where no plan fits, planning says so in more detail than a search could.
-    layout = found[0].layout if found else min(fitting, key=lambda one: one.memory.total).layout
-    return next(candidate for candidate in fitting if candidate.layout == layout)
+    return min(fitting, key=lambda one: one.memory.total, default=None)
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
@@ -85,7 +88,7 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
     for ladder in _changes(config):
         for override, changed in ladder:
             try:
-                fits = any(candidate.fits for candidate in candidates(changed))
+                fits = any_fits(changed)
             except ConfigError:
                 continue
             if fits:

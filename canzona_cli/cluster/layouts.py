@@ -33,10 +33,24 @@ def candidates(config: RunConfig) -> list[Candidate]:
     Raises:
         ConfigError: what is set is impossible.
     """
+    return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in _possible(config)]
+
+
+def any_fits(config: RunConfig) -> bool:
+    """Whether one of the possible layouts fits.
+
+    Raises:
+        ConfigError: what is set is impossible.
+    """
+    # Those that need least memory come last.
+    return any(estimate(config, layout).fits for layout in reversed(_possible(config)))
+
+
+def _possible(config: RunConfig) -> list[Layout]:
     problems = layout_problems(config)
     if problems:
         raise ConfigError(*problems)
-    found = [Candidate(layout=layout, memory=estimate(config, layout)) for layout in _layouts(config)]
+    found = list(_layouts(config))
     if not found:
         raise ConfigError(_no_batch(config))
     return found

@@ -1,7 +1,7 @@
 """The fastest layouts of a run: simulated one by one, in the order of what each takes at least, until nothing that is
 left can be faster than what was found. All legal layouts are compared, few are simulated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.layout_cache import Cache
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill
@@ -9,9 +9,11 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.bound import least_step_seconds
 from canzona_cli.simulate.predict import simulate_run
+from canzona_cli.simulate.simulate import StrategyResult
 from canzona_cli.simulate.spent import Spent, spent
 
 ALIKE = 1e-5
@@ -64,26 +66,57 @@ def search(config: RunConfig, count: int = 1) -> Found:
 
 def _search(config: RunConfig, count: int) -> Found:
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    waiting = sorted(((_least(config, candidate), candidate) for candidate in fitting), key=lambda pair: pair[0])
-    best: dict[float, Tried] = {}
+    bounded = ((_least(config, candidate), candidate) for candidate in fitting)
+    waiting = sorted(bounded, key=lambda pair: (pair[0], _plain(pair[1].layout)))
+    best: dict[float, _Simulated] = {}
+    known: set[tuple[Layout, float, float]] = set()
     simulated = 0
     for least, candidate in waiting:
         if len(best) >= count and least > max(sorted(best)[:count]) * (1 + ALIKE):
             break
+        # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as they were:
+        # where attention takes no longer for it, nothing does.
+        layout = candidate.layout
+        unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
+        same = (unsliced, layout.micro_batch_size / layout.cp, least)
+        if same in known:
+            continue
         simulated += 1
         one = _try(config, candidate)
         if one is not None:
+            known.add(same)
             # Alike where only the order of sums differs.
-            seconds = float(f"{one.per_sequence_s:.5e}")
-            best[seconds] = min(one, best.get(seconds, one), key=_plain)
-    return Found(best=tuple(best[seconds] for seconds in sorted(best)[:count]), legal=len(fitting), simulated=simulated)
+            seconds = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
+            best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
+    fastest = tuple(best[seconds].told() for seconds in sorted(best)[:count])
+    return Found(best=fastest, legal=len(fitting), simulated=simulated)
 
 
 def _least(config: RunConfig, candidate: Candidate) -> float:
     return least_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size
 
 
-def _try(config: RunConfig, candidate: Candidate) -> Tried | None:
+@dataclass(frozen=True, kw_only=True)
+class _Simulated:
+    candidate: Candidate
+    run: RunConfig
+    """With the candidate's layout."""
+    plan: Plan | None
+    """Of strategies that have one."""
+    result: StrategyResult
+
+    def told(self) -> Tried:
+        """With what only the fastest are asked for."""
+        layout, plan = self.candidate.layout, self.plan
+        return Tried(
+            layout=layout,
+            iteration_s=self.result.iteration_s,
+            memory_bytes=(self.candidate.memory if plan is None else plan_memory(self.run, layout, plan)).total,
+            spent=spent(self.run, layout, self.result),
+        )
+
+
+def _try(config: RunConfig, candidate: Candidate) -> _Simulated | None:
     """None without a plan that fits."""
     layout = candidate.layout
     run = fill(config, layout)
@@ -91,17 +124,9 @@ def _try(config: RunConfig, candidate: Candidate) -> Tried | None:
         plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
     except (ConfigError, DoesNotFit):
         return None
-    result = simulate_run(run, layout, plan)
-    memory = candidate.memory if plan is None else plan_memory(run, layout, plan)
-    return Tried(
-        layout=layout,
-        iteration_s=result.iteration_s,
-        memory_bytes=memory.total,
-        spent=spent(run, layout, result),
-    )
+    return _Simulated(candidate=candidate, run=run, plan=plan, result=simulate_run(run, layout, plan))
 
 
-def _plain(one: Tried) -> tuple[int, int, int, int, int]:
+def _plain(layout: Layout) -> tuple[int, int, int, int, int]:
     """The plainest of layouts that take the same time is the least."""
-    layout = one.layout
     return layout.pp, layout.cp, layout.tp, RECOMPUTE.index(layout.recompute), -layout.micro_batch_size

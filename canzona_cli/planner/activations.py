@@ -6,9 +6,10 @@ QK-norm and no dropout (see `layer_activations`). Everything is bytes on one ran
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.model import qwen3
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.buckets import FP32, element_bytes
@@ -29,11 +30,15 @@ class StageWeights:
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
     """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
-    model, t = config.model, layout.tp
-    layers = model.num_layers // layout.pp
+    return _stage_weights(config.model, layout.tp, layout.pp, stage)
+
+
+@lru_cache(maxsize=1024)
+def _stage_weights(model: ModelConfig, t: int, p: int, stage: int) -> StageWeights:
+    layers = model.num_layers // p
     shapes = layer_shapes(model, "fused")
     vocabulary = model.vocab_size * model.hidden_size // t
-    first, last = stage == 0, stage == layout.pp - 1
+    first, last = stage == 0, stage == p - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     others = layers * qwen3.norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
     return StageWeights(

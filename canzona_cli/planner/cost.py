@@ -14,7 +14,16 @@ from typing import Literal
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.physics import SCATTER
-from canzona_cli.config.schema import ClusterConfig, CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import (
+    ClusterConfig,
+    CustomConfig,
+    MuonConfig,
+    OptimizerConfig,
+    Precision,
+    RunConfig,
+    ShampooConfig,
+    SoapConfig,
+)
 from canzona_cli.errors import Problem
 from canzona_cli.planner.plan import Algorithm
 from canzona_cli.run.phases import Phase
@@ -63,7 +72,11 @@ class Work:
 
 def algorithm(config: RunConfig) -> Algorithm:
     """What a run's update costs depend on."""
-    optimizer, precision = config.optimizer, config.train.precision
+    return _algorithm(config.optimizer, config.train.precision)
+
+
+@lru_cache(maxsize=64)
+def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     if isinstance(optimizer, MuonConfig):
         return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=precision, stack=optimizer.stack)
     if isinstance(optimizer, ShampooConfig | SoapConfig):

@@ -145,17 +145,25 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
 
 
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
+    weights, gradients, optimizer, exchange = _lasting(config, layout.bare, stage)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        **transient(config, layout, stage).parts(),
+        "exchange": exchange,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+    """Weights, gradients, optimizer and exchange."""
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
-    return {
-        "weights": width * stored,
-        "gradients": grad * stored,
-        "optimizer": sum(_bounded_state(config, layout, weights, held).values()),
-        **transient(config, layout, stage).parts(),
-        "exchange": least_step_bytes(config, layout, stage),
-    }
+    state = sum(_bounded_state(config, layout, weights, held).values())
+    return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
 
 
 def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
@@ -449,8 +457,12 @@ def _most(sizes: Iterable[int]) -> int:
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
-    alone = [(shape,) for shape in matrix_shapes(config)]
-    return workspace_bytes(config, alone) + _least_buffers(config, layout, stage)
+    return _least_workspace(config) + _least_buffers(config, layout, stage)
+
+
+@lru_cache(maxsize=64)
+def _least_workspace(config: RunConfig) -> int:
+    return workspace_bytes(config, [(shape,) for shape in matrix_shapes(config)])
 
 
 def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:

@@ -1,6 +1,7 @@
 """From a run to its `Plan`: matrices, costs, owners and hosts, buckets, micro-groups. No torch, no clock, no chance."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
 from canzona_cli.planner.micro_groups import ExchangeCost, micro_groups
 from canzona_cli.planner.packing import lower_bound
-from canzona_cli.planner.plan import Mesh, Plan, PlanSettings, Scalar, Subject
+from canzona_cli.planner.plan import Cell, Mesh, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 COST_DIGITS = 9
@@ -77,10 +78,15 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     members = _matrices(config, layout, shapes)
+    free = plan_unbounded(config, layout, shapes)
     for careful in (False, True):
         memory_cap = _memory_cap(config, layout, members, careful=careful)
+        roomy = _most_held(free) <= memory_cap
         for c_max_bytes in _capacities(config, layout, members):
-            for plan in _with_less(config, layout, _plan(config, layout, shapes, members, memory_cap, c_max_bytes)):
+            # Most layouts have the memory, and then how much changes nothing.
+            whole = roomy and c_max_bytes is None
+            tried = free if whole else _plan(config, layout, shapes, members, memory_cap, c_max_bytes)
+            for plan in _with_less(config, layout, tried):
                 memory = plan_memory(config, layout, plan)
                 if memory.fits:
                     return plan
@@ -98,8 +104,27 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """As `make_plan`, whatever memory it takes: for comparisons."""
+    """As `make_plan`, whatever memory it takes: for comparisons, and where there is enough.
+
+    The last few are kept: but for its subject it is the same for every `Layout.bare`.
+    """
+    open_parallel = replace(config.parallel, tp=None, pp=None, cp=None, sequence_parallel=None)
+    open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
+    found = _unbounded(replace(config, parallel=open_parallel, train=open_train), layout.bare, shapes)
+    return replace(found, subject=subject(config, layout, shapes))
+
+
+@lru_cache(maxsize=8)
+def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     return _plan(config, layout, shapes, _matrices(config, layout, shapes), None)
+
+
+def _most_held(plan: Plan) -> int:
+    """Elements of the matrices of one cell."""
+    held: Counter[tuple[int, Cell]] = Counter()
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        held[matrix.stage, cell] += matrix.elements
+    return max(held.values())
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:

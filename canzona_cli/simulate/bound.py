@@ -43,7 +43,7 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
     execution, parallel = execution_of(config), config.parallel
     rate, own = memory_rate(config.cluster), implementation(config)
     overlap_gather = parallel.overlap_grad_reduce and parallel.overlap_param_gather
-    reduce_s, last_s, gather_s, behind_s = _transfers(config, layout)
+    reduce_s, last_s, gather_s, behind_s = _transfers(config, layout.bare)
     weights, (_, grad) = stage_weights(config, layout, 0), element_bytes(config)
     world = Groups.of(layout, config.cluster).world
     agree_s = Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0
@@ -71,6 +71,7 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
     return _ROUNDING * ended
 
 
+@lru_cache(maxsize=1024)
 def _transfers(config: RunConfig, layout: Layout) -> tuple[float, float, float, float]:
     """Least seconds of stage 0's data-parallel traffic: reducing all gradients; reducing the embedding's, which are
     ready last; gathering what the first forward cannot do without; and what a plan may gather before it.
@@ -125,7 +126,9 @@ def _update(config: RunConfig, layout: Layout) -> float:
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return 0.0
-    layers, layer_s, costs, elements, packing_s = _layer(config, layout)
+    layers, ranks = config.model.num_layers // layout.pp, layout.world_size // layout.tp
+    alone = replace(layout.bare, pp=1, dp=ranks, global_batch_size=ranks)
+    layer_s, costs, elements, packing_s = _layer(config, alone)
     if execution.everywhere:
         return layers * layer_s
     if execution is Execution.LAYERWISE:
@@ -141,14 +144,14 @@ def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
     return simple_bound(costs * layers, cells)
 
 
-def _layer(config: RunConfig, layout: Layout) -> tuple[int, float, tuple[float, ...], int, float]:
-    """Layers of a stage; seconds of one layer's updates where a rank does them all, gathering them first; of each on
-    its own; its elements; and seconds of packing an element where it is hosted."""
-    members = matrices_of(replace(config.model, num_layers=1), replace(layout, pp=1), splitting_of(config))
+@lru_cache(maxsize=64)
+def _layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...], int, float]:
+    """Seconds of one layer's updates where a rank does them all, gathering them first; of each on its own; its
+    elements; and seconds of packing an element where it is hosted."""
+    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     planned = execution_of(config) is Execution.PLANNED
     costs = update_costs(config, members, "canzona" if planned else "megatron")
     model = UpdateModel(config, layout, members, costs)
     whole_s = 0.0 if planned else model.duplicated(range(len(members))).seconds
     packing_s = model.packing_s if layout.tp > 1 else 0.0
-    elements = sum(matrix.elements for matrix in members)
-    return config.model.num_layers // layout.pp, whole_s, costs, elements, packing_s
+    return whole_s, costs, sum(matrix.elements for matrix in members), packing_s

@@ -108,19 +108,25 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 def passes(config: RunConfig, layout: Layout) -> list[tuple[float, float]]:
     """Forward and backward of one micro-batch by stage, in seconds: `stage_time` without its lists of modules."""
-
-    def seconds(module: StageTime, times: int = 1) -> tuple[float, float]:
-        return times * module.forward_s, times * module.backward_s
-
-    def alone(*modules: Module) -> StageTime:
-        return StageTime(modules=modules, exchange=exchange, hop=Transfer())
-
-    exchange = _exchange(config, layout)
-    tied = layout.pp == 1 and config.model.tied_embeddings
-    found = [seconds(alone(*_layer(config, layout)), config.model.num_layers // layout.pp)] * layout.pp
-    for stage, end in ((0, _embedding(config, layout)), (-1, _output(config, layout, tied=tied))):
-        found[stage] = (found[stage][0] + alone(end).forward_s, found[stage][1] + alone(end).backward_s)
+    shared = replace(layout, pp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+    layer, first, last = _pieces(config, shared)
+    layers = config.model.num_layers // layout.pp
+    found = [(layers * layer[0], layers * layer[1])] * layout.pp
+    for stage, end in ((0, first), (-1, last)):
+        found[stage] = (found[stage][0] + end[0], found[stage][1] + end[1])
     return found
+
+
+@lru_cache(maxsize=1024)
+def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
+    """Forward and backward of a layer, of the embedding and of the output layer, which tying does not make faster.
+
+    Cached, for stages and data-parallel ranks make no difference to them.
+    """
+    exchange = _exchange(config, layout)
+    pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
+    times = (StageTime(modules=modules, exchange=exchange, hop=Transfer()) for modules in pieces)
+    return tuple((time.forward_s, time.backward_s) for time in times)
 
 
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:

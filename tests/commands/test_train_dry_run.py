@@ -107,7 +107,8 @@ def test_gpus_that_are_not_here_are_exit_3_with_what_can_be_done(tmp_path: Path)
 
 def test_more_ranks_than_the_machine_has_memory_for_are_exit_3(tmp_path: Path) -> None:
     many = ("gpus=4096", "cluster.gpus_per_node=4096", "train.global_batch_size=4096")
-    result = canzona("train", "recipe=qwen3-tiny", *many, cwd=tmp_path)
+    typed = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1", "train.recompute=none")
+    result = canzona("train", "recipe=qwen3-tiny", *many, *typed, cwd=tmp_path)
     assert result.returncode == 3, result.stderr
     assert "4096 CPU ranks need about" in " ".join(result.stderr.split())
 

@@ -93,10 +93,11 @@ def test_two_runs_at_once_share_one_preparation(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_where_the_setting_the_variable_or_the_home_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CANZONA_CACHE", raising=False)
     bare = compose_run(["recipe=qwen3-tiny"]).config
+    assert cache_root(bare) == corpus_cache, "tests write into the user's own"
+    monkeypatch.delenv("CANZONA_CACHE")
     assert cache_root(bare) == Path.home() / ".cache" / "canzona"
     monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
     assert cache_root(bare) == tmp_path

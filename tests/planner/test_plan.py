@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.layouts import fill
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
+from canzona_cli.planner import planner
 from canzona_cli.planner.plan import Plan, differences
 from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
 from canzona_cli.planner.planner import make_plan, plannable, subject
@@ -101,7 +103,23 @@ def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, 
 
 def test_planning_twice_gives_the_same_plan(planned: tuple[RunConfig, Layout, Plan]) -> None:
     config, layout, plan = planned
+    planner._make_plan.cache_clear()
+    planner._unbounded.cache_clear()
     assert make_plan(config, layout) == plan
+
+
+def test_a_plan_is_the_same_for_every_batch_and_recomputation_and_with_sliced_sequences() -> None:
+    """So that one serves many layouts; and memory changes nothing unless a rank lacks some."""
+    config, layout = resolved()
+    larger = replace(layout, micro_batch_size=2, num_microbatches=2, global_batch_size=4 * layout.dp, recompute="full")
+    sliced = replace(layout, cp=2, dp=layout.dp // 2, num_microbatches=2 * layout.num_microbatches)
+    for one in (layout, larger, sliced):
+        run = fill(config, one)
+        shared, matrices = planner.plan_unbounded(run, one), planner._matrices(run, one, None)
+        most = planner._most_held(shared)
+        assert planner._plan(run, one, None, matrices, None) == shared
+        assert planner._plan(run, one, None, matrices, most) == shared
+        assert planner._plan(run, one, None, matrices, most - 1) != shared
 
 
 def test_the_file_of_this_very_run_is_read(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

@@ -223,9 +223,11 @@ def test_equal_stages_fill_and_drain_once() -> None:
 @pytest.mark.parametrize("mesh", [layout(dp=2), layout(tp=4, pp=2, dp=2, count=4), layout(pp=4, count=4)])
 def test_stages_take_as_long_without_their_lists_of_modules(mesh: Layout) -> None:
     config = config_of("4b", mesh)
-    stages = [stage_time(config, mesh, stage) for stage in range(mesh.pp)]
-    for found, stage in zip(passes(config, mesh), stages, strict=True):
-        assert found == pytest.approx((stage.forward_s, stage.backward_s))
+    others = (replace(mesh, micro_batch_size=2), replace(mesh, recompute="full"), replace(mesh, cp=2))
+    for one in (mesh, *others, replace(mesh, sequence_parallel=False)):
+        stages = [stage_time(config, one, stage) for stage in range(one.pp)]
+        for found, stage in zip(passes(config, one), stages, strict=True):
+            assert found == pytest.approx((stage.forward_s, stage.backward_s), rel=1e-12)
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])

@@ -1,6 +1,6 @@
 """A whole run: who updates the matrices, what is saved, where its files go, and all sections together."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from canzona_cli.config.schema.cluster import ClusterConfig
@@ -189,6 +189,21 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def bare(self) -> "Layout":
+        """Tensor, pipeline and data-parallel ranks and nothing else: what depends on these alone is the same for all
+        layouts that have the same here, and computed once. Context-parallel ranks count as data-parallel ones."""
+        return replace(
+            self,
+            cp=1,
+            dp=self.owners,
+            micro_batch_size=1,
+            num_microbatches=1,
+            global_batch_size=self.owners,
+            recompute="none",
+            sequence_parallel=False,
+        )
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
