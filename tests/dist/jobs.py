@@ -12,6 +12,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -41,8 +42,7 @@ SMALL = (
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     """A run as its launcher has it. Its plan is made here, where ranks forked from this process find it."""
     config, layout = _resolved(overrides)
-    if execution_of(config) is Execution.PLANNED:
-        make_plan(config, layout)
+    planned(config, layout)
     return config, layout
 
 
@@ -66,7 +66,8 @@ class Curve:
 def train(cache: Path, *overrides: str) -> list[Curve]:
     """Train `SMALL` with `overrides` on as many ranks as `gpus` says; the curve every rank saw."""
     config, layout, corpus = prepare(cache, *overrides)
-    return run_ranks(config.gpus, partial(_train_rank, config, layout, corpus, cache / "indices"))
+    rank = partial(_train_rank, config, layout, planned(config, layout), corpus, cache / "indices")
+    return run_ranks(config.gpus, rank)
 
 
 def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
@@ -81,15 +82,23 @@ def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCo
     return config, layout, ensure_corpus(config)
 
 
-def build(config: RunConfig, layout: Layout) -> Trainee:
-    """The model and all that updates it, as a worker builds them."""
+def build(config: RunConfig, layout: Layout, plan: Plan | None = None) -> Trainee:
+    """The model and all that updates it, as a worker builds them.
+
+    Args:
+        plan: the run's, where it was made before the ranks took the call; else it is made here.
+    """
     logging.disable(logging.WARNING)
-    plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
-    return assemble_trainee(config, join(config, layout), plan)
+    return assemble_trainee(config, join(config, layout), plan or planned(config, layout))
 
 
-def _train_rank(config: RunConfig, layout: Layout, corpus: PreparedCorpus, indices: Path) -> Curve:
-    trainee = build(config, layout)
+def planned(config: RunConfig, layout: Layout) -> Plan | None:
+    """The run's plan; None for one that executes none."""
+    return make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
+
+
+def _train_rank(config: RunConfig, layout: Layout, plan: Plan | None, corpus: PreparedCorpus, indices: Path) -> Curve:
+    trainee = build(config, layout, plan)
     datasets = build_datasets(config, corpus, cache=indices)
     assert datasets.validation is not None
     before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)

@@ -11,7 +11,7 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -33,7 +33,7 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
         AssertionError: with the tracebacks of the ranks that failed, or the numbers of those that hung.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, pipes[rank][1]))
@@ -44,14 +44,14 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
     for _, sender in pipes:
         sender.close()
     try:
-        return _collect(pipes, timeout_s)
+        return collect([receiver for receiver, _ in pipes], timeout_s)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that outgoing connections take by themselves (32768 and up on Linux): one of those could have it
     by the time rank 0 listens."""
     while True:
@@ -63,11 +63,28 @@ def _free_port() -> int:
             continue
 
 
-def _collect[T](pipes: list[tuple[Connection, Connection]], timeout_s: float) -> list[T]:
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
+    """What each rank has answered, in rank order.
+
+    Raises:
+        AssertionError: as `run_ranks`.
+    """
     deadline = time.monotonic() + timeout_s
     results: dict[int, T] = {}
     failures: list[str] = []
-    for rank, (receiver, _) in enumerate(pipes):
+    for rank, receiver in enumerate(receivers):
         # Once one rank has failed, the others may wait for it for ever.
         patience = max(0.0, deadline - time.monotonic()) if not failures else 1.0
         if not receiver.poll(patience):
@@ -82,18 +99,11 @@ def _collect[T](pipes: list[tuple[Connection, Connection]], timeout_s: float) ->
         else:
             failures.append(value)
     assert not failures, "\n".join(failures)
-    return [results[rank] for rank in range(len(pipes))]
+    return [results[rank] for rank in range(len(receivers))]
 
 
 def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, sender: Connection) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    os.environ |= environment(rank, world_size, port)
     torch.set_num_threads(1)
     # What was there before lives on: without this each collection, and a run makes some, would go through a million
     # objects of torch and Megatron, and copy their memory.

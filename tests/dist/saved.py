@@ -19,12 +19,14 @@ from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import stored_blocks, unit_shape
+from canzona_cli.planner.plan import Plan
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, build
+from tests.dist.jobs import SMALL, build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
+from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -56,15 +58,17 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 def run(store: Path, *overrides: str, steps: int, start: Path | None = None) -> Outcome:
     """Train `steps` steps from the beginning or from checkpoint `start`, and save. With no steps only saves again."""
     config, layout = resolve(*overrides)
-    ranks = run_ranks(layout.world_size, partial(_rank, config, layout, store, steps, start), timeout_s=300)
+    rank = partial(_rank, config, layout, planned(config, layout), store, steps, start)
+    # Whoever goes on has nothing left in memory of what was saved.
+    ranks = (run_ranks if start is not None and steps else standing_ranks)(layout.world_size, rank, timeout_s=300)
     [checkpoint] = store.glob("step-*")
     return Outcome(
         losses=ranks[0].losses, weights=assemble([rank.part for rank in ranks], config.model), checkpoint=checkpoint
     )
 
 
-def _rank(config: RunConfig, layout: Layout, store: Path, steps: int, start: Path | None) -> Ran:
-    trainee = build(config, layout)
+def _rank(config: RunConfig, layout: Layout, plan: Plan | None, store: Path, steps: int, start: Path | None) -> Ran:
+    trainee = build(config, layout, plan)
     world, done = trainee.world, 0
     if start is not None:
         manifest = verify_together(world, start)

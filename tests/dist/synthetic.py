@@ -13,8 +13,8 @@ import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.trainee import Trainee
-from tests.dist.jobs import build
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import build, planned
+from tests.dist.standing import standing_ranks
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
@@ -44,15 +44,16 @@ def run_engine(
     look: Callable[[Trainee], object] = lambda trainee: None,
 ) -> Result:
     """Step the run's optimizer `steps` times on the layout's ranks."""
+    plan = planned(config, layout)
 
     def rank() -> tuple[Part, Part, object]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         before = part_of(trainee.model, trainee.world)
         for step in range(steps):
             optimizer_step(trainee, step, gradient)
         return before, part_of(trainee.model, trainee.world), look(trainee)
 
-    ranks = run_ranks(layout.world_size, rank)
+    ranks = standing_ranks(layout.world_size, rank)
     return Result(
         before=assemble([before for before, _, _ in ranks], config.model),
         after=assemble([after for _, after, _ in ranks], config.model),

@@ -28,8 +28,9 @@ from tests.dist.engine_support import (
     resolve,
     weights,
 )
-from tests.dist.jobs import build
+from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
+from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import optimizer_step, whole_gradients
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -68,9 +69,10 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
     where: str, name: str, value: float, culprit: int
 ) -> None:
     config, layout = resolve("optimizer=soap", *LAYOUTS[where])
+    plan = planned(config, layout)
 
     def rank() -> Stopped:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         stream = batches(trainee)
         train_step(trainee, stream)
         _wait(trainee)
@@ -85,7 +87,7 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
             after=(weights(trainee), kept(trainee)),
         )
 
-    for stopped in run_ranks(layout.world_size, rank):
+    for stopped in standing_ranks(layout.world_size, rank):
         assert stopped.after == stopped.before
         assert any("exp_avg_sq" in key for key in stopped.before[1]), "there was no state to protect"
         assert f"the first is {name}" in stopped.told
@@ -94,14 +96,15 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
 
 def test_a_norm_that_overflows_stops_too_and_blames_no_parameter() -> None:
     config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
+    plan = planned(config, layout)
 
     def rank() -> str:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         with pytest.raises(NonFiniteGradients) as caught, poisoned(parameter(trainee, FC1), 1e30):
             train_step(trainee, batches(trainee))
         return str(caught.value)
 
-    assert all("their global norm overflows fp32" in told for told in run_ranks(layout.world_size, rank))
+    assert all("their global norm overflows fp32" in told for told in standing_ranks(layout.world_size, rank))
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -111,8 +114,10 @@ def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
         "optimizer=shampoo", "train.non_finite=skip", f"parallel.overlap_param_gather={overlap}", *LAYOUTS["tp2 dp2"]
     )
 
+    plan = planned(config, layout)
+
     def rank(bad: int | None) -> tuple[list[StepResult], tuple[Digests, Digests], int, bool]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         good = [next(stream) for stream in [batches(trainee)] for _ in range(3 * layout.num_microbatches)]
         per_step = layout.num_microbatches
         done, results, unchanged = 0, [], True
@@ -130,8 +135,8 @@ def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
         _wait(trainee)
         return results, (weights(trainee), kept(trainee)), engine_of(trainee).skipped, unchanged
 
-    never = run_ranks(4, lambda: rank(None))
-    once = run_ranks(4, lambda: rank(1))
+    never = standing_ranks(4, lambda: rank(None))
+    once = standing_ranks(4, lambda: rank(1))
     for (clean, end, _, _), (results, found, skipped, unchanged) in zip(never, once, strict=True):
         assert [result.skipped for result in results] == [False, True, False, False]
         assert skipped == 1
@@ -184,8 +189,10 @@ class Faulted:
 
 
 def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host: bool = True) -> list[Faulted]:
+    plan = planned(config, layout)
+
     def rank() -> Faulted:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         matrices = engine_of(trainee).matrices
         _break(trainee, hit)
         for group in matrices.groups:
@@ -200,7 +207,7 @@ def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host
                 averages.append(_averages(trainee))
         return Faulted(parts=parts, fallbacks=fallbacks, averages=averages, log=log, groups=len(matrices.groups))
 
-    return run_ranks(layout.world_size, rank)
+    return standing_ranks(layout.world_size, rank)
 
 
 def _averages(trainee: Trainee) -> dict[str, float]:
@@ -330,9 +337,10 @@ def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_trave
 def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: tuple[RunConfig, Layout]) -> None:
     config, layout = faulty_run
     config = replace(config, train=replace(config.train, non_finite="skip"))
+    plan = planned(config, layout)
 
     def rank() -> list[StepResult]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         _break(trainee, ("layers.1.down",))
         stream = batches(trainee)
         results = [train_step(trainee, stream) for _ in range(2)]
@@ -341,29 +349,31 @@ def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: 
             results.append(train_step(trainee, stream))
         return [*results, train_step(trainee, stream)]
 
-    for results in run_ranks(layout.world_size, rank):
+    for results in standing_ranks(layout.world_size, rank):
         # Each step hears of the one before.
         assert [result.fallbacks for result in results] == [0, 0, 1, 0]
         assert [result.skipped for result in results] == [False, False, True, False]
         assert all(math.isfinite(result.loss) for result in results)
 
 
-def test_a_failed_decomposition_is_counted_named_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_decomposition_is_counted_named_and_survived() -> None:
     """LAPACK gives up on every factor at step 3, a refresh: in fp32 and in fp64."""
     config, layout = resolve(
         "optimizer=shampoo", "optimizer.precondition_frequency=2", "optimizer.stagger=false", *LAYOUTS["tp2 dp2"]
     )
 
+    plan = planned(config, layout)
+
     def give_up(matrix: torch.Tensor) -> object:
         raise torch.linalg.LinAlgError("the algorithm failed to converge")  # type: ignore[attr-defined]
 
     def rank() -> tuple[list[StepResult], list[str], list[str], object]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         matrices = engine_of(trainee).matrices
         stream = batches(trainee)
         results = [train_step(trainee, stream) for _ in range(2)]
         before = kept(trainee)
-        with heard("canzona_cli") as log, monkeypatch.context() as patched:
+        with heard("canzona_cli") as log, pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch.linalg, "eigh", give_up)
             results.append(train_step(trainee, stream))
         after = kept(trainee)
@@ -373,7 +383,7 @@ def test_a_failed_decomposition_is_counted_named_and_survived(monkeypatch: pytes
         hosted = [matrix.name for group in matrices.groups for matrix in group.hosted]
         return results, log, hosted, roots and all(roots) and factors and not any(factors)
 
-    found = run_ranks(layout.world_size, rank)
+    found = standing_ranks(layout.world_size, rank)
     everything = sorted(name for _, _, hosted, _ in found for name in hosted)
     assert len(everything) == 2 * 7
     for results, log, hosted, same in found:

@@ -19,6 +19,7 @@ from canzona_cli.planner.planner import make_plan
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
+from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import fill_gradients, finish_gathering, noise, optimizer_step
 from tests.dist.whole import Part, assemble, part_of
 
@@ -42,17 +43,18 @@ def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, w
     """Scratch included: for stacked updates it is that of all matrices of a shape together."""
     stacked = ("optimizer.stack=true",) if (optimizer, where) == ("muon", "tp1 dp4") else ()
     config, layout = resolve(f"optimizer={optimizer}", *LAYOUTS[where], *stacked)
-    memory = plan_memory(config, layout, make_plan(config, layout))
+    plan = make_plan(config, layout)
+    memory = plan_memory(config, layout, plan)
     planned = sum(memory.parts[part] for part in STATE) + memory.buffers.lasting
 
     def rank() -> tuple[Part, int, int]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         before = part_of(trainee.model, trainee.world)
         for step in range(2):
             optimizer_step(trainee, step)
         return before, hosted_bytes(trainee), tensor_bytes(trainee)
 
-    found = run_ranks(layout.world_size, rank)
+    found = standing_ranks(layout.world_size, rank)
     hosted, held = [own for _, own, _ in found], [everything for _, _, everything in found]
     assert sum(hosted) == _one_process(assemble([before for before, _, _ in found], config.model), optimizer)
     assert all(0 < own < sum(hosted) for own in hosted)

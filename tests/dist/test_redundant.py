@@ -14,8 +14,8 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.memory import estimate
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
-from tests.dist.jobs import build
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import build, planned
+from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import fill_gradients, noise, optimizer_step, run_engine
 from tests.dist.whole import Weights
 
@@ -105,13 +105,14 @@ def test_real_steps_train_as_canzonas_do(source: Path) -> None:
 
     def steps(*overrides: str) -> list[list[float]]:
         config, layout = _plain(source, "parallel.tp=2", "gpus=4", "train.micro_batch_size=4", *overrides)
+        plan = planned(config, layout)
 
         def rank() -> list[float]:
-            trainee = build(config, layout)
+            trainee = build(config, layout, plan)
             stream = batches(trainee, STEPS)
             return [train_step(trainee, stream).loss for _ in range(STEPS)]
 
-        return run_ranks(layout.world_size, rank)
+        return standing_ranks(layout.world_size, rank)
 
     (losses, *others), (expected, *_) = steps("engine.strategy=sc"), steps("engine.strategy=canzona")
     assert all(other == losses for other in others)
@@ -140,7 +141,7 @@ def test_memory_is_what_was_estimated(where: str, settings: tuple[str, ...]) -> 
         trainee.optimizer.zero_grad()
         return tensor_bytes(trainee)
 
-    held = run_ranks(layout.world_size, rank)
+    held = standing_ranks(layout.world_size, rank)
     # Seen: 1.00001 to 1.0004.
     assert max(held) == pytest.approx(expected, rel=0.01)
 
@@ -161,7 +162,7 @@ def test_phases_and_guards() -> None:
         train_step(trainee, stream)
         return trainee.timer.timings()[0].phases, skipped and unchanged, weights(trainee) != before
 
-    for phases, left_out, went_on in run_ranks(layout.world_size, rank):
+    for phases, left_out, went_on in standing_ranks(layout.world_size, rank):
         assert left_out
         assert went_on
         assert all(phases[name] > 0 for name in ("exchange", "matrix_update", "adamw_update", "norm_clip"))

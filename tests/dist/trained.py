@@ -18,9 +18,9 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
-from tests.dist.jobs import SMALL, build
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import SMALL, build, planned
 from tests.dist.samples import RandomTokens
+from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -107,8 +107,10 @@ def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
         AssertionError: ranks disagree about what they should all know.
     """
 
+    plan = planned(config, layout)
+
     def rank() -> tuple[Part, Part, list[tuple[float, float]], _Recorded]:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         before = part_of(trainee.model, trainee.world)
         batches = BatchStream(samples(config, layout, steps), trainee.world)
         recorded = _record_gradients(trainee)
@@ -117,7 +119,7 @@ def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
         facts = [(step.loss, step.grad_norm) for step in found]
         return before, part_of(trainee.model, trainee.world), facts, dict(recorded)
 
-    ranks = run_ranks(layout.world_size, rank)
+    ranks = standing_ranks(layout.world_size, rank)
     facts = ranks[0][2]
     assert all(found == facts for _, _, found, _ in ranks), "ranks disagree about losses or gradient norms"
     recorded = {name: values for _, _, _, own in ranks for name, values in own.items()}
