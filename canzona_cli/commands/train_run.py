@@ -18,8 +18,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.restarts import Restarts, until_it_ends
 from canzona_cli.launch.resume import Resumption, reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
 from canzona_cli.launch.slurm import adopt, current_step
@@ -79,7 +81,8 @@ def run(
         _prepare(config, layout, plan, console, as_json=as_json, show_config=show_config)
         return
     try:
-        outcome, directory = _launch(config, layout, plan, console, requests)
+        typed = (overrides, recipes_dirs)
+        outcome, directory = _launch(config, layout, plan, console, requests, typed=typed)
     except Preempted as asked:
         files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
         outcome = before_workers(files, asked)
@@ -183,8 +186,14 @@ def _launch(
     plan: Obtained | None,
     console: Console,
     requests: Requests,
+    *,
+    typed: tuple[list[str], list[Path]],
 ) -> tuple[Outcome, RunDirectory]:
-    """Check, prepare data and run directory, and supervise the ranks of this machine until they end."""
+    """Check, prepare data and run directory, and supervise the ranks of this machine until they end.
+
+    Args:
+        typed: overrides and folders of recipes.
+    """
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
     preflight.check_nodes(config)
@@ -200,17 +209,25 @@ def _launch(
     if node_rank:
         last = torchrun.node_count(config) - 1
         tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
-    command = torchrun.build(config, run.path)
     per_node = torchrun.ranks_per_node(config)
-    with run.never_without_result():
+    go_on = command_again(*typed, config, run.path)
+    restarts = Restarts(most=config.run.restarts)
+
+    def attempt() -> Outcome:
+        nonlocal config, machines, view
+        requests.raising = True
+        if restarts.done:
+            view = make_view(config, layout, console)
+            machines, config = _meet(run, config, layout, node_rank, corpus, restarts=restarts.done)
+        command = torchrun.build(config, run.path)
         if node_rank == 0:
             _write_inputs(run, config, layout, plan, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-        if node_rank == 0:
+        if node_rank == 0 and not restarts.done:
             warn(data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
-        outcome = Supervision(
+        return Supervision(
             run.files,
             command,
             view,
@@ -220,8 +237,12 @@ def _launch(
             requests=requests,
             # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
             say=console.print if console.is_terminal else tell,
+            restarts=restarts,
+            go_on=go_on,
         ).run()
-    return outcome, run
+
+    with run.never_without_result(go_on):
+        return until_it_ends(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 
 @contextmanager
@@ -252,17 +273,26 @@ def _claim(
     config: RunConfig, layout: Layout, node_rank: int, corpus: PreparedCorpus
 ) -> tuple[RunDirectory, Machines, RunConfig]:
     """The run directory: machine 0 creates it or continues in it, the others wait there for machine 0's address."""
-    nodes = torchrun.node_count(config)
     if node_rank == 0:
         run = RunDirectory.create(config, goes_on=True)
-        found = run.go_on(config, layout)
-        _say_resumption(run, found)
-        if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
-            warn([warning])
-        return run, Machines(run.files, nodes=nodes), config
-    run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
-    machines = Machines(run.files, node_rank=node_rank, nodes=nodes)
-    return run, machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
+    else:
+        run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
+    machines, config = _meet(run, config, layout, node_rank, corpus, restarts=0)
+    return run, machines, config
+
+
+def _meet(
+    run: RunDirectory, config: RunConfig, layout: Layout, node_rank: int, corpus: PreparedCorpus, *, restarts: int
+) -> tuple[Machines, RunConfig]:
+    """Before each attempt: machine 0 finds out where it begins, the others hear where the ranks meet."""
+    machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config), restarts=restarts)
+    if node_rank:
+        return machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
+    found = run.go_on(config, layout)
+    _say_resumption(run, found)
+    if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
+        warn([warning])
+    return machines, config
 
 
 def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:
@@ -288,6 +318,8 @@ def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
     for line in _recordings(run, config) if not outcome.failed else ():
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
+    if again := said(outcome, run.files, config):
+        console.print(again, markup=False, soft_wrap=True)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 

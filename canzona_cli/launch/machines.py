@@ -49,11 +49,13 @@ class _Ended(Outcome):
 class Machines:
     """This launcher among those of the run; for a run on one machine it does nothing."""
 
-    def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1) -> None:
+    def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1, restarts: int = 0) -> None:
+        """`restarts`: how often this launch has started the run again; each time the machines meet in a new folder, so
+        that one which is slow to hear how it ended still can."""
         self._files = files
         self.node_rank = node_rank
         self._nodes = nodes
-        self._folder = files.root / "nodes"
+        self._folder = files.root / "nodes" / (f"restart-{restarts}" if restarts else "")
         self._next_look = 0.0
         self._failed_since: float | None = None
         self._waiting_since: float | None = None
@@ -68,7 +70,7 @@ class Machines:
             return
         # Of an earlier launch in this directory. One who arrives at this moment may keep the folder from going.
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
         start, told = time.monotonic(), False
         while absent := [number for number in others if not self._arrival(number).exists()]:
@@ -131,25 +133,39 @@ class Machines:
             self._waiting_since = now
         return now - self._waiting_since < HANG_GRACE_S
 
-    def conclude(self, outcome: Outcome, *, patience_s: float = END_PATIENCE_S) -> Outcome:
-        """How the whole run ended, the same on every machine. This machine's workers have gone."""
+    def conclude(
+        self,
+        outcome: Outcome,
+        *,
+        settle: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+        patience_s: float = END_PATIENCE_S,
+    ) -> Outcome:
+        """How the whole run ended, the same on every machine. This machine's workers have gone.
+
+        Args:
+            settle: on machine 0, what follows from it where all machines are still there; the others do likewise.
+        """
         if self._nodes == 1:
-            return outcome
+            return settle(outcome)
         with suppress(OSError):  # a full disk: the others take this machine for gone
             save(self._folder / f"ended-{self.node_rank}.json", _Ended(**vars(outcome), time=time.time()))
         if self.node_rank == 0:
-            return self._judge(outcome, patience_s)
+            return self._judge(outcome, settle, patience_s)
         return self._hear(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
-    def _judge(self, own: Outcome, patience_s: float) -> Outcome:
+    def _judge(self, own: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
         deadline, now = time.monotonic() + patience_s, time.time()
         while len(others := list(self._ended())) < self._nodes - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         ended = {number: outcome for _, number, outcome in sorted([(now, 0, own), *others], key=lambda end: end[:2])}
-        verdict = verdict_of(ended, [self._gone(number) for number in range(self._nodes) if number not in ended])
-        with suppress(OSError):
-            save(self._folder / "verdict.json", verdict)
-        return verdict
+        gone = [self._gone(number) for number in range(self._nodes) if number not in ended]
+        verdict = verdict_of(ended, gone)
+        settled = verdict if gone else settle(verdict)
+        try:
+            save(self._folder / "verdict.json", settled)
+        except OSError:  # the others will not hear of it, and end
+            return verdict
+        return settled
 
     def _hear(self, own: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s

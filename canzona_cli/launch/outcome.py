@@ -53,6 +53,8 @@ class Outcome(RunResult):
     """The class of that error, where it is one written for the user."""
     secondary: bool = False
     """A failure that only says that a rank of another machine is gone."""
+    again_in_s: float | None = None
+    """After what time the same launch starts the run again; None: it does not."""
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""

@@ -58,8 +58,11 @@ def holds_run(files: RunFiles) -> bool:
     return any(path.exists() for path in known)
 
 
-def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
+def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
     """The checkpoint that a resolved run continues from; None where it starts at its first step.
+
+    Args:
+        again: it is not somebody who asks for it, but the launch of before.
 
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
@@ -75,7 +78,7 @@ def resumption(config: RunConfig, layout: Layout) -> Resumption | None:
         )
     if files is not None and used:
         _refuse_finished(files, config)
-        asked = _before_divergence(files, _asked_again(files, asked))
+        asked = _before_divergence(files, _asked_again(files, asked, again=again))
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
     checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
     if checkpoint is None:
@@ -125,11 +128,11 @@ def next_free(path: Path) -> Path:
     return other
 
 
-def _asked_again(files: RunFiles, asked: str) -> str:
+def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
     """`auto` where the launch before this one was asked the same and has saved since: a batch system starts a preempted
     job with the command it had, which must not throw away what the job did."""
     before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
-    restarted = step_of(asked) is None or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if before is not None and before.asked == asked and restarted and newest is not None:
         return "auto" if newest.step > before.step else asked
     return asked

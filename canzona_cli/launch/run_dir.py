@@ -18,6 +18,7 @@ from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem, unwritable
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.claim import hold, unsafe_place
+from canzona_cli.launch.going_on import with_command
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import Resumption, holds_run, next_free, resumption, set_out
 from canzona_cli.launch.stop import before_workers
@@ -55,6 +56,8 @@ class RunDirectory:
         self.notes: tuple[str, ...] = ()
         """What happened to the files that were in the directory, a line each."""
         self._lock, self._used = lock, used
+        self._again = False
+        """This launch has been here before."""
 
     @property
     def path(self) -> Path:
@@ -86,6 +89,8 @@ class RunDirectory:
     def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
 
+        Called again, to start the run again by the same launch, it takes the newest checkpoint that was saved since.
+
         Returns:
             None where the run starts at its first step.
 
@@ -95,7 +100,7 @@ class RunDirectory:
             EnvironmentProblem: files cannot be moved or written.
         """
         inside = replace(config, run=replace(config.run, dir=str(self.path)))
-        found = resumption(inside, layout)
+        found = resumption(inside, layout, again=self._again)
         try:
             if self._used:
                 self.notes = tuple(set_aside(self.files, found if found is not None and found.own else None))
@@ -105,6 +110,8 @@ class RunDirectory:
                 save(self.files.resume, set_out(self.files, found, config))
         except OSError as error:
             raise _not_writable(self.path, config, error.strerror or str(error)) from None
+        self._used = self._again = True
+        self.earlier = None
         if found is not None:
             self.earlier = Earlier(
                 step=found.step,
@@ -115,8 +122,12 @@ class RunDirectory:
         return found
 
     @contextmanager
-    def never_without_result(self) -> Iterator[None]:
-        """Whatever leaves the block before the supervisor has written `result.json` is what that file says."""
+    def never_without_result(self, go_on: str | None = None) -> Iterator[None]:
+        """Whatever leaves the block before the supervisor has written `result.json` is what that file says.
+
+        Args:
+            go_on: what to type to go on with the run.
+        """
         try:
             yield
         except BaseException as error:
@@ -129,7 +140,7 @@ class RunDirectory:
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
                     )
                 with suppress(OSError):  # a full disk: what went wrong matters more
-                    save(self.files.result, outcome.result)
+                    save(self.files.result, with_command(outcome, go_on).result)
             raise
 
     def write_inputs(

@@ -235,11 +235,11 @@ def _with_directives(text: str, wanted: dict[str, str | None], removed: set[str]
 
 def _overrides(arguments: Sequence[str] | Path) -> str:
     if isinstance(arguments, Path):
-        return f"mapfile -d '' -t overrides < {_quoted(str(arguments))} || exit"
-    return "\n".join(["overrides=(", *(f"    {_quoted(argument)}" for argument in arguments), ")"])
+        return f"mapfile -d '' -t overrides < {quoted(str(arguments))} || exit"
+    return "\n".join(["overrides=(", *(f"    {quoted(argument)}" for argument in arguments), ")"])
 
 
-def _quoted(word: str) -> str:
+def quoted(word: str) -> str:
     """A word for bash, always on one line."""
     if word.isprintable():
         return shlex.quote(word)

@@ -21,10 +21,12 @@ from pathlib import Path
 import psutil
 
 from canzona_cli.errors import ExitCode
+from canzona_cli.launch.going_on import with_command
 from canzona_cli.launch.hang import HangReport, HangWatch, watched
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.monitor import Monitor
 from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
+from canzona_cli.launch.restarts import Restarts
 from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint, unsaved
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
@@ -62,6 +64,10 @@ class Supervision:
     """What this process has been asked by signals so far."""
     say: Callable[[str], None] = lambda _: None
     """Receives what the user must know at once."""
+    restarts: Restarts = field(default_factory=Restarts)
+    """Those of this launch so far."""
+    go_on: str | None = None
+    """What to type to go on with the run, if it ends early."""
 
     def __post_init__(self, machines: Machines | None) -> None:
         self._machines = machines or Machines(self.files)
@@ -80,10 +86,10 @@ class Supervision:
         outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
         try:
             outcome = self._run_here()
-            outcome = self._machines.conclude(outcome)
+            outcome = self._machines.conclude(outcome, settle=self._settle)
             _close(self.view, outcome)
         finally:
-            outcome = _with_numbers(outcome, self._monitor, self.files, self.ranks)
+            outcome = with_command(self._with_numbers(outcome), self.go_on)
             if self._machines.node_rank == 0:
                 _keep(self.files, outcome, self.say)
         return outcome
@@ -171,6 +177,24 @@ class Supervision:
             outcome = unsaved(outcome, sound_checkpoint(self.files, thorough=node_rank == 0))
         return outcome
 
+    def _settle(self, outcome: Outcome) -> Outcome:
+        """Whether the run is started again; not where somebody wanted it to stop when it failed."""
+        outcome = self._with_numbers(outcome)
+        return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
+
+    def _with_numbers(self, outcome: Outcome) -> Outcome:
+        """Add the newest step, loss and validation loss: from the metrics, else from the ranks."""
+        results = read_ranks(self.files, self.ranks)
+        last, validation = self._monitor.last_step, self._monitor.last_validation
+        losses = [None if last is None else last.loss, *(result.loss for result in results)]
+        return replace(
+            outcome,
+            step=max([0 if last is None else last.step, *(result.step for result in results)]),
+            loss=next((loss for loss in losses if loss is not None), None),
+            validation_loss=None if validation is None else validation.loss,
+            restarts=self.restarts.done,
+        )
+
     def _tell(self, stage: str, detail: str, *, aloud: bool = True) -> None:
         event = StageEvent(time=time.time(), stage=stage, detail=detail)
         try_append_json_line(self.files.events, plain(event))
@@ -232,16 +256,3 @@ def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None
 def _close(view: TrainView, outcome: Outcome) -> None:
     with suppress(OSError, SystemExit):  # the terminal or pipe has gone; the run directory has everything
         view.close(outcome.status, outcome.message)
-
-
-def _with_numbers(outcome: Outcome, monitor: Monitor, files: RunFiles, ranks: range) -> Outcome:
-    """Add the newest step, loss and validation loss: from the metrics, else from the ranks."""
-    results = read_ranks(files, ranks)
-    last, validation = monitor.last_step, monitor.last_validation
-    losses = [None if last is None else last.loss, *(result.loss for result in results)]
-    return replace(
-        outcome,
-        step=max([0 if last is None else last.step, *(result.step for result in results)]),
-        loss=next((loss for loss in losses if loss is not None), None),
-        validation_loss=None if validation is None else validation.loss,
-    )

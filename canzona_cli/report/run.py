@@ -17,7 +17,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size
+from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size, step_time
 
 _LONGEST_VALUE = 36
 _MOST_WARNINGS = 5
@@ -39,6 +39,8 @@ class RunView(Page):
             yield from self._error()
             yield Text()
         yield from labelled(self._rows(screen.arrow), 11)
+        if summary.go_on is not None:  # a line to paste, whole however long it is
+            yield Text.assemble((f"  {'go on':<11}", "dim"), clean(summary.go_on), no_wrap=True)
         if len(summary.losses) > 1:
             yield Text()
             for row in line_chart(summary.losses, min(screen.width, 100) - 4, 9, ascii_only=screen.ascii_only):
@@ -65,6 +67,24 @@ class RunView(Page):
         what = "traceback" if error.traceback else "written"  # a user's mistake has no traceback
         yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
+    def _time_rows(self) -> Iterator[tuple[str, str]]:
+        """What of the time counts, and how to lose less of it."""
+        summary = self.summary
+        if summary.restarts:
+            yield "restarts", f"{summary.restarts} by the launch itself"
+        if (spent := summary.goodput) is not None:
+            costs = {
+                "in steps done again": spent.redone_s,
+                "between launches": spent.between_s,
+                "starting, validating and saving": spent.other_s,
+            }
+            parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in steps that count"]
+            yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
+        if (saving := summary.saving) is not None:
+            stated = f"a failure every {saving.failure_hours:g} h and {step_time(saving.save_s)} that a save stalls"
+            setting = f"checkpoint.every_minutes={saving.minutes:.3g}"
+            yield "saving", f"{setting} suits {stated}: they cost {saving.lost:.1%} then"
+
     def _rows(self, arrow: str) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary
         name = f"{clean(summary.name)}, " if summary.name else ""
@@ -76,6 +96,7 @@ class RunView(Page):
         planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
         took = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
         yield "steps", f"{summary.step:,}{planned}{took}"
+        yield from self._time_rows()
         if summary.supply is not None:
             yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
         for text in guarded(summary.skipped, summary.fallbacks):

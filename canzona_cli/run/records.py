@@ -81,6 +81,10 @@ class RunResult:
     """That rank's own output."""
     last_good: str | None = None
     """Of a run that diverged, the newest checkpoint from before it did."""
+    restarts: int = 0
+    """How often its launch had started it again after a failure."""
+    go_on: str | None = None
+    """What to type to go on in this directory; None for a run that is done, or whose settings have to change first."""
 
     @property
     def failed(self) -> bool:

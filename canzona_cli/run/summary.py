@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -12,14 +11,12 @@ from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
+from canzona_cli.run.goodput import Goodput, SavingInterval, all_events, goodput_of, saving_interval, time_in_launches
 from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.records import (
-    FIRST_STAGE,
-    Event,
     RankError,
     RankResult,
     RunResult,
-    StageEvent,
     StepMetrics,
     ValidationLoss,
     describe,
@@ -55,6 +52,14 @@ class RunSummary:
     """In the order in which they happened."""
     breakdown: Breakdown | None
     config: RunConfig | None
+    go_on: str | None = None
+    """What to type to go on with it."""
+    restarts: int = 0
+    """How often its last launch had started it again."""
+    goodput: Goodput | None = None
+    """Over all launches in the directory; None before the first step."""
+    saving: SavingInterval | None = None
+    """How often to save; None without a save, or without `checkpoint.failure_hours`."""
     supply: Supply | None = None
     """The tokens that the whole run wants, and those that there are; None where that is not known."""
     warnings: tuple[str, ...] = field(default=())
@@ -82,6 +87,10 @@ class RunSummary:
             "version": VERSION,
             "run_dir": str(self.run_dir),
             **{field: getattr(self, field) for field in alike},
+            "restarts": self.restarts,
+            "go_on": self.go_on,
+            "goodput": None if self.goodput is None else self.goodput.as_json(),
+            "saving_interval": None if self.saving is None else self.saving.as_json(),
             "epochs": None if self.supply is None else self.supply.epochs,
             "loss": _ends(self.losses),
             "validation": _ends(self.validations),
@@ -130,10 +139,14 @@ def load_summary(run_dir: Path) -> RunSummary:
         validations=tuple((line.step, line.loss) for line in validation),
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
-        elapsed_s=_elapsed((*metrics, *validation, *events)),
+        elapsed_s=time_in_launches((*metrics, *validation, *events)),
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
+        go_on=None if result is None else result.go_on,
+        restarts=0 if result is None else result.restarts,
+        goodput=goodput_of(files),
+        saving=saving_interval(all_events(files), None if config is None else config.checkpoint.failure_hours),
         supply=_supply(files, config),
         warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
         notes=tuple(notes),
@@ -168,18 +181,6 @@ def _errors(files: RunFiles) -> tuple[RankResult, ...]:
     results = [load_if_sound(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
     failed = [result for result in results if result is not None and result.error is not None]
     return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))
-
-
-def _elapsed(records: Sequence[StepMetrics | ValidationLoss | Event]) -> float | None:
-    moments = sorted(
-        (record.time, isinstance(record, StageEvent) and record.stage == FIRST_STAGE)
-        for record in records
-        if record.time is not None
-    )
-    if not moments:
-        return None
-    # A launch and its first rank both say that workers start.
-    return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
 
 
 def newest_run(root: Path) -> Path | None:

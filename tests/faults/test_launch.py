@@ -55,6 +55,8 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(l
         "rank": None,
         "log": None,
         "last_good": None,
+        "restarts": 0,
+        "go_on": None,
     }
     for rank in range(2):
         log = run.files.worker_log(0, rank)

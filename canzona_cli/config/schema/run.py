@@ -10,6 +10,7 @@ from canzona_cli.config.schema.field import (
     PLAN,
     SPREAD,
     Count,
+    CountOrZero,
     Example,
     Positive,
     Range,
@@ -106,6 +107,14 @@ class CheckpointConfig:
     keep_every: Annotated[
         Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
     ] = None
+    failure_hours: Annotated[
+        Positive | None,
+        "Time between two failures of the whole job, as you expect it (a machine's, over the number of machines); "
+        "`canzona report` then says how often to save. null: not known.",
+        Unit("hours"),
+        Example("24"),
+        NOTHING,
+    ] = None
     resume: Annotated[
         str,
         "auto: the newest checkpoint of the run directory, else from the start. Or the name of a checkpoint in it "
@@ -129,6 +138,12 @@ class RunSettings:
         Unit("seconds"),
         NOTHING,
     ] = 600.0
+    restarts: Annotated[
+        CountOrZero,
+        "How often one launch starts a run again whose workers crashed or hung, after 10 s, 20 s, 40 s, ...; 0: never. "
+        "Not what fails twice alike at one step, what diverged, nor a mistake.",
+        NOTHING,
+    ] = 0
     trace_steps: Annotated[
         tuple[int, int] | None,
         "First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two "

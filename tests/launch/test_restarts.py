@@ -1,0 +1,213 @@
+"""A run that fails is started again by its launch, or by the command it leaves; never in vain, never unasked."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.commands import train_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.launch import restarts, torchrun
+from canzona_cli.launch.machines import Machines
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, until_it_ends
+from canzona_cli.launch.stop import Requests, handled
+from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.files import RunFiles, StopReason, read_json
+from canzona_cli.run.records import RunResult, RunStatus
+from tests.checkpoint.checkpoints import save as save_checkpoint
+from tests.commands.support import canzona
+from tests.launch.stand_in import STEP_S, STEPS
+from tests.run.runs import CORPUS
+
+CRASHED = Outcome(status="failed", exit_code=70, message="rank 1: OSError: 0x7f3a lost after 31 s", step=30, rank=1)
+
+
+def alike(**changes: object) -> Outcome:
+    return replace(CRASHED, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "again"),
+    [
+        ("failed", 70, True),
+        ("failed", 71, True),
+        ("failed", 2, False),
+        ("failed", 3, False),
+        ("failed", 4, False),
+        ("failed", 5, False),
+        ("diverged", 70, False),
+        ("interrupted", 130, False),
+        ("preempted", 75, False),
+        ("done", 0, False),
+    ],
+)
+def test_only_what_may_be_a_machines_fault_is_tried_again(status: RunStatus, code: int, again: bool) -> None:
+    outcome = alike(status=status, exit_code=code)
+    assert (Restarts(most=3).decide(outcome).again_in_s is not None) is again
+    assert Restarts().decide(outcome) == outcome, "not unless it is asked for"
+
+
+def test_the_same_step_in_the_same_words_is_not_tried_a_third_time_and_numbers_are_no_words() -> None:
+    tried = Restarts(most=9)
+    assert tried.decide(CRASHED).again_in_s is not None
+    for other in (alike(step=31), alike(exit_code=71), alike(message="rank 1: KeyError")):
+        assert tried.decide(other).again_in_s is not None
+    refused = tried.decide(alike(message="rank 0: OSError: 0x7eee lost after 29 s", rank=0))
+    assert refused.again_in_s is None
+    assert refused.message.endswith("it failed so at step 30 before, and is not started again")
+
+
+def test_waits_double_up_to_a_bound_and_so_many_attempts_are_enough() -> None:
+    tried, waits = Restarts(most=8, first_wait_s=10), []
+    for step in range(8):
+        waits.append(tried.decide(alike(step=step)).again_in_s)
+        tried.done += 1
+    assert waits == [10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
+    last = tried.decide(alike(step=9))
+    assert last.again_in_s is None
+    assert "started again 8 times, as often as run.restarts allows" in last.message
+
+
+@pytest.mark.parametrize(
+    ("number", "saved", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 75), (signal.SIGTERM, False, 130), (None, True, 130)],
+)
+def test_who_asks_for_a_stop_while_it_waits_gets_it(
+    tmp_path: Path, number: signal.Signals | None, saved: bool, code: int
+) -> None:
+    """By a signal here, or (None) on another machine of the run."""
+    files, requests = RunFiles(tmp_path), Requests()
+    if saved:
+        save_checkpoint(files.checkpoints, 30)
+    ask: Callable[[], None] = files.request_stop if number is None else lambda: os.kill(os.getpid(), number)
+    asking = threading.Timer(0.3, ask)
+
+    def attempt() -> Outcome:
+        assert not asking.is_alive(), "it was started again"
+        asking.start()
+        return alike(again_in_s=60.0, go_on="canzona train")
+
+    with handled(requests.add):
+        outcome = until_it_ends(
+            attempt, Restarts(most=2), files, requests, node_rank=0, say=lambda text: said.append(text)
+        )
+    assert (outcome.exit_code, outcome.again_in_s) == (code, None)
+    assert load_if_sound(files.result, RunResult) == outcome.result
+    assert outcome.go_on == "canzona train"
+    assert "stopped before it was started again, having failed at step 30: rank 1" in outcome.message
+    reason: StopReason = "preempted" if number == signal.SIGTERM else "interrupted"
+    assert files.stop_reason() == reason, "what the other machines see"
+
+
+said: list[str] = []
+
+
+def test_all_machines_do_as_machine_0_decides_and_meet_again_in_a_new_place(tmp_path: Path) -> None:
+    files, tried = RunFiles(tmp_path), Restarts(most=1)
+    heard: dict[int, list[Outcome]] = {0: [], 1: []}
+
+    def launcher(number: int) -> None:
+        for attempt in range(2):
+            here = Machines(files, node_rank=number, nodes=2, restarts=attempt)
+            if number == 0:
+                tried.done = attempt
+                here.gather(f"host:{attempt}", patience_s=20, say=said.append)
+            else:
+                assert here.arrive(patience_s=20) == f"host:{attempt}"
+            own = CRASHED if number else alike(message="rank 0: connection reset", secondary=True, rank=0)
+            heard[number].append(here.conclude(own, settle=tried.decide, patience_s=20))
+
+    threads = [threading.Thread(target=launcher, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard[0] == heard[1]
+    assert [end.again_in_s is None for end in heard[1]] == [False, True]
+    assert {end.rank for end in heard[0]} == {1}
+
+
+def test_a_machine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "nodes").mkdir()
+    here = Machines(RunFiles(tmp_path), nodes=2)
+    assert here.conclude(CRASHED, settle=Restarts(most=9).decide, patience_s=0.2).again_in_s is None
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`canzona train` starts the stand-in, and does not wait long."""
+
+    def build(config: RunConfig, run_dir: Path) -> LaunchCommand:
+        return LaunchCommand(argv=(sys.executable, "-m", "tests.launch.stand_in", str(run_dir)), environment={})
+
+    def corpus(*_: object) -> PreparedCorpus:
+        return CORPUS
+
+    monkeypatch.setattr(torchrun, "build", build)
+    monkeypatch.setattr(train_run, "ensure_corpus", corpus)
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.1)
+
+
+TYPED = ("recipe=qwen3-tiny", "gpus=1", "optimizer=adamw", f"train.steps={STEPS}", "data.tokenizer=byte")
+
+
+def test_a_run_starts_again_from_its_newest_checkpoint_and_every_attempt_is_kept(
+    tmp_path: Path, stand_in: None
+) -> None:
+    root = tmp_path / "run"
+    typed = ("train", *TYPED, f"run.dir={root}", "run.restarts=3")
+    done = canzona(*typed, environment={"STAND_IN": "crash@3,crash@5,done"})
+    assert done.returncode == 0, done.stderr
+    assert "starting again in 0 s (restart 2 of at most 3; Ctrl-C: not)" in done.stderr
+    files = RunFiles(root)
+    result = load_if_sound(files.result, RunResult)
+    assert result is not None
+    assert (result.status, result.restarts, result.step, result.go_on) == ("done", 2, STEPS, None)
+    steps = [json.loads(line)["step"] for line in files.metrics.read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    for number, (restarted, lost) in enumerate(((0, 3), (1, 5)), 1):
+        before = RunFiles(files.attempts / str(number))
+        ended = load_if_sound(before.result, RunResult)
+        assert ended is not None
+        assert (ended.exit_code, ended.restarts) == (70, restarted)
+        assert before.agent_log(0).read_text() == f"launch {number}\n"
+        assert json.loads(before.metrics.read_text())["step"] == lost
+    report = json.loads(canzona("report", root, "--json").stdout)
+    assert report["restarts"] == 2
+    goodput = report["goodput"]
+    assert goodput["kept_s"] == pytest.approx(STEPS * STEP_S)
+    assert goodput["redone_s"] == pytest.approx(2 * STEP_S)
+    assert goodput["between_s"] >= 0.1 + 0.2, "the two waits"
+    parts = sum(goodput[part] for part in ("kept_s", "redone_s", "between_s", "other_s"))
+    assert parts == pytest.approx(goodput["wall_s"])
+    assert goodput["share"] == pytest.approx(goodput["kept_s"] / goodput["wall_s"])
+
+
+def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(tmp_path: Path, stand_in: None) -> None:
+    environment = {"STAND_IN": "crash@3,crash@3,done"}
+    typed = ("train", *TYPED, f"run.root='{tmp_path}/my, runs'", "run.restarts=5")
+    failed = canzona(*typed, cwd=tmp_path, environment=environment)
+    assert failed.returncode == 70, failed.stderr
+    (root,) = (tmp_path / "my, runs").iterdir()
+    result = read_json(root / "result.json") or {}
+    assert (result["status"], result["restarts"]) == ("failed", 1)
+    assert "it failed so at step 3 before" in str(result["message"])
+    command = str(result["go_on"])
+    assert f"to go on: {command}" in failed.stdout.splitlines()
+    assert command in canzona("report", root).stdout.replace("\n", "")
+    program, *words = shlex.split(command)
+    assert (program, *words[:-1]) == ("canzona", *typed)
+    done = canzona(*words, cwd=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert (read_json(root / "result.json") or {})["step"] == STEPS
+    assert len(list(root.parent.iterdir())) == 1, "another run was started"
