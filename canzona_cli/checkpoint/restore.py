@@ -57,10 +57,13 @@ def verify_together(world: World, folder: Path) -> Manifest:
 
 
 @torch.no_grad()
-def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
+def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Weights, masters, optimizer state, schedule and random states, as they were when the checkpoint was taken.
 
     Random states are a rank's own: with another number of ranks they stay as they are after start-up. Collective.
+
+    Args:
+        weights_only: weights and masters alone; whatever optimizer they are of, and however it split them.
 
     Raises:
         CheckpointInvalid: on all ranks together: something that is needed is not in it.
@@ -71,10 +74,11 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
         with Reader(folder, manifest, config.model) as reader:
             pieces = held_pieces(held(trainee.optimizer, trainee.model), config.model, world)
             for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
-                _restore_held(list(of_one), reader)
+                _restore_held(list(of_one), reader, weights_only=weights_only)
             if isinstance(trainee.optimizer, CanzonaOptimizer):
-                _restore_matrices(trainee.optimizer.matrices, reader, manifest)
-            states = reader.random_states(world) if manifest.world_size == world.world_size else {}
+                _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
+            same = manifest.world_size == world.world_size and not weights_only
+            states = reader.random_states(world) if same else {}
     except CheckpointInvalid as error:
         problems += error.problems
     _refuse_together(world, problems)
@@ -82,7 +86,8 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest) -> None:
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
     gather_parameters(trainee.model)
-    trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
+    if not weights_only:
+        trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
     if states:
         set_random_states(states)
 
@@ -235,10 +240,10 @@ class Reader:
         return self._files[file]
 
 
-def _restore_held(pieces: list[HeldPiece], reader: Reader) -> None:
+def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
     """A master and its state from the parts of units it consists of."""
     item = pieces[0].held
-    fields = reader.unit_fields(pieces[0].piece.unit)
+    fields = [MASTER] if weights_only else reader.unit_fields(pieces[0].piece.unit)
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for found in pieces:
         piece = found.piece
@@ -249,12 +254,12 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader) -> None:
             )
             cut(region, piece, target[found.offset : found.offset + piece.elements])
     item.master.copy_(read.pop(MASTER).view(item.master.shape))
-    step = reader.step(pieces[0].piece.unit)
+    step = None if weights_only else reader.step(pieces[0].piece.unit)
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
 
 
-def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest) -> None:
+def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
     """The matrices canzona updates here."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
@@ -262,9 +267,10 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         for matrix in group.hosted:
             fields = reader.fields(matrix.name)
             if fields:
-                tensors = {field: reader.whole(matrix.name, field) for field in fields}
-            elif manifest.optimizer in ELEMENTWISE:
-                tensors = _from_units(matrix, reader)
+                wanted = [MASTER] if weights_only else fields
+                tensors = {field: reader.whole(matrix.name, field) for field in wanted}
+            elif weights_only or manifest.optimizer in ELEMENTWISE:
+                tensors = _from_units(matrix, reader, weights_only=weights_only)
             else:
                 problems.append(_other_splitting(matrix, manifest))
                 continue
@@ -272,6 +278,9 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
                 problems.append(_lacking(f"{matrix.name}/{MASTER} of shape {(matrix.rows, matrix.cols)}"))
                 continue
             master = tensors.pop(MASTER)
+            if weights_only:
+                optimizer.masters[matrix.index].copy_(master)
+                continue
             device = optimizer.masters[matrix.index].device
             kept = {key: tensor.to(device) if tensor.dim() else tensor for key, tensor in tensors.items()}
             scalars = reader.scalars(matrix.name)
@@ -282,15 +291,16 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             }
     if problems:
         raise CheckpointInvalid(*problems)
-    optimizer.load_state_dict(state)
+    if not weights_only:
+        optimizer.load_state_dict(state)
 
 
-def _from_units(matrix: Matrix, reader: Reader) -> dict[str, torch.Tensor]:
+def _from_units(matrix: Matrix, reader: Reader, *, weights_only: bool) -> dict[str, torch.Tensor]:
     """State of a matrix that was split differently when it was saved."""
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}
-    for field in reader.unit_fields(blocks[0].unit):
+    for field in [MASTER] if weights_only else reader.unit_fields(blocks[0].unit):
         whole = torch.empty(matrix.rows, matrix.cols)
         for block in blocks:
             whole[block.row : block.row + block.rows] = reader.region(

@@ -172,12 +172,13 @@ def judge(name: str, path: Path) -> Found:
         return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
 
 
-def resolve(run_checkpoints: Path, resume: str) -> Path | None:
+def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | None:
     """The folder of the checkpoint that `checkpoint.resume` means, its manifest and sizes in order.
 
     Args:
         run_checkpoints: folder `checkpoints` of the run that is started; need not exist.
         resume: `auto`, a name such as `step-00000030`, the path of a checkpoint or of a run directory.
+        key: the setting that says so.
 
     Returns:
         None only for `auto` in a store without any checkpoint.
@@ -197,14 +198,14 @@ def resolve(run_checkpoints: Path, resume: str) -> Path | None:
     path = Path(resume).expanduser()
     if not path.is_dir():
         reason = "is neither a folder nor the name of a checkpoint"
-        raise ConfigError(_nothing(resume, reason, _there(store)))
+        raise ConfigError(_nothing(resume, reason, _there(store), key))
     path = path.resolve()
     if is_checkpoint(path):
         return _usable(judge(path.name, path), by_path=True)
     found = _usable(CheckpointStore.under(path).latest(), by_path=True)
     if found is None:
         fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
-        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix))
+        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix, key))
     return found
 
 
@@ -227,8 +228,8 @@ def _there(store: CheckpointStore) -> str:
     return f"checkpoints there: {', '.join(names[-5:])}"
 
 
-def _nothing(resume: str, reason: str, fix: str) -> Problem:
-    return Problem(key=_KEY, value=resume, reason=reason, fix=fix)
+def _nothing(resume: str, reason: str, fix: str, key: str = _KEY) -> Problem:
+    return Problem(key=key, value=resume, reason=reason, fix=fix)
 
 
 def _remove(path: Path, hidden: Path) -> None:

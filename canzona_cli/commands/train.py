@@ -39,6 +39,14 @@ def train(
             "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
         ),
     ] = None,
+    weights_from: Annotated[
+        str | None,
+        typer.Option(
+            "--weights-from",
+            metavar="RUN|CHECKPOINT",
+            help="Begin with the weights of another run, and nothing else of it (checkpoint.weights_from).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -61,7 +69,7 @@ def train(
     if sweep:
         from canzona_cli.commands.train_sweep import sweep as train_swept
 
-        wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
+        wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
         train_swept(wanted, recipes_dir or [], dry_run=dry_run, prepare_only=prepare_only, show_config=show_config)
         return
     requests = Requests(raising=True)
@@ -69,7 +77,7 @@ def train(
         try:
             from canzona_cli.commands.train_run import run  # takes a while, in which signals may come
 
-            wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile)]
+            wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
             run(
                 wanted,
                 recipes_dir or [],
@@ -83,6 +91,13 @@ def train(
             outcome = before_workers(None, asked)
             tell(outcome.message)
             raise typer.Exit(outcome.exit_code) from None
+
+
+def _weights(where: str | None) -> list[str]:
+    """As an override."""
+    from canzona_cli.config.overrides import text_value
+
+    return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
 
 
 def _recorded_steps(**options: str | None) -> list[str]:

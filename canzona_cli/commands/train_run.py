@@ -109,7 +109,7 @@ def _show(
         tell(f"note: it would be refused: {error}", "yellow")
     else:
         if found is not None:
-            progress(f"note: it would continue from step {found.step:,} ({found.origin})")
+            progress(f"note: it would {found.words}")
     for problem in preflight.machine_problems(config, layout):
         tell(f"note: this machine could not run it: {problem.reason}", "yellow")
 
@@ -290,8 +290,7 @@ def _meet(
         return machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
     found = run.go_on(config, layout)
     _say_resumption(run, found)
-    if found is not None and (warning := reordered(found, config, layout, corpus.train_tokens)) is not None:
-        warn([warning])
+    warn(() if found is None else filter(None, [reordered(found, config, layout, corpus.train_tokens)]))
     return machines, config
 
 
@@ -300,6 +299,8 @@ def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:
     for note in run.notes:
         progress(f"note: {note}")
     warn(() if found is None else found.warnings)
+    if found is not None and found.weights_only:
+        progress(f"note: {found.words}")
     if found is not None and found.spread:
         progress(f"note: different layout: {found.spread}")
 

@@ -49,6 +49,21 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
     return Changes(problems=problems, warnings=warnings, spread=tuple(spread))
 
 
+def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
+    """Why the weights of a run are none for another one: one for each setting of the model that differs."""
+    before, now = _settings(old), _settings(new)
+    return tuple(
+        Problem(
+            key=key,
+            value=now.get(key),
+            reason=f"is {_shown(before.get(key))} for the weights in {source}",
+            fix=f"{key}={_shown(before.get(key))}",
+        )
+        for key in affecting(MODEL)
+        if before.get(key) != now.get(key)
+    )
+
+
 def _settings(config: RunConfig) -> dict[str, object]:
     """All settings, the schedule with its nulls chosen: another number of steps may well be another schedule."""
     chosen = config.schedule.complete(config.train.steps)

@@ -10,6 +10,8 @@ from canzona_cli.config.settings import closest_key, exact_key, mapping_key, sec
 from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
+_PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
+"""Of letters alone it might be true or null, of digits a number."""
 _NOT_HERE = {
     ("expert", "experts", "moe"): (
         "canzona trains dense models: each layer has one feed-forward network",
@@ -91,6 +93,13 @@ def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
         return None
     switch = key in settings() and settings()[key].kind == "boolean"
     return f"{key}={value or ('true' if switch else 'DIR' if key == 'run.dir' else 'VALUE')}"
+
+
+def text_value(text: str) -> str:
+    """A text as an override's value: quoted where the grammar would read it as something else."""
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + ("\\'" if at[2] else ""), text) + "'"
 
 
 def _joined(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:

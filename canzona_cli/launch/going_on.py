@@ -2,13 +2,13 @@
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import step_of
 from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.overrides import text_value
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ExitCode
 from canzona_cli.launch.outcome import Outcome
@@ -19,7 +19,6 @@ from canzona_cli.run.files import RunFiles
 
 _CHANGED_FIRST = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 """How a run ends that ends so again, started as it was."""
-_PLAIN = re.compile(r"[\w./~@%+-]+")
 _LONGEST_JOB_S = 366 * 86_400
 """A job that ends later has no time limit."""
 
@@ -42,7 +41,7 @@ def command_again(
     """
     kept = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
-    words = [*_program(config, environment), *kept, f"run.dir={_value(str(run_dir))}", *folders]
+    words = [*_program(config, environment), *kept, f"run.dir={text_value(str(run_dir))}", *folders]
     return " ".join(quoted(word) for word in words)
 
 
@@ -71,13 +70,6 @@ def _is_replaced(text: str) -> bool:
     """Whether an override says where to begin this once: a directory, or a checkpoint by its name in it."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
-
-
-def _value(text: str) -> str:
-    """A path as an override's value: quoted where Hydra's grammar would read it as something else."""
-    if _PLAIN.fullmatch(text):
-        return text
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.manifest import Progress, step_name, step_of
+from canzona_cli.checkpoint.manifest import Manifest, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import read_manifest, verify_file
-from canzona_cli.config.changes import changes
+from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import tokens_wanted
@@ -39,6 +40,8 @@ class Resumption:
     """`train.steps` of the run that was saved."""
     warnings: tuple[str, ...] = ()
     """Changes that affect the loss curve from here on."""
+    weights_only: bool = False
+    """Whether the run begins at its first step, with the weights of the checkpoint."""
     spread: str = ""
     """How the layout differs from before; empty where it does not."""
 
@@ -46,6 +49,13 @@ class Resumption:
     def origin(self) -> str:
         """For people: where the checkpoint is."""
         return self.checkpoint.name if self.own else str(self.checkpoint)
+
+    @property
+    def words(self) -> str:
+        """What the run does with it: `continue from step 30 (step-00000030)`."""
+        if self.weights_only:
+            return f"begin at step 1 with the weights of {self.origin}"
+        return f"continue from step {self.step:,} ({self.origin})"
 
     @property
     def step(self) -> int:
@@ -69,6 +79,9 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
             every reason at once.
         CheckpointInvalid: the checkpoint is damaged, as far as its manifest and the sizes of its files show.
     """
+    if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
+        reason = f"checkpoint.resume={config.checkpoint.resume} says already what the run begins with"
+        raise ConfigError(problem_with(config, "checkpoint.weights_from", reason, "leave one of them out"))
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
     used = files is not None and holds_run(files)
     asked = config.checkpoint.resume
@@ -82,7 +95,7 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
     checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
     if checkpoint is None:
-        return None
+        return None if config.checkpoint.weights_from is None else _weights(config)
     own = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not own and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, and {files.root} has checkpoints of its own"
@@ -99,12 +112,38 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int)
     Args:
         tokens: to train on, of one pass over the data.
     """
+    if found.weights_only:
+        return None
     wanted = (tokens_wanted(config, layout, steps=steps) for steps in (found.steps_before, config.train.steps))
     before, now = (math.ceil(read / max(1, tokens)) for read in wanted)
     if before == now:
         return None
     steps = f"train.steps={config.train.steps} reads the data {now} times, {found.steps_before} steps {before} times"
     return f"{steps}: their order changes from here on, and some samples are repeated"
+
+
+def _weights(config: RunConfig) -> Resumption:
+    """Of another run, for the first step of this one."""
+    key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
+    if not Path(where).expanduser().is_dir():
+        fix = f"{key}=RUN, or RUN/checkpoints/{where if step_of(where) is not None else 'step-00000030'}"
+        raise ConfigError(Problem(key=key, value=where, reason="there is no such folder", fix=fix))
+    checkpoint = resolve(Path(where), str(Path(where).expanduser().absolute()), key=key)
+    assert checkpoint is not None  # only where it was asked for the newest one of its own
+    manifest, saved = _read(checkpoint)
+    if problems := shape_problems(saved, config, str(checkpoint)):
+        raise ConfigError(*problems)
+    before, now = saved.data.tokenizer, config.data.tokenizer
+    other = f"data.tokenizer is {now}; the weights in {checkpoint} have learnt the ids of {before}"
+    return Resumption(
+        checkpoint=checkpoint,
+        progress=Progress(step=0, samples=0, tokens=0),
+        created=manifest.created,
+        own=False,
+        steps_before=config.train.steps,
+        weights_only=True,
+        warnings=() if before == now else (other,),
+    )
 
 
 def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
@@ -117,6 +156,7 @@ def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoin
         step=found.step,
         validate=due and not done,
         asked=config.checkpoint.resume,
+        weights_only=found.weights_only,
     )
 
 
@@ -171,7 +211,8 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
-def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
+def _read(checkpoint: Path) -> tuple[Manifest, RunConfig]:
+    """What a checkpoint says of itself, and the run it is of."""
     manifest = read_manifest(checkpoint)
     inputs = ("config.yaml", "layout.json")
     damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
@@ -183,8 +224,12 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     ]
     if found:
         raise CheckpointInvalid(*found)
+    return manifest, load_resolved(checkpoint / "config.yaml")
+
+
+def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
+    manifest, saved = _read(checkpoint)
     progress = manifest.progress
-    saved = load_resolved(checkpoint / "config.yaml")
     between = changes(saved, config, step=progress.step)
     before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]

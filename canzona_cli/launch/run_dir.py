@@ -112,7 +112,7 @@ class RunDirectory:
             raise _not_writable(self.path, config, error.strerror or str(error)) from None
         self._used = self._again = True
         self.earlier = None
-        if found is not None:
+        if found is not None and not found.weights_only:
             self.earlier = Earlier(
                 step=found.step,
                 origin=found.origin,

@@ -58,10 +58,13 @@ class Wrapped:
     text: Text
     first: Text
     rest: str
+    whole: bool = False
+    """A command to paste: printed with `soft_wrap`, it is one line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(8, options.max_width - max(self.first.cell_len, len(self.rest)))
-        lines = _at_spaces(self.text, width) if options.no_wrap else self.text.wrap(console, width)
+        lines: Iterable[Text] = [self.text] if self.whole else _at_spaces(self.text, width)
+        lines = lines if options.no_wrap else self.text.wrap(console, width)
         for number, line in enumerate(lines):
             line.rstrip()
             head = self.first if number == 0 else self.rest

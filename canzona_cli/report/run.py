@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.report.charts import line_chart
-from canzona_cli.report.page import Page, Screen, labelled, wrapped
+from canzona_cli.report.page import Page, Screen, Wrapped, labelled, wrapped
 from canzona_cli.report.run_breakdown import BreakdownView
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
@@ -39,8 +39,9 @@ class RunView(Page):
             yield from self._error()
             yield Text()
         yield from labelled(self._rows(screen.arrow), 11)
-        if summary.go_on is not None:  # a line to paste, whole however long it is
-            yield Text.assemble((f"  {'go on':<11}", "dim"), clean(summary.go_on), no_wrap=True)
+        if summary.go_on is not None:
+            label = Text(f"  {'go on':<11}", style="dim")
+            yield Wrapped(Text(clean(summary.go_on)), label, " " * label.cell_len, whole=True)
         if len(summary.losses) > 1:
             yield Text()
             for row in line_chart(summary.losses, min(screen.width, 100) - 4, 9, ascii_only=screen.ascii_only):

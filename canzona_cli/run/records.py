@@ -103,6 +103,8 @@ class ResumePoint:
     """Whether to validate before the first step."""
     asked: str
     """`checkpoint.resume` of the launch."""
+    weights_only: bool = False
+    """The launch takes the checkpoint's weights, and nothing else, and begins at its first step."""
 
 
 def read_layout(path: Path) -> Layout:

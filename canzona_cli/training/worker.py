@@ -57,13 +57,14 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         checkpoint = Path(resumed.checkpoint)
         journal.stage("load", checkpoint.name)
         manifest = verify_together(world, checkpoint)
-        restore(trainee, checkpoint, manifest)
-        start = Start(progress=manifest.progress, validate=resumed.validate)
-        record.step = manifest.progress.step
+        restore(trainee, checkpoint, manifest, weights_only=resumed.weights_only)
+        if not resumed.weights_only:
+            start = Start(progress=manifest.progress, validate=resumed.validate)
+            record.step = manifest.progress.step
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
-    last = None if resumed is None else Path(resumed.checkpoint).name
+    last = None if resumed is None or resumed.weights_only else Path(resumed.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
         ending = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()

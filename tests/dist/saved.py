@@ -55,10 +55,10 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     return jobs.resolve(*FIXED, *overrides)
 
 
-def run(store: Path, *overrides: str, steps: int, start: Path | None = None) -> Outcome:
+def run(store: Path, *overrides: str, steps: int, start: Path | None = None, weights_only: bool = False) -> Outcome:
     """Train `steps` steps from the beginning or from checkpoint `start`, and save. With no steps only saves again."""
     config, layout = resolve(*overrides)
-    rank = partial(_rank, config, layout, planned(config, layout), store, steps, start)
+    rank = partial(_rank, config, layout, planned(config, layout), store, steps, start, weights_only)
     # Whoever goes on has nothing left in memory of what was saved.
     ranks = (run_ranks if start is not None and steps else standing_ranks)(layout.world_size, rank, timeout_s=300)
     [checkpoint] = store.glob("step-*")
@@ -67,13 +67,22 @@ def run(store: Path, *overrides: str, steps: int, start: Path | None = None) -> 
     )
 
 
-def _rank(config: RunConfig, layout: Layout, plan: Plan | None, store: Path, steps: int, start: Path | None) -> Ran:
+def _rank(
+    config: RunConfig,
+    layout: Layout,
+    plan: Plan | None,
+    store: Path,
+    steps: int,
+    start: Path | None,
+    weights_only: bool,
+) -> Ran:
     trainee = build(config, layout, plan)
     world, done = trainee.world, 0
     if start is not None:
         manifest = verify_together(world, start)
-        restore(trainee, start, manifest)
-        done = manifest.progress.step
+        restore(trainee, start, manifest, weights_only=weights_only)
+        done = 0 if weights_only else manifest.progress.step
+        assert trainee.schedule.num_steps == done, "the learning rate is that of another step"
     samples = RandomTokens(
         samples=40 * layout.global_batch_size, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size
     )

@@ -99,6 +99,32 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
 
 
 @pytest.mark.parametrize(
+    ("saved_by", "read_by", "where"),
+    [
+        ("soap", ("optimizer=muon", "engine.splitting=fused"), "tp4"),
+        pytest.param("muon", ("optimizer=adamw",), "pp2", marks=pytest.mark.sweep),
+        pytest.param("adamw", ("optimizer=soap",), "one rank", marks=pytest.mark.sweep),
+    ],
+)
+def test_weights_alone_are_taken_by_any_optimizer_splitting_and_layout(
+    saved_by: str, read_by: tuple[str, ...], where: str, two_steps: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Every master to the last bit, and of the state nothing: no step counted, every average zero or not there."""
+    saved = two_steps(*OPTIMIZERS[saved_by])
+    there = run(tmp_path / "there", *LAYOUTS[where], *read_by, steps=0, start=saved.checkpoint, weights_only=True)
+    _same_weights(there, saved)
+    model = resolve(*TP2_DP2)[0].model
+    before, now = units_of(saved.checkpoint, model), units_of(there.checkpoint, model)
+    masters = {name for name in before if name.endswith("/master")}
+    assert masters == {name for name in now if name.endswith("/master")}
+    _same({name: now[name] for name in masters}, {name: before[name] for name in masters})
+    assert not [name for name in now.keys() - masters if now[name].any()]
+    assert not [
+        name for name, value in manifest_of(there.checkpoint).scalars.items() if name.endswith("/step") and value
+    ]
+
+
+@pytest.mark.parametrize(
     ("saving", "reading"),
     [
         ("canzona", "layerwise"),

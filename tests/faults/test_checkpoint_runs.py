@@ -10,6 +10,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
+from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.training.data import Batch
 from tests.checkpoint.checkpoints import names
@@ -52,6 +53,16 @@ def test_a_disk_that_fills_costs_the_saves_it_has_no_room_for_and_the_run_says_s
         store = CheckpointStore(disk / "run" / "checkpoints")
         assert os.listdir(store.root) == ["step-00000002"], "no half checkpoint is left"
         assert verify(store.root / "step-00000002")[1] == []
+        # Its weights are good for a run of another kind, elsewhere.
+        settings = ("train.steps=1", "optimizer=adamw", "checkpoint.at_end=false")
+        begun = forked_run(tmp_path / "begun", *settings, f"checkpoint.weights_from={disk / 'run'}")
+        assert (begun.status, begun.exit_code) == ("done", 0)
+        (first, *_), (only,) = (JsonLines(root / "metrics.jsonl").read() for root in (disk / "run", tmp_path / "begun"))
+        assert (only["step"], only["tokens"]) == (1, first["tokens"])
+        loss, before = only["loss"], first["loss"]
+        assert isinstance(loss, float)
+        assert isinstance(before, float)
+        assert loss < before, "the batch of step 1 again, with weights that have learnt from it"
         record_fault(
             fault="disk full while four ranks train",
             happened="the run goes on and warns at each save; at its end the last whole checkpoint is named",

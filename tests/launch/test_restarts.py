@@ -193,6 +193,20 @@ def test_a_run_starts_again_from_its_newest_checkpoint_and_every_attempt_is_kept
     assert goodput["share"] == pytest.approx(goodput["kept_s"] / goodput["wall_s"])
 
 
+def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp_path: Path, stand_in: None) -> None:
+    root = tmp_path / "my, run"
+    done = canzona("train", *TYPED, f"run.dir='{root}'", environment={"STAND_IN": "done"})
+    assert done.returncode == 0, done.stderr
+    other = [text.replace("adamw", "muon") for text in TYPED]
+    new = ("train", *other, "--weights-from", str(root), "--dry-run")
+    would = canzona(*new)
+    assert would.returncode == 0, would.stderr
+    newest = root / "checkpoints" / f"step-{STEPS:08d}"
+    assert f"it would begin at step 1 with the weights of {newest}" in would.stderr
+    refused = canzona(*new, "model.num_layers=3")
+    assert "it would be refused: model.num_layers: is " in refused.stderr
+
+
 def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(tmp_path: Path, stand_in: None) -> None:
     environment = {"STAND_IN": "crash@3,crash@3,done"}
     typed = ("train", *TYPED, f"run.root='{tmp_path}/my, runs'", "run.restarts=5")
@@ -204,7 +218,7 @@ def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(t
     assert "it failed so at step 3 before" in str(result["message"])
     command = str(result["go_on"])
     assert f"to go on: {command}" in failed.stdout.splitlines()
-    assert command in canzona("report", root).stdout.replace("\n", "")
+    assert f"  go on      {command}" in canzona("report", root).stdout.splitlines()
     program, *words = shlex.split(command)
     assert (program, *words[:-1]) == ("canzona", *typed)
     done = canzona(*words, cwd=tmp_path, environment=environment)

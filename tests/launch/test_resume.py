@@ -139,7 +139,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(
     assert not run.files.stop_requested()
     assert {path.name for path in run.files.checkpoints.iterdir()} == {"step-00000003", "step-00000005"}
     assert read_json(run.files.resume) == {
-        "checkpoint": str(found.checkpoint), "step": 5, "validate": False, "asked": "auto"
+        "checkpoint": str(found.checkpoint), "step": 5, "validate": False, "asked": "auto",
+        "weights_only": False,
     }  # fmt: skip
 
 
@@ -215,6 +216,68 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
     other = replace(new, checkpoint=CheckpointConfig(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")))
     with pytest.raises(ConfigError, match="checkpoints of its own"):
         resumption(other, LAYOUT)
+
+
+def beginning(config: RunConfig, where: Path | str, **checkpoint: str) -> RunConfig:
+    return replace(config, checkpoint=CheckpointConfig(weights_from=str(where), **checkpoint))  # type: ignore[arg-type]
+
+
+def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    train(config, steps=4, saved=(2, 4))
+    other = replace(
+        config,
+        run=replace(config.run, dir=str(tmp_path / "annealed")),
+        optimizer=replace(config.optimizer, lr=3e-4),
+        train=replace(config.train, steps=3),
+        data=replace(config.data, tokenizer="bpe"),
+    )
+    of_step = beginning(other, files_of(config).checkpoints / "step-00000002")
+    assert (found := resumption(of_step, LAYOUT)) is not None
+    assert found.checkpoint.name == "step-00000002"
+    new = beginning(other, files_of(config).root)
+    run = RunDirectory.create(new, goes_on=True)
+    found = run.go_on(new, LAYOUT)
+    assert found is not None
+    assert (found.step, found.progress.samples, found.own, run.earlier) == (0, 0, False, None)
+    assert (warning := found.warnings[0]).startswith("data.tokenizer is bpe")
+    assert warning.endswith(f"the ids of {config.data.tokenizer}")
+    newest = files_of(config).checkpoints / "step-00000004"
+    assert read_json(run.files.resume) == {
+        "checkpoint": str(newest), "step": 0, "validate": True, "asked": "auto", "weights_only": True
+    }  # fmt: skip
+    del run
+    save(new, 2)
+    again = resumption(new, LAYOUT)
+    assert again is not None
+    assert (again.own, again.step, again.weights_only) == (True, 2, False)
+
+
+def test_weights_that_do_not_fit_or_are_not_there_are_refused_with_what_to_write(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    train(config, steps=4, saved=(4,))
+    source, checkpoint = files_of(config).root, files_of(config).checkpoints / "step-00000004"
+    new = replace(config, run=replace(config.run, dir=str(tmp_path / "new")))
+    wider = replace(new, model=replace(config.model, vocab_size=512, num_layers=7))
+    with pytest.raises(ConfigError) as refused:
+        resumption(beginning(wider, source), LAYOUT)
+    model = config.model
+    assert [(problem.key, problem.value, problem.fix) for problem in refused.value.problems] == [
+        ("model.num_layers", 7, f"model.num_layers={model.num_layers}"),
+        ("model.vocab_size", 512, f"model.vocab_size={model.vocab_size}"),
+    ]
+    for where in ("step-00000004", "auto", tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigError) as refused:
+            resumption(beginning(new, where), LAYOUT)
+        assert refused.value.problems[0].key == "checkpoint.weights_from"
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        resumption(beginning(new, source, resume=str(checkpoint)), LAYOUT)
+    text = (checkpoint / "config.yaml").read_text()
+    (checkpoint / "config.yaml").write_text(text.replace("tiny", "tinY"))
+    with pytest.raises(CheckpointInvalid, match=r"config\.yaml"):
+        resumption(beginning(new, source), LAYOUT)
 
 
 def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> None:

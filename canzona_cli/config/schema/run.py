@@ -121,6 +121,12 @@ class CheckpointConfig:
         "(step-00000030), or the path of a checkpoint or of another run's directory.",
         NOTHING,
     ] = "auto"
+    weights_from: Annotated[
+        str | None,
+        "A run's directory or a checkpoint's path: the run begins at its first step with those weights, and with a new "
+        "optimizer (another one, annealing); once it has saved, it goes on from that. null: random weights.",
+        NOTHING,
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
