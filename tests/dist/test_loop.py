@@ -21,9 +21,10 @@ from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.dist import jobs
 from tests.dist.engine_support import engine_of
-from tests.dist.jobs import SMALL, build
+from tests.dist.jobs import SMALL, build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
+from tests.dist.standing import standing_ranks
 
 STEPS = 4
 FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_batches=1")
@@ -71,9 +72,15 @@ def _run(
     validation: bool = True,
     prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None,
     on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None,
+    forked: bool = False,
 ) -> list[Ending]:
-    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step."""
+    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step.
+
+    Args:
+        forked: on ranks of its own, which see what is patched here.
+    """
     config, layout = jobs.resolve(*FIXED, *overrides)
+    plan = planned(config, layout)
     files = RunFiles(root)
     root.mkdir(exist_ok=True)
     samples = RandomTokens(
@@ -83,7 +90,7 @@ def _run(
     )
 
     def rank() -> Ending:
-        trainee = build(config, layout)
+        trainee = build(config, layout, plan)
         world = trainee.world
         prepare(trainee, files)
 
@@ -101,7 +108,7 @@ def _run(
             error = str(raised)
         return Ending(how=how, error=error, step=record.step)
 
-    return run_ranks(layout.world_size, rank)
+    return (run_ranks if forked else standing_ranks)(layout.world_size, rank)
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
@@ -217,7 +224,7 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, mon
             files.request_stop()
 
     root = tmp_path / "run"
-    assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(how="done", error=None, step=STEPS)] * 2
+    assert _run(root, *LAYOUTS["dp2"], on_step=ask, forked=True) == [Ending(how="done", error=None, step=STEPS)] * 2
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 
