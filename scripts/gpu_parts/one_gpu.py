@@ -17,7 +17,7 @@ HOST_WAITS: Final = 1
 MEMORY_OVER: Final = 1.05
 """Of what was planned; beyond it a plan that fits may not."""
 
-TINY: Final = ("recipe=qwen3-tiny", "schedule.decay_steps=120")
+DECAY: Final = "schedule.decay_steps=120"
 _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
 
 
@@ -25,12 +25,19 @@ def go_on(setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: 
     """Overrides of a run that goes on from a checkpoint, the demo's if none is given, without validation."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
-    return (*TINY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
+    return (*tiny(setup), DECAY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
+
+
+def tiny(setup: Setup) -> tuple[str, ...]:
+    """The demo's recipe; on a CPU with a quarter of its batch, as nothing is found out there but that parts work."""
+    less = () if setup.device == "cuda" else ("train.batch_tokens=1024",)
+    return ("recipe=qwen3-tiny", *less)
 
 
 def demo(setup: Setup) -> Outcome:
     """`make demo`, shorter: four CPU ranks on a machine with a GPU."""
-    found = train(setup, {"demo": (*TINY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")})["demo"]
+    overrides = (*tiny(setup), DECAY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")
+    found = train(setup, {"demo": overrides})["demo"]
     losses = found.losses
     first, last = losses[1], losses[setup.learnt]
     said = f"{setup.learnt} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
@@ -96,7 +103,7 @@ def step_overrides(setup: Setup) -> tuple[str, ...]:
 
 def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
     """A run of which torch's profiler records one step."""
-    size = ("recipe=qwen3-0.6b", "train.batch_tokens=65536") if setup.device == "cuda" else ("recipe=qwen3-tiny",)
+    size = ("recipe=qwen3-0.6b", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup)
     one = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
     return (*size, "data=stdlib-bytes", *_PLAIN, *one, *overrides)
 
