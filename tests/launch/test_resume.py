@@ -218,6 +218,20 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
         resumption(other, LAYOUT)
 
 
+def test_a_launch_that_starts_again_goes_on_from_what_it_saved_not_from_where_it_was_told_to_begin(
+    config: RunConfig,
+) -> None:
+    train(config, steps=5, saved=(2, 4))
+    asked = going_on(config, "step-00000002")
+    run = RunDirectory.create(asked, goes_on=True)
+    first = run.go_on(asked, LAYOUT)
+    save(config, 3)
+    second = run.go_on(asked, LAYOUT)
+    assert first is not None
+    assert second is not None
+    assert (first.step, second.step) == (2, 3)
+
+
 def beginning(config: RunConfig, where: Path | str, **checkpoint: str) -> RunConfig:
     return replace(config, checkpoint=CheckpointConfig(weights_from=str(where), **checkpoint))  # type: ignore[arg-type]
 
