@@ -3,7 +3,7 @@
 Three claims, from the exact to the approximate:
 
 - A step's update is that of an ordinary optimizer on whole matrices with the gradients the ranks have reduced: to the
-  last bit, over ten steps; on one layout for each optimizer at default settings, too.
+  last bit, over six steps; on one layout for each optimizer at default settings, too.
 - Where layouts add up gradients in the same order, all weights are the same to the last bit.
 - Else they differ as much as one rank differs from itself when it adds up its micro-batches in another order, and no
   more: optimizers amplify rounding, and how much is a property of theirs. Muon hardly does. Shampoo's inverse roots
@@ -34,8 +34,8 @@ from tests.dist.trained import (
     run_training,
 )
 
-STEPS, EXACT = 10, 5
-"""Where layouts differ by rounding, and where bits are compared."""
+STEPS, EXACT = 6, 5
+"""Where layouts differ by rounding (SOAP's bases are renewed at the fifth again), and where bits are compared."""
 SETTINGS = OPTIMIZERS | {"soap": (*OPTIMIZERS["soap"], "optimizer.precondition_frequency=4")}
 # Fewer micro-batches: ranks that share every matrix, or pass on every activation, spend most of their time waiting.
 MESHES = {
@@ -71,7 +71,7 @@ def _one_rank(optimizer: str, where: str) -> tuple[Trained, Trained]:
 
 
 @pytest.mark.parametrize(("optimizer", "where"), EVERYWHERE)
-def test_ten_steps_differ_from_one_rank_by_rounding(optimizer: str, where: str) -> None:
+def test_six_steps_differ_from_one_rank_by_rounding(optimizer: str, where: str) -> None:
     one, again = _one_rank(optimizer, where)
     found = _train(*SETTINGS[optimizer], *MESHES[where])
     assert min(one.grad_norms) > 0.25, "clipping is not active"
@@ -115,7 +115,7 @@ DEFAULTS = {
 def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
     optimizer: str, where: str, settings: tuple[str, ...]
 ) -> None:
-    """To the last bit, after ten real steps: nothing is lost on the way to hosts and back.
+    """To the last bit, after six real steps: nothing is lost on the way to hosts and back.
 
     Every optimizer on every layout, with the runs of the tests above, and every optimizer at default settings (Muon's
     are): what differs then is how often factors are renewed, which no layout knows of.
