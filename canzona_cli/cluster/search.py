@@ -19,6 +19,11 @@ from canzona_cli.simulate.spent import Spent, spent
 ALIKE = 1e-5
 """Share of a step by which layouts that differ take the same time."""
 
+EXHAUSTIVE_RANKS = 1024
+"""Up to which the search goes on until nothing can be faster."""
+MOST_BEYOND = 10
+"""Simulations with more ranks, of the layouts that may be the fastest: there one takes a second and proves little."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
@@ -47,7 +52,9 @@ class Found:
     legal: int
     """How many layouts were compared."""
     simulated: int
-    """Of how many of them that took a simulation; the others take longer at least than the last of `best`."""
+    """Of how many of them that took a simulation."""
+    proven: bool
+    """Whether all the others take longer than the last of `best`; else they only seem to."""
 
 
 def search(config: RunConfig, count: int = 1) -> Found:
@@ -70,9 +77,12 @@ def _search(config: RunConfig, count: int) -> Found:
     waiting = sorted(bounded, key=lambda pair: (pair[0], _plain(pair[1].layout)))
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
-    simulated = 0
+    simulated, proven = 0, True
     for least, candidate in waiting:
         if len(best) >= count and least > max(sorted(best)[:count]) * (1 + ALIKE):
+            break
+        proven = simulated < max(count, MOST_BEYOND) or not best or config.gpus <= EXHAUSTIVE_RANKS
+        if not proven:
             break
         # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as they were:
         # where attention takes no longer for it, nothing does.
@@ -89,7 +99,7 @@ def _search(config: RunConfig, count: int) -> Found:
             seconds = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
             best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
     fastest = tuple(best[seconds].told() for seconds in sorted(best)[:count])
-    return Found(best=fastest, legal=len(fitting), simulated=simulated)
+    return Found(best=fastest, legal=len(fitting), simulated=simulated, proven=proven)
 
 
 def _least(config: RunConfig, candidate: Candidate) -> float:

@@ -55,6 +55,14 @@ def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:
     found = search.search(run("32b", 1024, strategy="canzona"))
     assert found.legal > 500
     assert found.simulated <= 30
+    assert found.proven
+
+
+def test_beyond_a_thousand_gpus_the_most_promising_are_simulated() -> None:
+    found = search.search(run("32b", 2048, strategy="canzona"))
+    assert found.best
+    assert found.simulated == search.MOST_BEYOND
+    assert not found.proven
 
 
 def test_shards_that_need_more_memory_than_there_is_are_not_chosen() -> None:
