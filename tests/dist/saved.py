@@ -26,7 +26,6 @@ from tests.dist import jobs
 from tests.dist.jobs import SMALL, build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
-from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -59,8 +58,7 @@ def run(store: Path, *overrides: str, steps: int, start: Path | None = None, wei
     """Train `steps` steps from the beginning or from checkpoint `start`, and save. With no steps only saves again."""
     config, layout = resolve(*overrides)
     rank = partial(_rank, config, layout, planned(config, layout), store, steps, start, weights_only)
-    # Whoever goes on has nothing left in memory of what was saved.
-    ranks = (run_ranks if start is not None and steps else standing_ranks)(layout.world_size, rank, timeout_s=300)
+    ranks = run_ranks(layout.world_size, rank, timeout_s=300)
     [checkpoint] = store.glob("step-*")
     return Outcome(
         losses=ranks[0].losses, weights=assemble([rank.part for rank in ranks], config.model), checkpoint=checkpoint

@@ -14,7 +14,7 @@ import torch
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.trainee import Trainee
 from tests.dist.jobs import build, planned
-from tests.dist.standing import standing_ranks
+from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
@@ -53,7 +53,7 @@ def run_engine(
             optimizer_step(trainee, step, gradient)
         return before, part_of(trainee.model, trainee.world), look(trainee)
 
-    ranks = standing_ranks(layout.world_size, rank)
+    ranks = run_ranks(layout.world_size, rank)
     return Result(
         before=assemble([before for before, _, _ in ranks], config.model),
         after=assemble([after for _, after, _ in ranks], config.model),

@@ -30,7 +30,6 @@ from tests.dist.engine_support import (
 )
 from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
-from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import optimizer_step, whole_gradients
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -87,7 +86,7 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
             after=(weights(trainee), kept(trainee)),
         )
 
-    for stopped in standing_ranks(layout.world_size, rank):
+    for stopped in run_ranks(layout.world_size, rank):
         assert stopped.after == stopped.before
         assert any("exp_avg_sq" in key for key in stopped.before[1]), "there was no state to protect"
         assert f"the first is {name}" in stopped.told
@@ -104,7 +103,7 @@ def test_a_norm_that_overflows_stops_too_and_blames_no_parameter() -> None:
             train_step(trainee, batches(trainee))
         return str(caught.value)
 
-    assert all("their global norm overflows fp32" in told for told in standing_ranks(layout.world_size, rank))
+    assert all("their global norm overflows fp32" in told for told in run_ranks(layout.world_size, rank))
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -135,8 +134,8 @@ def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
         _wait(trainee)
         return results, (weights(trainee), kept(trainee)), engine_of(trainee).skipped, unchanged
 
-    never = standing_ranks(4, lambda: rank(None))
-    once = standing_ranks(4, lambda: rank(1))
+    never = run_ranks(4, lambda: rank(None))
+    once = run_ranks(4, lambda: rank(1))
     for (clean, end, _, _), (results, found, skipped, unchanged) in zip(never, once, strict=True):
         assert [result.skipped for result in results] == [False, True, False, False]
         assert skipped == 1
@@ -207,7 +206,7 @@ def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host
                 averages.append(_averages(trainee))
         return Faulted(parts=parts, fallbacks=fallbacks, averages=averages, log=log, groups=len(matrices.groups))
 
-    return standing_ranks(layout.world_size, rank)
+    return run_ranks(layout.world_size, rank)
 
 
 def _averages(trainee: Trainee) -> dict[str, float]:
@@ -349,7 +348,7 @@ def test_a_fault_is_counted_once_also_when_the_next_step_is_skipped(faulty_run: 
             results.append(train_step(trainee, stream))
         return [*results, train_step(trainee, stream)]
 
-    for results in standing_ranks(layout.world_size, rank):
+    for results in run_ranks(layout.world_size, rank):
         # Each step hears of the one before.
         assert [result.fallbacks for result in results] == [0, 0, 1, 0]
         assert [result.skipped for result in results] == [False, False, True, False]
@@ -383,7 +382,7 @@ def test_a_failed_decomposition_is_counted_named_and_survived() -> None:
         hosted = [matrix.name for group in matrices.groups for matrix in group.hosted]
         return results, log, hosted, roots and all(roots) and factors and not any(factors)
 
-    found = standing_ranks(layout.world_size, rank)
+    found = run_ranks(layout.world_size, rank)
     everything = sorted(name for _, _, hosted, _ in found for name in hosted)
     assert len(everything) == 2 * 7
     for results, log, hosted, same in found:

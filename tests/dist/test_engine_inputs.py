@@ -20,7 +20,6 @@ from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
-from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import finish_gathering, run_engine
 from tests.dist.whole import Part, part_of
 from tests.dist.whole import assemble as assemble_whole
@@ -33,14 +32,8 @@ TP2_PP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=2")
 # --- plans ---
 
 
-def _refusals(
-    config: RunConfig, layout: Layout, plan_of: Callable[[int], Plan | None], *, forked: bool = False
-) -> list[str]:
-    """What every rank says of the plan it is given.
-
-    Args:
-        forked: on ranks of their own, which see what is patched here.
-    """
+def _refusals(config: RunConfig, layout: Layout, plan_of: Callable[[int], Plan | None]) -> list[str]:
+    """What every rank says of the plan it is given."""
 
     def rank() -> str:
         world = join(config, layout)
@@ -49,7 +42,7 @@ def _refusals(
         assert caught.value.exit_code == ExitCode.CONFIG
         return str(caught.value)
 
-    return (run_ranks if forked else standing_ranks)(layout.world_size, rank)
+    return run_ranks(layout.world_size, rank)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +120,7 @@ def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch)
         return built
 
     monkeypatch.setattr(models, "build_model", build_frozen)
-    for words in _refusals(config, layout, lambda rank: plan, forked=True):
+    for words in _refusals(config, layout, lambda rank: plan):
         assert "decoder.layers.1.mlp.linear_fc2.weight" in words
         assert "found no such trainable parameter" in words
 
@@ -175,7 +168,7 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
             train_step(trainee, stream)
         return before, part_of(trainee.model, trainee.world)
 
-    found = standing_ranks(layout.world_size, rank)
+    found = run_ranks(layout.world_size, rank)
     before = assemble_whole([first for first, _ in found], config.model)
     after = assemble_whole([last for _, last in found], config.model)
     decay = 1 - config.optimizer.lr * config.optimizer.weight_decay
@@ -255,7 +248,7 @@ def _optimizer_refusals(config: RunConfig, layout: Layout) -> list[str]:
         assert caught.value.exit_code == ExitCode.CONFIG
         return f"{problem.value}: {problem.reason}"
 
-    return standing_ranks(layout.world_size, rank)
+    return run_ranks(layout.world_size, rank)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -330,7 +323,7 @@ def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
             finish_gathering(trainee)
             return losses, part_of(trainee.model, trainee.world)
 
-        found = standing_ranks(layout.world_size, rank)
+        found = run_ranks(layout.world_size, rank)
         assert len({tuple(losses) for losses, _ in found}) == 1
         curves[layout.world_size] = found[0][0], assemble_whole([part for _, part in found], config.model)
     (many, last), (one, alone) = curves[4], curves[1]

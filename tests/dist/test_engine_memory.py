@@ -19,7 +19,6 @@ from canzona_cli.planner.planner import make_plan
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import build
 from tests.dist.ranks import run_ranks
-from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import fill_gradients, finish_gathering, noise, optimizer_step
 from tests.dist.whole import Part, assemble, part_of
 
@@ -54,7 +53,7 @@ def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, w
             optimizer_step(trainee, step)
         return before, hosted_bytes(trainee), tensor_bytes(trainee)
 
-    found = standing_ranks(layout.world_size, rank)
+    found = run_ranks(layout.world_size, rank)
     hosted, held = [own for _, own, _ in found], [everything for _, _, everything in found]
     assert sum(hosted) == _one_process(assemble([before for before, _, _ in found], config.model), optimizer)
     assert all(0 < own < sum(hosted) for own in hosted)

@@ -6,7 +6,7 @@ import torch
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, resolve
 from tests.dist.jobs import build, planned
-from tests.dist.standing import standing_ranks
+from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, assemble, part_of
 
@@ -36,7 +36,7 @@ def test_replicas_are_equal_to_the_last_bit(where: str) -> None:
         finish_gathering(trainee)
         return before, part_of(trainee.model, trainee.world)
 
-    found = standing_ranks(layout.world_size, rank)
+    found = run_ranks(layout.world_size, rank)
     # `assemble` compares them; here it is made sure that there was something to compare, and that it moved.
     before = assemble([first for first, _ in found], config.model)
     after = assemble([last for _, last in found], config.model)

@@ -13,7 +13,7 @@ from canzona_cli.megatron.model import build_model
 from canzona_cli.model.geometry import weight_of
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
-from tests.dist.standing import standing_ranks
+from tests.dist.ranks import run_ranks
 from tests.dist.whole import Part, Weights, assemble, part_of
 
 RESIDUAL = ("o_proj", "down_proj")
@@ -29,7 +29,7 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
         _assert_geometry(model, config.model, layout.tp)
         return part_of(model, world)
 
-    return standing_ranks(layout.world_size, build), config.model
+    return run_ranks(layout.world_size, build), config.model
 
 
 def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> None:

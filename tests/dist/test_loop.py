@@ -24,7 +24,6 @@ from tests.dist.engine_support import engine_of
 from tests.dist.jobs import SMALL, build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
-from tests.dist.standing import standing_ranks
 
 STEPS = 4
 FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_batches=1")
@@ -72,13 +71,8 @@ def _run(
     validation: bool = True,
     prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None,
     on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None,
-    forked: bool = False,
 ) -> list[Ending]:
-    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step.
-
-    Args:
-        forked: on ranks of its own, which see what is patched here.
-    """
+    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step."""
     config, layout = jobs.resolve(*FIXED, *overrides)
     plan = planned(config, layout)
     files = RunFiles(root)
@@ -108,7 +102,7 @@ def _run(
             error = str(raised)
         return Ending(how=how, error=error, step=record.step)
 
-    return (run_ranks if forked else standing_ranks)(layout.world_size, rank)
+    return run_ranks(layout.world_size, rank)
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
@@ -224,7 +218,7 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, mon
             files.request_stop()
 
     root = tmp_path / "run"
-    assert _run(root, *LAYOUTS["dp2"], on_step=ask, forked=True) == [Ending(how="done", error=None, step=STEPS)] * 2
+    assert _run(root, *LAYOUTS["dp2"], on_step=ask) == [Ending(how="done", error=None, step=STEPS)] * 2
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 

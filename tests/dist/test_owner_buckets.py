@@ -31,7 +31,7 @@ from tests.dist.owner_support import (
     wrap,
     wrap_plain,
 )
-from tests.dist.standing import standing_ranks
+from tests.dist.ranks import run_ranks
 
 COMBINATIONS: list[tuple[str, Reduction]] = [
     ("owner", "reduce"),
@@ -116,7 +116,7 @@ def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Redu
     config, layout = case("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower())
     assert layout.num_microbatches == 2
     plan = planned(config, layout, reduction)
-    buckets = standing_ranks(2, lambda: _two_steps(config, layout, plan))
+    buckets = run_ranks(2, lambda: _two_steps(config, layout, plan))
     assert buckets == ([len(plan.buckets)] * 2)
     assert len(plan.buckets) > 2 or not overlap
 
@@ -129,7 +129,7 @@ def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Re
     """gloo adds bf16, too; the sum of two numbers, rounded once, is again the same whoever computes it."""
     config, layout = case("gpus=2", f"engine.layout={buffers}", *BF16)
     plan = planned(config, layout, reduction)
-    standing_ranks(2, lambda: _two_steps(config, layout, plan))
+    run_ranks(2, lambda: _two_steps(config, layout, plan))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_four_owners_get_sums_within_the_rounding_of_three_additions(
 ) -> None:
     config, layout = case("gpus=4", *precision)
     plan = planned(config, layout, reduction)
-    standing_ranks(4, lambda: _two_steps(config, layout, plan, roundings=roundings))
+    run_ranks(4, lambda: _two_steps(config, layout, plan, roundings=roundings))
 
 
 @pytest.mark.parametrize("reduction", WAYS)
@@ -156,7 +156,7 @@ def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction)
     plan = alternating(planned(config, layout, reduction))
     assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
     assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
-    standing_ranks(2, lambda: _two_steps(config, layout, plan))
+    run_ranks(2, lambda: _two_steps(config, layout, plan))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
     """Also with one owner, where nothing travels, and with a tied embedding on two stages."""
     config, layout = case(*mesh)
     plan = planned(config, layout, reduction)
-    standing_ranks(layout.world_size, lambda: _two_steps(config, layout, plan))
+    run_ranks(layout.world_size, lambda: _two_steps(config, layout, plan))
 
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
@@ -201,7 +201,7 @@ def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
             assert cell.owner < world.groups.dp_cp.size()
         assert plan.subject.layout.rank(0, world.groups.dp_cp.rank()) == world.rank
 
-    standing_ranks(4, rank)
+    run_ranks(4, rank)
 
 
 @pytest.mark.parametrize("reduction", WAYS)
@@ -228,7 +228,7 @@ def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
         assert not any(group.reducing.held for group in groups), "copies outlive the step"
         return seen
 
-    for seen in standing_ranks(2, rank):
+    for seen in run_ranks(2, rank):
         assert len(seen) == len(plan.buckets) > 4
         ready, alive = zip(*seen, strict=True)
         assert ready[0] == 0
@@ -252,7 +252,7 @@ def test_in_the_first_step_a_reduction_may_be_asked_for_twice(reduction: Reducti
             for part in group.owned:
                 assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all()
 
-    standing_ranks(2, rank)
+    run_ranks(2, rank)
 
 
 def test_parameters_are_gathered_one_bucket_ahead() -> None:
@@ -272,7 +272,7 @@ def test_parameters_are_gathered_one_bucket_ahead() -> None:
             group.finish_param_sync()
         assert not any(group.param_gather_dispatched for group in others)
 
-    standing_ranks(2, rank)
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -292,7 +292,7 @@ def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None
         for name, param in global_parameters(ddp):
             assert torch.equal(main_grad(param), expected[name]), name
 
-    standing_ranks(2, rank)
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("reduction", OFTEN)
@@ -312,7 +312,7 @@ def test_phase_timers_see_what_is_under_way(reduction: Reduction) -> None:
             timer.end_step()
         return [timing.phases for timing in timer.timings()]
 
-    for steps in standing_ranks(2, rank):
+    for steps in run_ranks(2, rank):
         for phases in steps:
             assert phases["grad_reduce_total"] > 0
             assert phases["grad_reduce"] > 0
@@ -330,7 +330,7 @@ def _mismatch(change: Callable[[Plan], Plan], *overrides: str) -> tuple[str, str
             wrap(other, start(other, layout), plan)
         return raised.value.key, str(raised.value)
 
-    first, second = standing_ranks(2, rank)
+    first, second = run_ranks(2, rank)
     assert first == second
     return first
 
@@ -457,7 +457,7 @@ def _adamw_step(config: RunConfig, layout: Layout, plan: Plan) -> list[int]:
 def test_adamw_updates_everything_but_matrices(overlap: str) -> None:
     config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
     plan = planned(config, layout)
-    for groups in standing_ranks(2, lambda: _adamw_step(config, layout, plan)):
+    for groups in run_ranks(2, lambda: _adamw_step(config, layout, plan)):
         # Embedding (its half), and norms.
         assert len(groups) == 2
 
@@ -465,6 +465,6 @@ def test_adamw_updates_everything_but_matrices(overlap: str) -> None:
 def test_adamw_works_on_a_pipeline_stage_that_has_only_norms() -> None:
     config, layout = case("gpus=3", "parallel.pp=3", "model.num_layers=3")
     plan = planned(config, layout)
-    first, middle, last = standing_ranks(3, lambda: _adamw_step(config, layout, plan))
+    first, middle, last = run_ranks(3, lambda: _adamw_step(config, layout, plan))
     assert middle[0] == 0
     assert min(first[0], last[0], middle[1]) > 0

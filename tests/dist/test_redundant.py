@@ -15,7 +15,7 @@ from canzona_cli.planner.memory import estimate
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
 from tests.dist.jobs import build, planned
-from tests.dist.standing import standing_ranks
+from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise, optimizer_step, run_engine
 from tests.dist.whole import Weights
 
@@ -112,7 +112,7 @@ def test_real_steps_train_as_canzonas_do(source: Path) -> None:
             stream = batches(trainee, STEPS)
             return [train_step(trainee, stream).loss for _ in range(STEPS)]
 
-        return standing_ranks(layout.world_size, rank)
+        return run_ranks(layout.world_size, rank)
 
     (losses, *others), (expected, *_) = steps("engine.strategy=sc"), steps("engine.strategy=canzona")
     assert all(other == losses for other in others)
@@ -141,7 +141,7 @@ def test_memory_is_what_was_estimated(where: str, settings: tuple[str, ...]) -> 
         trainee.optimizer.zero_grad()
         return tensor_bytes(trainee)
 
-    held = standing_ranks(layout.world_size, rank)
+    held = run_ranks(layout.world_size, rank)
     # Seen: 1.00001 to 1.0004.
     assert max(held) == pytest.approx(expected, rel=0.01)
 
@@ -162,7 +162,7 @@ def test_phases_and_guards() -> None:
         train_step(trainee, stream)
         return trainee.timer.timings()[0].phases, skipped and unchanged, weights(trainee) != before
 
-    for phases, left_out, went_on in standing_ranks(layout.world_size, rank):
+    for phases, left_out, went_on in run_ranks(layout.world_size, rank):
         assert left_out
         assert went_on
         assert all(phases[name] > 0 for name in ("exchange", "matrix_update", "adamw_update", "norm_clip"))

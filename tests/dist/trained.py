@@ -19,8 +19,8 @@ from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, build, planned
+from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
-from tests.dist.standing import standing_ranks
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -119,7 +119,7 @@ def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
         facts = [(step.loss, step.grad_norm) for step in found]
         return before, part_of(trainee.model, trainee.world), facts, dict(recorded)
 
-    ranks = standing_ranks(layout.world_size, rank)
+    ranks = run_ranks(layout.world_size, rank)
     facts = ranks[0][2]
     assert all(found == facts for _, _, found, _ in ranks), "ranks disagree about losses or gradient norms"
     recorded = {name: values for _, _, _, own in ranks for name, values in own.items()}
