@@ -10,6 +10,7 @@ from pathlib import Path
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Device, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.planner.planner import plannable
@@ -129,9 +130,9 @@ def run_simulation(
     Raises:
         ConfigError: the settings are impossible for a size whatever the number of GPUs.
     """
-    named = [text.partition("=")[2].strip() for text in overrides if _key(text) == "recipe"]
+    named = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "recipe"]
     _check(overrides, named)
-    rest = [text for text in overrides if _key(text) != "recipe"]
+    rest = [text for text in overrides if key_of(text) != "recipe"]
     cells: list[SimulatedCell] = []
     configs: list[RunConfig] = []
     for recipe in named or sizes:
@@ -177,12 +178,8 @@ def _numbers(text: str) -> Sequence[int] | str:
     return doubled
 
 
-def _key(text: str) -> str:
-    return text.partition("=")[0].strip()
-
-
 def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
-    counts = [text.partition("=")[2].strip() for text in overrides if _key(text) == "gpus"]
+    counts = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
     why = "has no effect with --simulate, which takes --gpus"
     problems = [Problem(key="gpus", value=count, reason=why, fix=f"use --gpus {count}") for count in counts[:1]]
     if len(named) > 1:

@@ -11,6 +11,7 @@ from canzona_cli.bench.session import Say, Session, prepare, run
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.activations import matrix_shapes
@@ -88,7 +89,7 @@ def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
 
 def _sets(word: str, kind: SweepKind) -> bool:
     """Whether an override sets the swept setting; the swept value takes its place."""
-    return word.partition("=")[0].strip() == _KEYS[kind]
+    return key_of(word) == _KEYS[kind]
 
 
 def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:

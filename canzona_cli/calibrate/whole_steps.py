@@ -21,6 +21,7 @@ from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.profile import significant
 from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.machine import cores
@@ -175,5 +176,5 @@ def _factor(found: Iterable[StrategyBench], phase: Phase, rank: Literal["min", "
 
 
 def _replaced(override: str) -> bool:
-    key = override.lstrip("+~").partition("=")[0]
+    key = key_of(override.lstrip("+~"))
     return any(key == name or key.startswith(f"{name}.") for name in _REPLACED)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.errors import CanzonaError, Problem
@@ -55,10 +56,10 @@ def _with_own_minimum(one: Combination, recipes_dirs: Sequence[Path]) -> Combina
 
     Said as an override: a run of the sweep is repeated by what is printed.
     """
-    typed = {override.partition("=")[0].strip() for override in one.overrides}
+    typed = {key_of(override) for override in one.overrides}
     if "optimizer.lr" not in one.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
         return one
-    others = [override for override in one.overrides if override.partition("=")[0].strip() != "optimizer.lr"]
+    others = [override for override in one.overrides if key_of(override) != "optimizer.lr"]
     recipe = compose_run(others, recipes_dirs=recipes_dirs).config.optimizer
     if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
         return one

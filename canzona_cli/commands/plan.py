@@ -103,7 +103,9 @@ def _with_hint(problem: Problem) -> Problem:
 
 
 def _names_recipe(overrides: Sequence[str]) -> bool:
-    return any(override.partition("=")[0].strip() == "recipe" for override in overrides)
+    from canzona_cli.config.overrides import key_of
+
+    return any(key_of(override) == "recipe" for override in overrides)
 
 
 def _check_alone(**others: object) -> None:

@@ -11,6 +11,7 @@ import typer
 from canzona_cli.cluster.swept import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.commands import train_run
 from canzona_cli.commands.output import progress, show, tell
+from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
@@ -113,9 +114,8 @@ def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
 
 
 def _overrides(run: SweptRun, root: Path) -> list[str]:
-    own = [override for override in run.combination.overrides if override.partition("=")[0].strip() != "run.dir"]
-    place = str(root / run.combination.name).replace("'", r"\'")
-    return [*own, f"run.dir='{place}'"]  # quoted: a comma in it would be another sweep
+    own = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
+    return [*own, f"run.dir={text_value(str(root / run.combination.name))}"]
 
 
 def _of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:

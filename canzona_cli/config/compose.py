@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from canzona_cli.config.checks import config_problems, config_warnings
-from canzona_cli.config.overrides import Overrides, parse_overrides
+from canzona_cli.config.overrides import Overrides, key_of, parse_overrides
 from canzona_cli.config.recipes import (
     FROM_FILES,
     builtin_recipes_dir,
@@ -53,7 +53,7 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
     try:
         return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
     except ConfigError as error:
-        order = {argument.partition("=")[0].strip(): place for place, argument in reversed(list(enumerate(overrides)))}
+        order = {key_of(argument): place for place, argument in reversed(list(enumerate(overrides)))}
         problems = sorted(_distinct(error.problems), key=lambda problem: order.get(problem.key, len(order)))
         raise ConfigError(*problems) from error.__cause__
 

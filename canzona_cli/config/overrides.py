@@ -95,6 +95,11 @@ def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
     return f"{key}={value or ('true' if switch else 'DIR' if key == 'run.dir' else 'VALUE')}"
 
 
+def key_of(override: str) -> str:
+    """What `KEY=VALUE` sets."""
+    return override.partition("=")[0].strip()
+
+
 def text_value(text: str) -> str:
     """A text as an override's value: quoted where the grammar would read it as something else."""
     if _PLAIN.fullmatch(text):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.settings import setting_of
 from canzona_cli.errors import ConfigError, Problem
@@ -43,7 +44,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
-    swept = [argument.partition("=")[0].strip() for argument, found in zip(arguments, choices, strict=True) if found]
+    swept = [key_of(argument) for argument, found in zip(arguments, choices, strict=True) if found]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
         problems.append(Problem(key="--sweep", reason=reason, fix=fix))
