@@ -16,8 +16,8 @@ from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, from_hosts, senders, to_hosts
-from canzona_cli.planner.memory import BATCH_BYTES
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.step_buffers import BATCH_BYTES
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -147,7 +147,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
 def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Scratch of the optimizer step when activations are gone, and of AdamW's part where that comes first, or 0.
 
-    What canzona's engine and its optimizers hold all the time is in `memory.step_buffers`.
+    What canzona's engine and its optimizers hold all the time is in `step_buffers`.
     """
     execution = execution_of(config)
     # The engine takes the matrices' gradients from where they were reduced to.

@@ -5,15 +5,6 @@ there is for strategies without a plan. `plan_memory` knows every rank's matrice
 the same parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of the engine's
 buffers (`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps it.
 
-The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
-messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
-rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
-together in fp32. With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32.
-q, k and v do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
-owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices'
-optimizers keep scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need
-memory while the backward and the forward pass run (`reduction`).
-
 Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
 
 Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
@@ -22,7 +13,7 @@ Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,19 +21,16 @@ from types import MappingProxyType
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.exchange import exchange_bytes, group_traffic
+from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.plan import Algorithm, Place, Plan
-from canzona_cli.planner.reduction import COPIED, gathering_bytes, scratch_bytes
+from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
 from canzona_cli.planner.workspace import Shape, workspace_bytes
 
 GIB = 1 << 30
-BATCH_BYTES = 256 << 20
-"""With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,26 +66,6 @@ class MemoryEstimate(_Memory):
     def state(self) -> int:
         """What stays from step to step: weights, gradient buffers, optimizer state and the engine's own buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBuffers:
-    """What the engine holds on one rank next to state and Megatron's buffers."""
-
-    exchange: int = 0
-    """Messages: gradients and weights, sent and received."""
-    gradients: int = 0
-    """Whole fp32 gradients of a group or batch."""
-    workspace: int = 0
-    """Scratch that the optimizers keep."""
-    reduction: int = 0
-    """For gradients on their way; unlike the rest it comes and goes under the backward pass."""
-    gathering: int = 0
-    """For weights of two buckets on their way; it comes and goes under the forward pass."""
-
-    @property
-    def lasting(self) -> int:
-        return self.exchange + self.gradients + self.workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,115 +312,6 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         capacity=capacity(config),
         buffers=buffers[worst],
     )
-
-
-def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
-    """Buffers of a stage's cells, index `owner * tp + host`."""
-    mesh = plan.subject.layout
-    by_owner: dict[int, list[tuple[int, ...]]] = {}
-    for group in sorted(plan.groups, key=lambda group: group.index):
-        if group.stage == stage:
-            by_owner.setdefault(group.owner, []).append(group.matrices)
-    reduced, gathered = _travelling(config, plan, stage)
-    found: list[StepBuffers] = []
-    for owner in range(mesh.owners):
-        groups, held = (
-            by_owner.get(owner, []),
-            {"reduction": reduced.get(owner, 0), "gathering": gathered.get(owner, 0)},
-        )
-        if mesh.tp == 1:
-            own = [plan.matrices[index] for group in groups for index in group]
-            copied = [_copied(config, matrix, 1, 0) for matrix in own]
-            together = [[own[place].shape for place in batch] for batch in _batches(copied)]
-            scratch = workspace_bytes(config, together)
-            found.append(StepBuffers(gradients=batch_bytes(copied), workspace=scratch, **held))
-            continue
-        hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
-        moved = [
-            group_traffic([plan.matrices[index] for index in group], at, mesh.tp)
-            for group, at in zip(groups, hosts, strict=True)
-        ]
-        sets = min(2, len(groups))
-        weight, gradient = exchange_bytes(config)
-        for host in range(mesh.tp):
-            messages = gradient * _most(one.gradients.sent[host] for one in moved)
-            messages += gradient * _most(one.gradients.received[host] for one in moved)
-            messages += weight * _most(one.weights.sent[host] for one in moved)
-            messages += weight * _most(one.weights.received[host] for one in moved)
-            copied_most = _most(
-                sum(
-                    _copied(config, plan.matrices[index], mesh.tp, host)
-                    for index, own in zip(group, at, strict=True)
-                    if own == host
-                )
-                for group, at in zip(groups, hosts, strict=True)
-            )
-            hosted = [
-                [plan.matrices[index].shape for index, own in zip(group, at, strict=True) if own == host]
-                for group, at in zip(groups, hosts, strict=True)
-            ]
-            found.append(
-                StepBuffers(
-                    exchange=sets * messages,
-                    gradients=FP32 * copied_most,
-                    workspace=workspace_bytes(config, hosted),
-                    **held,
-                )
-            )
-    return found
-
-
-def batch_bytes(elements: Sequence[int]) -> int:
-    """fp32 bytes for the largest of `_batches`."""
-    return FP32 * _most(sum(elements[place] for place in batch) for batch in _batches(elements))
-
-
-def _batches(elements: Sequence[int]) -> list[list[int]]:
-    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32, or of one that alone exceeds it."""
-    found: list[list[int]] = []
-    filled = 0
-    for place, size in enumerate(elements):
-        if not found or filled + size > BATCH_BYTES // FP32:
-            found.append([])
-            filled = 0
-        found[-1].append(place)
-        filled += size
-    return found
-
-
-def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
-    """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
-    head = matrix.name.rpartition(".")[2].isdigit()
-    interleaved = matrix.kind in ("q", "k", "v") and not head
-    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
-    return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
-
-
-def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Bytes for gradients and for weights, by rank that needs any.
-
-    For two buckets, the largest, because one may arrive while the one before is put where it belongs; but rings, which
-    need little, bring any number of buckets' gradients.
-    """
-    width, grad = element_bytes(config)
-    buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
-    reduced = Counter(_two_largest(scratch_bytes(one, owners, grad) for one in buckets if one.reduction in COPIED))
-    for bucket in buckets:
-        if bucket.reduction not in COPIED:
-            reduced.update(scratch_bytes(bucket, owners, grad))
-    return reduced, _two_largest(gathering_bytes(bucket, owners, width) for bucket in buckets)
-
-
-def _two_largest(needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
-    held: dict[int, list[int]] = {}
-    for of_bucket in needed:
-        for owner, size in of_bucket.items():
-            held.setdefault(owner, []).append(size)
-    return {owner: sum(sorted(sizes)[-2:]) for owner, sizes in held.items()}
-
-
-def _most(sizes: Iterable[int]) -> int:
-    return max(sizes, default=0)
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:

@@ -17,10 +17,10 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, group_traffic, senders, to_hosts
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.measures import communication, exchange_sent
-from canzona_cli.planner.memory import step_buffers
 from canzona_cli.planner.micro_groups import ExchangeCost, Job, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
 from canzona_cli.planner.planner import subject
+from canzona_cli.planner.step_buffers import step_buffers
 from canzona_cli.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model

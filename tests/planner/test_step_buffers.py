@@ -8,10 +8,11 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.activations import transient
-from canzona_cli.planner.memory import BATCH_BYTES, batch_bytes, least_step_bytes, plan_memory, step_buffers
+from canzona_cli.planner.memory import least_step_bytes, plan_memory
 from canzona_cli.planner.plan import Bucket, MicroGroup, Plan
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.reduction import in_order
+from canzona_cli.planner.step_buffers import BATCH_BYTES, batch_bytes, step_buffers
 from tests import sizes
 
 
