@@ -5,7 +5,7 @@ Apart from the command's options, so that its help and completion come without t
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -74,11 +74,9 @@ def run(
     for note in adopted.notes:
         progress(note)
     plan = obtain_plan(config, layout)
-    if dry_run:
-        _show(config, layout, plan, console, as_json=as_json, show_config=show_config)
-        return
-    if prepare_only:
-        _prepare(config, layout, plan, console, as_json=as_json, show_config=show_config)
+    if dry_run or prepare_only:
+        look = _Look(console=console, as_json=as_json, show_config=show_config)
+        (_show if dry_run else _prepare)(config, layout, plan, look)
         return
     try:
         typed = (overrides, recipes_dirs)
@@ -91,18 +89,19 @@ def run(
     _conclude(outcome, directory, config, console)
 
 
-def _show(
-    config: RunConfig,
-    layout: Layout,
-    plan: Obtained | None,
-    console: Console,
-    *,
-    as_json: bool,
-    show_config: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """How what a run comes to is printed."""
+
+    console: Console
+    as_json: bool
+    show_config: bool
+
+
+def _show(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(config, layout, plan, console, corpus, run_dir, as_json=as_json, show_config=show_config)
+    _print_start(config, layout, plan, look, corpus, run_dir)
     try:
         found = resumption(config, layout)
     except CanzonaError as error:
@@ -114,15 +113,7 @@ def _show(
         tell(f"note: this machine could not run it: {problem.reason}", "yellow")
 
 
-def _prepare(
-    config: RunConfig,
-    layout: Layout,
-    plan: Obtained | None,
-    console: Console,
-    *,
-    as_json: bool,
-    show_config: bool,
-) -> None:
+def _prepare(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look) -> None:
     """Everything that workers need, on the disk: another launcher starts them."""
     check_free(config, goes_on=True)
     resumption(config, layout)
@@ -132,27 +123,23 @@ def _prepare(
     _write_inputs(run, config, layout, plan, corpus)
     warn(data_warnings(config, layout, corpus))
     config = replace(config, run=replace(config.run, dir=str(run.path)))
-    _print_start(
-        config, layout, plan, console, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True
-    )
+    _print_start(config, layout, plan, look, corpus, run.path, prepared=True)
 
 
 def _print_start(
     config: RunConfig,
     layout: Layout,
     plan: Obtained | None,
-    console: Console,
+    look: _Look,
     corpus: PreparedCorpus | None,
     run_dir: Path,
     *,
-    as_json: bool,
-    show_config: bool,
     prepared: bool = False,
 ) -> None:
     """What the run comes to, and what starts it."""
     shown = DryRun(
         config=config,
-        config_yaml=dump_resolved(config) if show_config else None,
+        config_yaml=dump_resolved(config) if look.show_config else None,
         layout=layout,
         corpus=corpus,
         plan=plan,
@@ -161,10 +148,10 @@ def _print_start(
         command=torchrun.build(config, run_dir),
         prepared=prepared,
     )
-    if as_json:
+    if look.as_json:
         show(shown.as_json())
     else:
-        console.print(shown, soft_wrap=True)
+        look.console.print(shown, soft_wrap=True)
 
 
 def _write_inputs(
@@ -223,8 +210,8 @@ def _launch(
         if node_rank == 0:
             _write_inputs(run, config, layout, plan, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-        if node_rank == 0 and not restarts.done:
-            warn(data_warnings(config, layout, corpus))
+            if not restarts.done:
+                warn(data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
         requests.raising = False
         return Supervision(
