@@ -1,6 +1,7 @@
 """Pages for a terminal: what every view is made of, from the width and the signs there are to wrapped lines."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,15 +28,15 @@ class Screen:
         return "->" if self.ascii_only else "→"
 
 
-class Page:
+class Page(ABC):
     """Base of the views: a rich renderable made of parts. Set `widest` where long lines would be hard to read."""
 
     widest: int | None = None
     """The most columns it uses."""
 
+    @abstractmethod
     def parts(self, screen: Screen) -> Iterable[RenderableType]:
         """What is shown, from top to bottom. A blank line is an empty text."""
-        raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, self.widest or options.max_width))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleVi
     return PlainView(config, layout, console)
 
 
-class ConsoleView(TrainView):
+class ConsoleView(TrainView, ABC):
     """What both views share: the run's state, and what is said before anything runs."""
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
@@ -73,8 +74,9 @@ class ConsoleView(TrainView):
                 self.state.go_on(earlier)
         self._print_header(rows)
 
+    @abstractmethod
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
-        raise NotImplementedError
+        """Each a label and what it is of."""
 
 
 class LiveView(ConsoleView):
