@@ -55,19 +55,20 @@ def _compare(run_dirs: list[Path], *, plot: Path | None, as_json: bool) -> None:
     """Two runs in every detail; of more a row each."""
     from canzona_cli.report.run import ComparedView
     from canzona_cli.report.several import SeveralView, draw
-    from canzona_cli.run.compare import compare_runs, several_runs
+    from canzona_cli.run.compare import compared, several_runs
 
     if plot is not None:
         from canzona_cli.bench.options import require_matplotlib
 
         require_matplotlib(plot)
-        draw(several_runs(run_dirs), plot)
+    several = several_runs(run_dirs)
+    if plot is not None:
+        draw(several, plot)
         typer.echo(f"{plot}: the losses of {len(run_dirs)} runs", err=True)
     if len(run_dirs) == 2:
-        compared = compare_runs(*run_dirs)
-        show(compared.as_json() if as_json else ComparedView(compared=compared))
+        both = compared(several)
+        show(both.as_json() if as_json else ComparedView(compared=both))
     else:
-        several = several_runs(run_dirs)
         show(several.as_json() if as_json else SeveralView(several=several))
 
 

@@ -153,14 +153,19 @@ def compare_runs(run_a: Path, run_b: Path) -> Compared:
     Raises:
         ConfigError: with every directory that holds no run.
     """
-    a, b = _loaded((run_a, run_b))
+    return compared(several_runs((run_a, run_b)))
+
+
+def compared(several: Several) -> Compared:
+    """Of two runs that have been read, all that is told of them."""
+    a, b = several.runs
     common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
     losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
     return Compared(
         a=a,
         b=b,
-        plans=(_plan_hash(run_a), _plan_hash(run_b)),
-        settings={key: (values[0], values[1]) for key, values in _differences((a.config, b.config)).items()},
+        plans=(_plan_hash(a.run_dir), _plan_hash(b.run_dir)),
+        settings={key: (values[0], values[1]) for key, values in several.settings.items()},
         first=losses[0] if losses else None,
         last=losses[-1] if losses else None,
     )

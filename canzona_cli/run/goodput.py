@@ -73,10 +73,14 @@ class SavingInterval:
         return {**vars(self), "minutes": self.minutes, "lost": self.lost}
 
 
-def goodput_of(files: RunFiles) -> Goodput | None:
-    """From the records of all launches; None before a step is logged."""
+def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
+    """From the records of all launches; None before a step is logged.
+
+    Args:
+        events: `all_events` of the directory.
+    """
     kept, redone = read_lines(files.metrics, StepMetrics)[0], []
-    records: list[Record] = [*kept, *all_events(files)]
+    records: list[Record] = [*kept, *events]
     for folder in _launches(files):
         lost = read_lines(folder.metrics, StepMetrics)[0]
         redone.append(_seconds(lost))
@@ -119,8 +123,12 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
 
 def all_events(files: RunFiles) -> list[Event]:
     """Of every launch in the directory."""
-    lines = [line for folder in (*_launches(files), files) for line in JsonLines(folder.events).read()]
-    return [event for line in lines if (event := event_of(line)) is not None]
+    return [event for folder in (*_launches(files), files) for event in events_of(folder)]
+
+
+def events_of(files: RunFiles) -> list[Event]:
+    """Of the newest launch in the directory."""
+    return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
 
 
 def _launches(files: RunFiles) -> list[RunFiles]:

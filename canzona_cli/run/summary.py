@@ -8,10 +8,18 @@ from pathlib import Path
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
-from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
+from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
-from canzona_cli.run.goodput import Goodput, SavingInterval, all_events, goodput_of, saving_interval, time_in_launches
+from canzona_cli.run.goodput import (
+    Goodput,
+    SavingInterval,
+    all_events,
+    events_of,
+    goodput_of,
+    saving_interval,
+    time_in_launches,
+)
 from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.records import (
     RankError,
@@ -20,7 +28,6 @@ from canzona_cli.run.records import (
     StepMetrics,
     ValidationLoss,
     describe,
-    event_of,
 )
 from canzona_cli.run.words import plural
 
@@ -128,7 +135,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         load_prediction(run_dir)
     except ConfigError as error:
         notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
-    events = [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
+    events, everything = events_of(files), all_events(files)
     return RunSummary(
         run_dir=run_dir,
         status="unfinished" if result is None else result.status,
@@ -145,8 +152,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         config=config,
         go_on=None if result is None else result.go_on,
         restarts=0 if result is None else result.restarts,
-        goodput=goodput_of(files),
-        saving=saving_interval(all_events(files), None if config is None else config.checkpoint.failure_hours),
+        goodput=goodput_of(files, everything),
+        saving=saving_interval(everything, None if config is None else config.checkpoint.failure_hours),
         supply=_supply(files, config),
         warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
         notes=tuple(notes),
