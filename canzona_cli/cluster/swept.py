@@ -1,13 +1,14 @@
 """The runs of a sweep, all composed and fitted to the machine before any of them starts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, OptimizerConfig, RunConfig
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.errors import CanzonaError, Problem
 from canzona_cli.run.words import plural
@@ -33,10 +34,11 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     found: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
     wanted = combinations(arguments)
+    recipe_of = cache(lambda others: compose_run(others, recipes_dirs=recipes_dirs).config.optimizer)
     for plain in wanted:
         one = plain
         try:
-            one = _with_own_minimum(plain, recipes_dirs)
+            one = _with_own_minimum(plain, recipe_of)
             config, layout = resolve(compose_run(one.overrides, recipes_dirs=recipes_dirs).config)
         except CanzonaError as error:
             failed.append((one, error))
@@ -51,7 +53,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     raise type(failed[0][1])(*(_once(having, len(wanted)) for having in told.values()))
 
 
-def _with_own_minimum(one: Combination, recipes_dirs: Sequence[Path]) -> Combination:
+def _with_own_minimum(one: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]) -> Combination:
     """Where learning rates are swept, the minimum keeps the recipe's ratio to them, so that all curves have one form.
 
     Said as an override: a run of the sweep is repeated by what is printed.
@@ -59,8 +61,7 @@ def _with_own_minimum(one: Combination, recipes_dirs: Sequence[Path]) -> Combina
     typed = {key_of(override) for override in one.overrides}
     if "optimizer.lr" not in one.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
         return one
-    others = [override for override in one.overrides if key_of(override) != "optimizer.lr"]
-    recipe = compose_run(others, recipes_dirs=recipes_dirs).config.optimizer
+    recipe = recipe_of(tuple(override for override in one.overrides if key_of(override) != "optimizer.lr"))
     if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
         return one
     return replace(one, overrides=(*one.overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
