@@ -77,7 +77,7 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     """From the records of all launches; None before a step is logged.
 
     Args:
-        events: `all_events` of the directory.
+        events: of every launch in the directory.
     """
     kept, redone = read_lines(files.metrics, StepMetrics)[0], []
     records: list[Record] = [*kept, *events]
@@ -121,9 +121,9 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
 
 
-def all_events(files: RunFiles) -> list[Event]:
-    """Of every launch in the directory."""
-    return [event for folder in (*_launches(files), files) for event in events_of(folder)]
+def earlier_events(files: RunFiles) -> list[Event]:
+    """Of all launches in the directory before the newest one."""
+    return [event for folder in _launches(files) for event in events_of(folder)]
 
 
 def events_of(files: RunFiles) -> list[Event]:

@@ -14,7 +14,7 @@ from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.goodput import (
     Goodput,
     SavingInterval,
-    all_events,
+    earlier_events,
     events_of,
     goodput_of,
     saving_interval,
@@ -135,7 +135,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         load_prediction(run_dir)
     except ConfigError as error:
         notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
-    events, everything = events_of(files), all_events(files)
+    events = events_of(files)
+    everything = [*earlier_events(files), *events]
     return RunSummary(
         run_dir=run_dir,
         status="unfinished" if result is None else result.status,

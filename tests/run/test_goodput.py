@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.goodput import all_events, goodput_of, saving_interval
+from canzona_cli.run.goodput import earlier_events, events_of, goodput_of, saving_interval
 from canzona_cli.run.records import CheckpointEvent, StageEvent, StepMetrics
 
 
@@ -25,12 +25,12 @@ def test_every_second_of_three_launches_is_counted_once(tmp_path: Path) -> None:
     """A line for every second step. The first launch died at step 8, saved at 4; the second before it trained; a day
     passed; the third made steps 5 to 10."""
     files = RunFiles(tmp_path)
-    assert goodput_of(files, all_events(files)) is None
+    assert goodput_of(files, [*earlier_events(files), *events_of(files)]) is None
     write(RunFiles(files.attempts / "1"), steps={6: 1060.0, 8: 1080.0})
     write(RunFiles(files.attempts / "2"), stages=(1100.0, 1105.0), steps={})
     write(files, stages=(1000.0,), steps={2: 1020.0, 4: 1040.0})
     write(files, stages=(87_500.0, 87_575.0), steps={6: 87_530.0, 8: 87_550.0, 10: 87_570.0})
-    found = goodput_of(files, all_events(files))
+    found = goodput_of(files, [*earlier_events(files), *events_of(files)])
     assert found is not None
     assert (found.wall_s, found.kept_s, found.redone_s) == (87_575.0 - 1000.0, 100.0, 40.0)
     assert found.between_s == (1100.0 - 1080.0) + (87_500.0 - 1105.0)
