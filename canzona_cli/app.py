@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "Plan who updates which matrix; simulate a step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
     "bench": "Measure strategies side by side, next to their predictions.",
+    "tune": "Measure the best layouts; keep the fastest as a recipe.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
     "recipes": "List, show and copy recipes; see their layouts.",

@@ -119,7 +119,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     prepared: list[PreparedStrategy] = []
     for name in names:
         try:
-            prepared.append(_prepared(with_strategy(first, name), layout, name))
+            prepared.append(prepare_strategy(with_strategy(first, name), layout, name))
         except DoesNotFit as error:
             if strategies is not None or not prepared:
                 raise
@@ -217,7 +217,12 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
     )
 
 
-def _prepared(config: RunConfig, layout: Layout, name: AnyStrategy) -> PreparedStrategy:
+def prepare_strategy(config: RunConfig, layout: Layout, name: AnyStrategy) -> PreparedStrategy:
+    """With its plan, where it executes one.
+
+    Raises:
+        DoesNotFit: it needs more memory than the profile has.
+    """
     obtained = obtain_plan(config, layout)
     if obtained is not None:
         memory = plan_memory(config, layout, obtained.plan)

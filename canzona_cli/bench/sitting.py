@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canzona_cli.bench.results import Measured
-from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.run.codec import parse
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
@@ -42,20 +41,25 @@ class BenchFiles:
     def sitting(self, number: int) -> Path:
         return self.root / f"sitting-{number}"
 
+    @staticmethod
+    def turn(sitting: RunFiles, round_: int, name: str) -> RunFiles:
+        """What a turn in processes of its own leaves."""
+        return RunFiles(sitting.root / f"round-{round_}-{name}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Which strategies take turns in a sitting, and how often."""
+    """Which strategies, or layouts, take turns in a sitting, and how often."""
 
-    strategies: tuple[AnyStrategy, ...]
-    """In the order of the first round; each further round starts with the next strategy."""
+    names: tuple[str, ...]
+    """In the order of the first round; each further round starts with the next one."""
     rounds: int
     """Warm-up included."""
     steps_per_turn: int
 
-    def order(self, round_: int) -> Sequence[AnyStrategy]:
-        shift = round_ % len(self.strategies)
-        return (*self.strategies[shift:], *self.strategies[:shift])
+    def order(self, round_: int) -> Sequence[str]:
+        shift = round_ % len(self.names)
+        return (*self.names[shift:], *self.names[:shift])
 
     def write(self, files: RunFiles) -> None:
         write_json_atomic(_turns(files), asdict(self))
@@ -95,14 +99,17 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
     return parse(dict[str, Samples], _samples(files).read_bytes())
 
 
-def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
-    """Summarise a strategy's steps, without the warm-up and without the first step of each turn.
+def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
+    """Summarise a strategy's steps, without the warm-up and without the first steps of each turn.
 
     The first step of a turn starts with parameters that are already gathered and caches that another strategy filled.
+
+    Args:
+        skipped: how many steps of each turn do not count.
     """
     steps = len(samples.losses)
     turns = [
-        [[rank[step] for rank in samples.ranks] for step in range(first + 1, first + steps_per_turn)]
+        [[rank[step] for rank in samples.ranks] for step in range(first + skipped, first + steps_per_turn)]
         for first in range(warm_up_rounds * steps_per_turn, steps, steps_per_turn)
     ]
     ranks = range(len(samples.ranks))

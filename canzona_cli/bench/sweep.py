@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from canzona_cli.bench.launching import Say
 from canzona_cli.bench.options import Options, SweepKind
 from canzona_cli.bench.results import BenchResult
-from canzona_cli.bench.session import Say, Session, prepare, run
+from canzona_cli.bench.session import Session, prepare, run
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy

@@ -26,7 +26,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.data import BatchStream, build_datasets
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
-    configs = {name: load_resolved(inputs.config(name)) for name in turns.strategies}
+    configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
     first = next(iter(configs.values()))
     world = join(first, read_layout(files.layout), alive=record.heart.progress)
     journal = Journal(files, writes=rank == 0)
@@ -43,7 +43,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             line = {"step": record.step, "loss": loss, "strategy": name, "round": number + 1, "rounds": turns.rounds}
             append_json_line(files.metrics, {**line, "time": time.time()})
 
-    journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.strategies)}")
+    journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.names)}")
     finished = take_turns(turns, strategies, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
     if finished:
         found = gather_samples(strategies)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.calibrate.measurement import Effort, Measurement, Quantity, Recorder
 from canzona_cli.calibrate.team import LEAST, Team, wait
@@ -89,9 +90,10 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
-    """Time one micro-batch of random tokens through the recipe's model, shortened to a few layers. Collective.
+    """Time micro-batches of random tokens through the recipe's model, shortened to a few layers. Collective.
 
-    Gradients are added to Megatron's buffers and nothing is sent.
+    Of two sizes: what a pass takes however small it is, and what more of it takes, are two numbers. Gradients are added
+    to Megatron's buffers and nothing is sent.
 
     Args:
         config: `profile.shortened`.
@@ -99,18 +101,29 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
     wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
     if not team.member:
         return
-    shape = (world.layout.micro_batch_size, config.train.seq_length)
-    tokens, labels = (torch.randint(config.model.vocab_size, shape, device=world.device) for _ in range(2))
-    positions = torch.arange(config.train.seq_length, device=world.device).expand(shape)
+    sizes = (1, max(2, world.layout.micro_batch_size))
+    for size in sizes:
+        samples = _passes(team, config, wrapped, size, _MODEL_BUDGET / len(sizes) * effort.item_s)
+        recorder.add(Measurement.of("forward", [forward for forward, _ in samples], size))
+        recorder.add(Measurement.of("backward", [backward for _, backward in samples], size))
+
+
+def _passes(
+    team: Team, config: RunConfig, wrapped: DistributedDataParallel, size: int, budget_s: float
+) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of micro-batches of `size` sequences, on all members at the same time."""
+    shape = (size, config.train.seq_length)
+    tokens, labels = (torch.randint(config.model.vocab_size, shape, device=team.device) for _ in range(2))
+    positions = torch.arange(config.train.seq_length, device=team.device).expand(shape)
 
     def step() -> tuple[float, float]:
-        wait(world.device)
+        wait(team.device)
         begin = time.perf_counter()
         loss = wrapped(tokens, positions, None, labels=labels).float().mean()
-        wait(world.device)
+        wait(team.device)
         between = time.perf_counter()
         loss.backward()
-        wait(world.device)
+        wait(team.device)
         return between - begin, time.perf_counter() - between
 
     with wrapped.no_sync():
@@ -118,11 +131,9 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
         team.meet()
         samples: list[tuple[float, float]] = []
         begin = time.perf_counter()
-        while len(samples) < LEAST or time.perf_counter() - begin < _MODEL_BUDGET * effort.item_s:
+        while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
-    everybody = [sample for own in team.gather(samples) for sample in own]
-    recorder.add(Measurement.of("forward", [forward for forward, _ in everybody]))
-    recorder.add(Measurement.of("backward", [backward for _, backward in everybody]))
+    return [sample for own in team.gather(samples) for sample in own]
 
 
 def _rate(

@@ -87,7 +87,8 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes)."""
+    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes); forward and backward:
+    (sequences,)."""
     spread: Quartiles
     repetitions: int
     """Over all ranks that took part."""

@@ -1,6 +1,6 @@
 """From the measurements of a calibration to a cluster profile. No torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
@@ -91,7 +91,7 @@ def profile_of(
         # No datasheet has the peak of this many threads on this processor.
         profile = replace(profile, bf16_tflops=max(rate for _, rate in products))
     profile = _with_link(profile, record)
-    return _with_factors(replace(config, cluster=profile), layout, known)
+    return _with_factors(replace(config, cluster=profile), layout, record)
 
 
 def _those(record: Record, quantity: Quantity) -> Iterable[Measurement]:
@@ -128,17 +128,33 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
     return replace(profile, intra_node_latency_us=significant(1e6 * latency_s), intra_node_gb_per_s=significant(rate))
 
 
-def _with_factors(config: RunConfig, layout: Layout, known: Mapping[Quantity, float]) -> ClusterConfig:
-    """Measured forward and backward over the times that the cost model predicts on this profile."""
-    if not {"forward", "backward"} <= known.keys():
-        return config.cluster
-    plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0)
-    predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
-    return replace(
-        config.cluster,
-        forward_factor=significant(known["forward"] / predicted.forward_s),
-        backward_factor=significant(known["backward"] / predicted.backward_s),
-    )
+def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
+    """Measured forward and backward over what the cost model predicts on this profile, and what it leaves unexplained
+    however many sequences there are."""
+    plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
+    short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0))
+    changes: dict[str, float] = {}
+    for direction in ("forward", "backward"):
+        points, modules = [], 1
+        for m in _those(record, direction):
+            size = int(m.key[0])
+            stage = stage_time(short, replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp), 0)
+            points.append((getattr(stage, f"{direction}_s"), m.spread.median))
+            modules = len(stage.modules)
+        if points:
+            factor, rest_s = _line(sorted(points))
+            changes[f"{direction}_factor"] = significant(factor)
+            changes[f"{direction}_module_us"] = significant(1e6 * rest_s / modules)
+    return replace(config.cluster, **changes)  # type: ignore[arg-type]
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(slope, intercept) through the first and the last point; none below zero."""
+    (least, quick), (most, slow) = points[0], points[-1]
+    slope = (slow - quick) / (most - least) if most > least else 0.0
+    if not 0 < slope <= slow / most:  # noise: without an intercept
+        slope = slow / most
+    return slope, max(0.0, slow - slope * most)
 
 
 def significant(value: float) -> float:

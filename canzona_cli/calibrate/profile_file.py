@@ -18,6 +18,8 @@ _MEANING = {
     "bf16_tflops": "the fastest of matmul_tflops: no datasheet tells a processor's peak",
     "forward_factor": "measured forward over what the model of it says on this profile",
     "backward_factor": "the same of the backward",
+    "forward_module_us": "what of it does not grow with the micro-batch, by module",
+    "backward_module_us": "the same of the backward",
     "grouped_collectives": "whether small reductions together take little longer than one",
     "crowding": "measured time of steps whose ranks outnumber the cores over even shares of them",
     "step_factors": "measured time in whole steps over what its parts come to",

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from canzona_cli.bench.launching import Say
 from canzona_cli.bench.results import BenchResult, StrategyBench
-from canzona_cli.bench.session import Say, prepare, run
+from canzona_cli.bench.session import prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.profile import significant
 from canzona_cli.config.execution import AnyStrategy
@@ -26,6 +27,7 @@ from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.machine import cores
 from canzona_cli.run.phases import Phase
+from canzona_cli.run.words import layout_code
 
 BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
 """canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
@@ -42,7 +44,7 @@ class StepFactors:
 
     forward: float
     backward: float
-    """On top of the profile's own factors."""
+    """On top of the profile's own numbers."""
     phases: Mapping[str, float]
     """`ClusterConfig.step_factors`."""
 
@@ -107,19 +109,24 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
 
     before = found.profile
     try:
-        found_factors = factors([benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, benches.ranks))])
+        results = [benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, benches.ranks))]
+        found_factors = factors(results)
         result = with_profile(
             replace(
                 before,
                 forward_factor=significant(before.forward_factor * found_factors.forward),
+                forward_module_us=significant(before.forward_module_us * found_factors.forward),
                 backward_factor=significant(before.backward_factor * found_factors.backward),
+                backward_module_us=significant(before.backward_module_us * found_factors.backward),
                 step_factors=dict(found_factors.phases),
+                measured_on={**before.measured_on, "fitted_on": fitted_on(results)},
             )
         )
         if benches.crowd > cores():
             write(result)
-            crowding = crowded_by(benches.bench(benches.crowd, 2 if benches.crowd % 2 == 0 else 1))
-            result = with_profile(replace(result.profile, crowding=crowding))
+            results.append(benches.bench(benches.crowd, 2 if benches.crowd % 2 == 0 else 1))
+            on = {**result.profile.measured_on, "fitted_on": fitted_on(results)}
+            result = with_profile(replace(result.profile, crowding=crowded_by(results[-1]), measured_on=on))
     except (KeyboardInterrupt, CanzonaError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
         outcome = replace(
@@ -131,6 +138,12 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
         result = replace(with_profile(replace(before, not_measured=(*before.not_measured, "steps"))), outcome=outcome)
     write(result)
     return result
+
+
+def fitted_on(results: Sequence[BenchResult]) -> str:
+    """The layouts whose steps a profile is fitted to, as its `measured_on` says it: `DP2, TP2 DP1`. Errors of its
+    predictions are told of others."""
+    return ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
 
 
 def crowded_by(result: BenchResult) -> float:

@@ -4,11 +4,13 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # where their types live
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.megatron import cpu_backend
@@ -61,6 +63,7 @@ def initialize(
     seed: int,
     timeout_minutes: float = 10.0,
     alive: Callable[[], None] = lambda: None,
+    turn: str = "",
 ) -> World:
     """Join the job: pick the device, start the process group, build Megatron's groups and random states.
 
@@ -68,6 +71,8 @@ def initialize(
 
     Args:
         alive: called again and again while groups are made, which takes long where there are many.
+        turn: a name for this meeting where processes meet one after another in one launch, whose store still has what
+            those before have left.
 
     Raises:
         RuntimeError: the world has another size than the layout.
@@ -76,19 +81,35 @@ def initialize(
     if world_size != layout.world_size:
         raise RuntimeError(f"torchrun started {world_size} ranks, but the layout needs {layout.world_size}")
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    meeting = _Meeting(store=_store(turn), rank=rank, world_size=world_size) if turn else _Meeting()
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
         # With a device_id every group would get its communicator at once, in a call that the whole world has to join.
         # Without, each gets it when it is first used, if ever.
-        torch.distributed.init_process_group("nccl", timeout=timeout)
+        torch.distributed.init_process_group("nccl", timeout=timeout, **meeting)
     else:
         cpu_backend.install()
         local = torch.device("cpu")
-        torch.distributed.init_process_group("gloo", timeout=timeout)
+        torch.distributed.init_process_group("gloo", timeout=timeout, **meeting)
     groups = make_groups(layout, timeout=timeout, alive=alive)
     model_parallel_cuda_manual_seed(seed)
     return World(rank=rank, world_size=world_size, device=local, layout=layout, groups=groups)
+
+
+class _Meeting(TypedDict, total=False):
+    """Where ranks meet; nothing: as the launcher's environment says."""
+
+    store: PrefixStore
+    rank: int
+    world_size: int
+
+
+def _store(turn: str) -> PrefixStore:
+    """A part of the launcher's store that no meeting of another name has written to."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(turn, shared)
 
 
 def shutdown() -> None:

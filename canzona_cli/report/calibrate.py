@@ -19,7 +19,7 @@ from canzona_cli.planner.links import Group, Links
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.records import StageEvent
-from canzona_cli.run.words import MISSING, clean, milliseconds, size
+from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
 """Characters of the first column, which is as wide in all tables, and of the last column's head."""
@@ -78,8 +78,8 @@ class CalibrationView(Page):
                 _add(table, f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
         for m in self.found.record.measurements:
             if m.quantity in ("forward", "backward"):
-                factor, before = (getattr(profile, f"{m.quantity}_factor") for profile in (self.found.profile, base))
-                _add(table, f"{m.quantity}, times its model", f"{factor:.3g}", m, f"{before:.3g}")
+                what = f"{m.quantity} of {plural(int(m.key[0]), 'sequence')}, ms"
+                _add(table, what, milliseconds(m.spread.median), m, MISSING)
         return table
 
     def _updates(self) -> Table:

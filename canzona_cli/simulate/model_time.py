@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.planner.activations import micro_batch_tokens, stream_elements
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import matmul_rate, matmul_seconds, memory_rate
@@ -145,12 +145,13 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
         products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
         forward = products_s + core_s + pass_s * moved
         backward = 2 * products_s + core_backward_s + 2 * pass_s * moved
+        forward_s, core_again_s = _forward(cluster, forward), core_s * cluster.forward_factor
         return Module(
             part=part,
             layer=0,
-            forward_s=forward * cluster.forward_factor,
-            backward_s=(backward + accumulate_s * weights) * cluster.backward_factor,
-            again_s={"none": 0.0, "selective": core_s, "full": forward}[layout.recompute] * cluster.forward_factor,
+            forward_s=forward_s,
+            backward_s=_backward(cluster, backward + accumulate_s * weights),
+            again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
             weights=weights,
             exchanges=exchanges,
             exchanges_again=exchanges if layout.recompute == "full" else 0,
@@ -201,8 +202,8 @@ def _embedding(config: RunConfig, layout: Layout) -> Module:
     return Module(
         part="embedding",
         layer=-1,
-        forward_s=moved_s * config.cluster.forward_factor,
-        backward_s=moved_s * config.cluster.backward_factor,
+        forward_s=_forward(config.cluster, moved_s),
+        backward_s=_backward(config.cluster, moved_s),
         again_s=0.0,
         weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
         exchanges=1 if layout.tp > 1 else 0,
@@ -221,14 +222,24 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     return Module(
         part="output",
         layer=model.num_layers,
-        forward_s=(product + logits * LOSS_FORWARD_BYTES + moved_s) * cluster.forward_factor,
-        backward_s=(2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights)
-        * cluster.backward_factor,
+        forward_s=_forward(cluster, product + logits * LOSS_FORWARD_BYTES + moved_s),
+        backward_s=_backward(
+            cluster, 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights
+        ),
         again_s=0.0,
         weights=0 if tied else weights,
         exchanges=1 if layout.tp > 1 else 0,
         exchanges_again=0,
     )
+
+
+def _forward(cluster: ClusterConfig, seconds: float) -> float:
+    """What a module takes for modelled `seconds`."""
+    return seconds * cluster.forward_factor + 1e-6 * cluster.forward_module_us
+
+
+def _backward(cluster: ClusterConfig, seconds: float) -> float:
+    return seconds * cluster.backward_factor + 1e-6 * cluster.backward_module_us
 
 
 def _pass_s(config: RunConfig) -> float:

@@ -22,11 +22,12 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
-def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:
+def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:
     """Seed this process and meet the other ranks.
 
     Args:
         alive: called again and again meanwhile.
+        turn: see `parallel.initialize`.
     """
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
@@ -36,7 +37,7 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
         # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
-    return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive)
+    return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive, turn=turn)
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:

@@ -55,7 +55,7 @@ def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_each_round_starts_with_the_next_strategy(tmp_path: Path) -> None:
-    Turns(strategies=("canzona", "sc", "adamw"), rounds=4, steps_per_turn=3).write(RunFiles(tmp_path))
+    Turns(names=("canzona", "sc", "adamw"), rounds=4, steps_per_turn=3).write(RunFiles(tmp_path))
     turns = Turns.read(RunFiles(tmp_path))
     assert [turns.order(number)[0] for number in range(turns.rounds)] == ["canzona", "sc", "adamw", "canzona"]
     assert turns.order(1) == ("sc", "adamw", "canzona")

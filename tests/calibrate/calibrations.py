@@ -32,8 +32,10 @@ MEASUREMENTS = (
     number("collectives", 1e-4, "all_to_all", 2, 8, busy=1.0),
     number("collectives", 5.1e-3, "all_to_all", 2, 8 << 20, busy=1.5),
     number("collectives", 2e-5, "all_reduce", 2, 8, busy=1.25),
-    number("forward", 0.2),
-    number("backward", 0.5),
+    number("forward", 0.03, 1),
+    number("backward", 0.08, 1),
+    number("forward", 0.2, 8),
+    number("backward", 0.5, 8),
     number("updates", 2.5e-3, "muon/standard/5", 256, 768),
     number("updates", 3.5e-3, "megatron/muon/standard/5", 256, 768),
 )

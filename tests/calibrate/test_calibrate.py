@@ -63,10 +63,23 @@ def test_whether_collectives_are_grouped_is_as_the_largest_group_found_it(togeth
 def test_factors_make_the_model_say_what_was_measured() -> None:
     config, layout = run()
     found = profile()
-    plain = replace(found, forward_factor=1.0, backward_factor=1.0)
-    predicted = stage_time(replace(shortened(config), cluster=plain), layout, 0)
-    assert predicted.forward_s * found.forward_factor == pytest.approx(0.2, rel=1e-3)
-    assert predicted.backward_s * found.backward_factor == pytest.approx(0.5, rel=1e-3)
+    for size, forward_s, backward_s in ((1, 0.03, 0.08), (8, 0.2, 0.5)):
+        own = replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp)
+        predicted = stage_time(replace(shortened(config), cluster=found), own, 0)
+        assert predicted.forward_s == pytest.approx(forward_s, rel=1e-3)
+        assert predicted.backward_s == pytest.approx(backward_s, rel=1e-3)
+    assert found.forward_module_us > 0
+
+
+def test_where_a_small_micro_batch_took_no_less_nothing_is_said_of_starting() -> None:
+    noise = {"forward": (0.01, 0.2), "backward": (0.3, 0.2)}
+    measurements = tuple(
+        number(direction, seconds, size)  # type: ignore[arg-type]
+        for direction, both in noise.items()
+        for size, seconds in zip((1, 8), both, strict=True)
+    )
+    found = profile(replace(RECORD, measurements=measurements))
+    assert (found.forward_module_us, found.backward_module_us) == (0.0, 0.0)
 
 
 def test_a_calibration_that_was_cut_off_keeps_what_it_has_and_names_the_rest() -> None:

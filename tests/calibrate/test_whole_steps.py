@@ -88,6 +88,7 @@ def test_whole_steps_scale_what_the_profile_said_and_crowding_is_measured_on_top
     assert steps.asked[2:] == [(steps.crowd, 2)], "ranks that outnumber the cores"
     assert found.profile.forward_factor == pytest.approx(before.profile.forward_factor / 0.95, rel=1e-3)
     assert found.profile.step_factors == dict(factors([PARTS]).phases)
+    assert found.profile.measured_on["fitted_on"] == "TP2 DP2", "the layout of these benches, all the same"
     assert [one.profile.step_factors for one in written] == [found.profile.step_factors] * 2
     assert (written[0].profile.crowding, written[1]) == (1.0, found)
 

@@ -61,7 +61,7 @@ def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningSt
 def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
     """A whole sitting of these strategies; what rank 0 gathered."""
     order = tuple(strategy.name for strategy in lined.strategies if strategy.name in chosen)
-    turns = Turns(strategies=order, rounds=ROUNDS, steps_per_turn=STEPS)
+    turns = Turns(names=order, rounds=ROUNDS, steps_per_turn=STEPS)
 
     def rank() -> dict[str, Samples]:
         taking_part = running(lined, chosen, join(lined.reference.config, lined.layout))
@@ -141,7 +141,7 @@ def test_strategies_agree_unless_one_of_them_computes_something_else(
 
 
 def test_a_stop_ends_the_turn_after_the_step_at_hand_on_every_rank(lined: LineUp) -> None:
-    turns = Turns(strategies=("canzona",), rounds=ROUNDS, steps_per_turn=STEPS)
+    turns = Turns(names=("canzona",), rounds=ROUNDS, steps_per_turn=STEPS)
 
     def rank() -> tuple[bool, int]:
         world = join(lined.reference.config, lined.layout)

@@ -144,6 +144,14 @@ class ClusterConfig:
     ] = 1.0
     forward_factor: Annotated[Positive, "Measured time of forward passes over their modelled time.", NOTHING] = 1.0
     backward_factor: Annotated[Positive, "Measured time of backward passes over their modelled time.", NOTHING] = 1.0
+    forward_module_us: Annotated[
+        NotNegative,
+        "Measured time of the forward pass of one weight's module that does not depend on how much it computes: what"
+        " starting its operations takes.",
+        Unit("microseconds"),
+        NOTHING,
+    ] = 0.0
+    backward_module_us: Annotated[NotNegative, "The same of the backward pass.", Unit("microseconds"), NOTHING] = 0.0
     step_factors: Annotated[
         dict[str, float],
         "Measured time of a phase in whole steps over the sum of its parts, by phase (norm_clip, exchange, "

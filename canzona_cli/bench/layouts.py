@@ -1,0 +1,229 @@
+"""`canzona tune` from its command line to its result: the layouts to measure, their turns, the recipe of the fastest.
+
+No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canzona_cli.bench.launching import Say, busy, corpus_of, create, in_folder, machine_now, predicted, sit, unready
+from canzona_cli.bench.layout_results import LayoutBench, TuneResult, content_of, layout_name, was_fitted
+from canzona_cli.bench.lineup import PreparedStrategy, prepare_strategy
+from canzona_cli.bench.results import Predicted
+from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.cluster.machine import profile_warnings
+from canzona_cli.cluster.search import search
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.copies import recipe_text
+from canzona_cli.config.execution import strategy_of
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.launch import preflight
+from canzona_cli.launch.run_dir import check_free
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.words import duration, json_text, plural
+from canzona_cli.simulate.predict import with_cores
+
+WORKER_MODULE = "canzona_cli.bench.layout_worker"
+ROOT = "tune"
+"""Where the directories of tunings go unless run.root says otherwise."""
+WARM_UP_STEPS = 2
+"""First steps of a process, which make buffers and optimizer state, and gather nothing under their forward."""
+_START_S = {"cpu": 4.0, "cuda": 40.0}
+"""About what a turn takes before its first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """A layout that is to be measured."""
+
+    layout: Layout
+    prepared: PreparedStrategy
+    predicted: Predicted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Layouts that are ready to take turns: nothing has been written or started."""
+
+    overrides: tuple[str, ...]
+    config: RunConfig
+    """As composed: what a layout fills in is null where the recipe leaves it open."""
+    entrants: dict[str, Entrant]
+    """By name, the fastest by prediction first."""
+    chosen: str
+    legal: int
+    everything: bool
+    rounds: int
+    steps: int
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """About how long it will take."""
+        start_s = _START_S[self.config.cluster.device]
+        steps = WARM_UP_STEPS + self.steps
+        return self.rounds * sum(start_s + steps * one.predicted.iteration_s for one in self.entrants.values())
+
+
+def prepare(
+    overrides: Sequence[str],
+    *,
+    count: int | None,
+    rounds: int,
+    steps: int,
+    recipes_dirs: Sequence[Path] = (),
+) -> Tuning:
+    """Choose the layouts and check everything that can be known before anything is written.
+
+    Args:
+        count: how many of the fastest by the simulator; None for every layout that is possible and fits.
+        rounds, steps: turns of each layout, and measured steps of a turn.
+
+    Raises:
+        ConfigError: settings, options or data are wrong; every problem at once.
+        DoesNotFit: no layout fits.
+        EnvironmentProblem: this machine lacks something.
+    """
+    lengths = {"--candidates": count, "--rounds": rounds, "--steps": steps}
+    wrong = [
+        Problem(key=name, value=value, reason="is less than 1, so nothing would be measured", fix=f"{name} 3")
+        for name, value in lengths.items()
+        if value is not None and value < 1
+    ]
+    try:
+        composed = compose_run(overrides, recipes_dirs=recipes_dirs)
+        config = in_folder(composed, ROOT)
+        wrong += unready(config, "tuning", "`canzona plan --layouts` simulates larger jobs")
+        resolved, own = resolve(config)
+    except ConfigError as error:
+        raise ConfigError(*wrong, *error.problems) from None
+    wrong += [one for one in unready(resolved, "tuning", "`canzona plan --layouts` simulates") if one not in wrong]
+    if wrong:
+        raise ConfigError(*wrong)
+    fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
+    wanted = fitting
+    if count is not None:
+        # On the cores there are, which a run's own choice does not depend on.
+        wanted = [tried.layout for tried in search(with_cores(config), count).best]
+        wanted += [own] if own not in wanted else []
+    short = replace(
+        config,
+        # The rates of the recipe's own first steps, however short a turn is.
+        schedule=config.schedule.complete(config.train.steps),
+        train=replace(config.train, steps=WARM_UP_STEPS + steps, eval_interval=0),
+    )
+    entrants, notes = {}, []
+    for layout in wanted:
+        try:
+            one = prepare_strategy(fill(short, layout), layout, strategy_of(config))
+            entrants[layout_name(layout)] = Entrant(layout=layout, prepared=one, predicted=predicted(one, layout))
+        except (ConfigError, DoesNotFit) as error:
+            notes.append(f"without {layout_name(layout)}: {error.problems[0].reason}")
+    preflight.check_machine(resolved, own)
+    check_free(config)
+    by_time = sorted(
+        entrants, key=lambda name: entrants[name].predicted.iteration_s / entrants[name].layout.global_batch_size
+    )
+    return Tuning(
+        overrides=tuple(overrides),
+        config=config,
+        entrants={name: entrants[name] for name in by_time},
+        chosen=layout_name(own),
+        legal=len(fitting),
+        everything=count is None,
+        rounds=rounds,
+        steps=steps,
+        warnings=(*composed.warnings, *profile_warnings(config.cluster)),
+        notes=tuple(notes),
+    )
+
+
+def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
+    """Give every layout its turns; returns the result and the directory with all raw numbers.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it.
+        CanzonaError: files cannot be written, or a rank failed: the error that it ended with.
+    """
+    config, entrants = tuning.config, tuning.entrants
+    machine = machine_now(config)
+    corpus = corpus_of(config, say)
+    prepared = {name: one.prepared for name, one in entrants.items()}
+    first = next(iter(entrants.values()))
+    files = create(first.prepared.config, prepared)
+    turns = Turns(names=tuple(entrants), rounds=tuning.rounds, steps_per_turn=WARM_UP_STEPS + tuning.steps)
+    say(
+        f"{config.name}: {len(entrants)} of {plural(tuning.legal, 'layout')} on {plural(config.gpus, 'rank')}, "
+        f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} to warm up; about "
+        f"{duration(tuning.seconds)} if the predictions hold; {files.root}"
+    )
+    left = sit(
+        first.prepared.config,
+        first.layout,
+        files.sitting(0),
+        turns,
+        corpus,
+        module=WORKER_MODULE,
+        name="layouts",
+        say=say,
+    )
+    fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
+    layouts = {
+        name: LayoutBench(
+            layout=one.layout,
+            measured=tuple(
+                measured(
+                    read_samples(BenchFiles.turn(left, number, name))[name],
+                    warm_up_rounds=0,
+                    steps_per_turn=turns.steps_per_turn,
+                    skipped=WARM_UP_STEPS,
+                )
+                for number in range(tuning.rounds)
+            ),
+            predicted=one.predicted,
+            fitted=was_fitted(one.layout, fitted_on),
+        )
+        for name, one in entrants.items()
+    }
+    result = TuneResult(
+        recipe=config.name,
+        overrides=tuning.overrides,
+        optimizer=config.optimizer.name,
+        gpus=config.gpus,
+        device=config.cluster.device,
+        profile=config.cluster.name,
+        calibrated=bool(config.cluster.measured_on),
+        fitted_on=fitted_on,
+        machine=machine,
+        rounds=tuning.rounds,
+        steps=tuning.steps,
+        warm_up_steps=WARM_UP_STEPS,
+        legal=tuning.legal,
+        everything=tuning.everything,
+        chosen=tuning.chosen,
+        layouts=layouts,
+        notes=(*tuning.notes, *busy(machine)),
+    )
+    write_text_atomic(files.root / "tune.json", json_text(content_of(result, None)) + "\n")
+    return result, files.root
+
+
+def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
+    """A recipe of the run in its fastest layout.
+
+    Args:
+        config: as composed.
+        name: of the recipe.
+    """
+    best = result.layouts[result.best]
+    pinned = fill(config, best.layout)
+    # Only what makes the layout: the rest is still chosen when a run starts.
+    kept = replace(pinned, name=name, schedule=config.schedule, cluster=config.cluster, run=config.run)
+    others = plural(len(result.layouts) - 1, "other layout")
+    measured_s = f"{best.median_s:.4g} s a step, median of {plural(result.rounds, 'round')} in turns with {others}"
+    return recipe_text(kept, origin=config.name, notes=(f"Its layout was measured by `canzona tune`: {measured_s}.",))

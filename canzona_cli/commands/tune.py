@@ -1,0 +1,59 @@
+"""`canzona tune`: measure the simulator's best layouts on real ranks, and keep the fastest as a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import progress, show, warn
+
+
+def tune(
+    overrides: Annotated[list[str] | None, overrides_argument("recipe=mini gpus=4 cluster=./here.yaml ...")] = None,
+    count: Annotated[
+        int, typer.Option("--candidates", metavar="N", help="How many of the fastest layouts, by the simulator.")
+    ] = 4,
+    everything: Annotated[bool, typer.Option("--all", help="Every layout that is possible and fits.")] = False,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Turns of every layout.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="K", help="Measured steps of a turn, after two that warm up.")
+    ] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.yaml", help="The recipe to write. [default: ./RECIPE-GPUS-tuned.yaml]"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the recipe if it exists.")] = False,
+    as_json: AsJson = False,
+    recipes_dir: RecipesDirs = None,
+) -> None:
+    """Measure the simulator's best layouts in turns, next to their predictions; write a recipe with the fastest.
+
+    Settings that are typed hold for all layouts. Raw numbers are kept in tune/RECIPE-TIME. Ctrl-C stops after the
+    current step.
+    """
+    from canzona_cli.bench.layout_results import content_of
+    from canzona_cli.bench.layouts import prepare, run, tuned_recipe
+    from canzona_cli.config.copies import check_destination, write_recipe
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.report.tune import TuneView
+
+    tuning = prepare(
+        overrides or (),
+        count=None if everything else count,
+        rounds=rounds,
+        steps=steps,
+        recipes_dirs=recipes_dir or (),
+    )
+    config = tuning.config
+    path = out or Path(f"{config.name}-{config.gpus}-tuned.yaml")
+    check_destination(path, force=force, key="--out")
+    warn(tuning.warnings)
+    result, folder = run(tuning, progress)
+    write_recipe(path, tuned_recipe(config, result, name=path.stem), force=force)
+    if as_json:
+        show(content_of(result, str(path)))
+        return
+    show(TuneView(result=result))
+    typer.echo(f"\nWrote {shown(path)}. Train it with: canzona train recipe={shown(path)}")
+    typer.echo(f"raw numbers: {folder}/tune.json")

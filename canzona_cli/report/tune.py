@@ -1,0 +1,136 @@
+"""What `canzona tune` prints: layouts as measured and as predicted, and how wrong the predictions were, by phase."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.bench.layout_results import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
+from canzona_cli.report.bench import error_text, percent, quartiles
+from canzona_cli.report.header import rank_word
+from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
+from canzona_cli.report.tables import Cell, GroupedTable, columns
+from canzona_cli.run.phases import PHASES
+from canzona_cli.run.words import clean, layout_code, milliseconds, number, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneView(Page):
+    """The layouts, the fastest by measurement first and in bold; then the errors."""
+
+    result: TuneResult
+
+    widest = 140
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        result = self.result
+        yield headed("Tune", f": {clean(result.recipe)}, {clean(result.optimizer)}, {self._ranks()}")
+        yield from labelled(self._facts(), 11)
+        yield Text()
+        names = sorted(result.layouts, key=result.slower)
+        rows = [self._cells(name, result.layouts[name]) for name in names]
+        heads = ("batch", "recompute", "ms a step", "plan", "error", "slower", "")
+        yield GroupedTable(
+            labels=[layout_code(result.layouts[name].layout) for name in names],
+            groups=columns(heads, rows),
+            styles=["bold" if name == result.best else "" for name in names],
+        )
+        yield note(
+            "batch: micro-batch x accumulation x DP; plan: predicted; error: predicted over measured; slower: per "
+            "sequence, than the fastest measured"
+        )
+        yield Text()
+        yield wrapped(self._verdict())
+        if result.accuracy is not None:
+            yield Text()
+            yield from _errors(result.accuracy, len(result.layouts))
+        yield from items("Notes", map(clean, result.notes))
+
+    def _ranks(self) -> str:
+        return plural(self.result.gpus, rank_word(self.result.device))
+
+    def _facts(self) -> Iterator[tuple[str, Text | str]]:
+        result = self.result
+        trust = "not calibrated: expect large errors"
+        if result.calibrated:
+            trust = f"fitted to steps of {clean(result.fitted_on) or 'none'}"
+        profile = f"by profile {clean(result.profile)}, "
+        yield "predicted", Text.assemble(profile, (trust, "" if result.calibrated else "yellow"))
+        which = "all of them" if result.everything else "the fastest by prediction"
+        yield (
+            "measured",
+            f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {which}, in turns: "
+            f"{plural(result.rounds, 'round')} of {plural(result.steps, 'step')}, after {result.warm_up_steps} to "
+            "warm up",
+        )
+        machine = (f"{clean(result.machine[key])}" for key in ("processor", "cores") if key in result.machine)
+        load = number(result.machine.get("load_average"))
+        yield "machine", f"{' x '.join(machine)} cores, load average {load}"
+        if result.overrides:
+            yield "settings", " ".join(map(clean, result.overrides))
+
+    def _cells(self, name: str, one: LayoutBench) -> tuple[Cell, ...]:
+        result, layout = self.result, one.layout
+        marks = [
+            *(["fastest"] if name == result.best else []),
+            *(["simulator's choice"] if name == result.chosen else []),
+            *(["fitted on"] if one.fitted else []),
+        ]
+        return (
+            f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
+            layout.recompute,
+            quartiles(one.iteration_s),
+            milliseconds(one.predicted.iteration_s),
+            error_text(one.median_s, one.predicted.iteration_s),
+            "" if name == result.best else percent(result.slower(name)),
+            ", ".join(marks),
+        )
+
+    def _verdict(self) -> str:
+        result = self.result
+        if result.best == result.chosen:
+            return "The simulator's choice is the fastest as measured."
+        if result.chosen not in result.layouts:
+            return "The simulator's choice could not be measured."
+        apart = "" if result.certain else ", which their quartiles do not tell apart"
+        return (
+            f"{_code(result.layouts[result.best])} is the fastest as measured; the simulator's choice, "
+            f"{_code(result.layouts[result.chosen])}, is {percent(result.slower(result.chosen))} slower{apart}."
+        )
+
+
+def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
+    """Of the step and of every phase that matters."""
+    unseen = accuracy.step.layouts
+    which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
+    yield headed("Errors of the predictions", f":{which or ' all layouts'}")
+    rows = {"step": accuracy.step, **{PHASES[name].name: found for name, found in accuracy.phases.items()}}
+    heads = ("layouts", "of the step", "MAPE", "mean", "worst", "at")
+    yield GroupedTable(
+        labels=list(rows),
+        groups=columns(heads, map(_error_cells, rows.values())),
+        styles=["bold", *[""] * (len(rows) - 1)],
+    )
+    yield note(f"phases: of layouts that spend {LEAST_SHARE:.0%} of their step there; mean: with signs")
+    yield wrapped(
+        f"{plural(accuracy.pairs, 'pair')} of layouts measured more than {APART:.0%} apart, {accuracy.in_order} "
+        "predicted in that order."
+    )
+
+
+def _error_cells(found: Errors) -> tuple[Cell, ...]:
+    return (
+        str(found.layouts),
+        f"{found.share:.1%}",
+        f"{found.mape:.1%}",
+        percent(found.mean),
+        percent(found.worst),
+        found.worst_layout,
+    )
+
+
+def _code(one: LayoutBench) -> str:
+    layout = one.layout
+    again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
+    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"

@@ -1,0 +1,147 @@
+"""How wrong predictions of layouts were: errors in the field's words, of what no number was fitted to, by phase."""
+
+import io
+import json
+from collections.abc import Mapping
+
+import pytest
+from rich.console import Console
+
+from canzona_cli.bench.layout_results import LayoutBench, TuneResult, content_of, layout_name
+from canzona_cli.bench.results import Measured, Predicted
+from canzona_cli.config.schema import Layout
+from canzona_cli.report.tune import TuneView
+from canzona_cli.run.statistics import OverRanks
+from tests.sizes import layout
+
+
+def one(
+    mesh: Layout,
+    *seconds: float,
+    predicted: float,
+    fitted: bool = False,
+    phases: Mapping[str, tuple[float, float]] | None = None,
+) -> LayoutBench:
+    """Of steps by round; phases measured and predicted."""
+    shares = {"forward": (seconds[0], predicted)} if phases is None else phases
+    turns = [
+        Measured(
+            iteration_s=(step,),
+            optimizer_s=(step / 4,),
+            processor_s=(2 * step,),
+            phases={name: OverRanks.of([0.9 * found, 1.1 * found]) for name, (found, _) in shares.items()},
+            load_balance=1.0,
+            losses=(6.0, 5.9),
+            tensor_bytes=(1 << 20,),
+        )
+        for step in seconds
+    ]
+    said = Predicted(
+        iteration_s=predicted,
+        optimizer_s=predicted / 4,
+        phases={name: planned for name, (_, planned) in shares.items()},
+        load_balance=1.0,
+        tensor_bytes=None,
+        memory_bytes=1 << 30,
+    )
+    return LayoutBench(layout=mesh, measured=tuple(turns), predicted=said, fitted=fitted)
+
+
+DP4, TP4 = layout(dp=4), layout(tp=4, count=4)
+MIXED, PP2 = layout(tp=2, dp=2, count=2), layout(pp=2, dp=2, count=2)
+
+
+def result(*layouts: LayoutBench, chosen: Layout = DP4) -> TuneResult:
+    return TuneResult(
+        recipe="qwen3-tiny",
+        overrides=("recipe=tiny", "gpus=4"),
+        optimizer="muon",
+        gpus=4,
+        device="cpu",
+        profile="here",
+        calibrated=True,
+        fitted_on="DP2, TP2 DP2",
+        machine={"processor": "A", "cores": 2, "load_average": 0.1},
+        rounds=len(layouts[0].measured),
+        steps=3,
+        warm_up_steps=2,
+        legal=117,
+        everything=False,
+        chosen=layout_name(chosen),
+        layouts={layout_name(found.layout): found for found in layouts},
+    )
+
+
+def test_errors_are_those_of_layouts_that_nothing_was_fitted_to() -> None:
+    found = result(
+        one(DP4, 1.0, 1.1, 0.9, predicted=1.1),  # +10% of the median
+        one(TP4, 2.0, predicted=1.5),  # -25%
+        one(PP2, 1.05, predicted=1.05),
+        one(MIXED, 1.0, predicted=9.0, fitted=True),
+    ).accuracy
+    assert found is not None
+    assert found.step.layouts == 3
+    assert found.step.mape == pytest.approx((0.1 + 0.25 + 0.0) / 3)
+    assert found.step.mean == pytest.approx((0.1 - 0.25 + 0.0) / 3)
+    assert found.step.worst == pytest.approx(-0.25)
+    assert found.step.worst_layout == layout_name(TP4)
+
+
+def test_without_such_layouts_there_is_no_error_to_tell() -> None:
+    assert result(one(DP4, 1.0, predicted=1.0, fitted=True)).accuracy is None
+
+
+def test_orders_count_where_layouts_are_more_than_a_tenth_apart() -> None:
+    found = result(
+        one(DP4, 1.00, predicted=1.00),
+        one(PP2, 1.05, predicted=0.90),  # not apart from the first; apart from the third
+        one(TP4, 1.20, predicted=0.95),  # behind the second by prediction too, before the first
+    ).accuracy
+    assert found is not None
+    assert (found.pairs, found.in_order) == (2, 1)
+
+
+def test_layouts_are_compared_by_sequence() -> None:
+    twice = layout(dp=4, micro=2)
+    assert twice.global_batch_size == 2 * DP4.global_batch_size
+    found = result(one(DP4, 1.0, predicted=1.0), one(twice, 1.5, predicted=1.5))
+    assert found.best == layout_name(twice)
+    assert found.slower(layout_name(DP4)) == pytest.approx(1.0 / 0.75 - 1)
+
+
+def test_errors_of_a_phase_are_told_of_steps_that_spend_time_there() -> None:
+    found = result(
+        one(DP4, 1.0, predicted=1.0, phases={"forward": (0.4, 0.5), "exchange": (0.005, 0.9)}),
+        one(TP4, 1.0, predicted=1.0, phases={"forward": (0.5, 0.5), "exchange": (0.2, 0.1)}),
+    ).accuracy
+    assert found is not None
+    assert found.phases.keys() == {"forward", "exchange"}
+    assert found.phases["forward"].mape == pytest.approx((0.25 + 0.0) / 2)
+    exchange = found.phases["exchange"]
+    assert exchange.layouts == 1
+    assert (exchange.mape, exchange.share) == pytest.approx((0.5, 0.2))
+
+
+def test_a_faster_layout_is_certain_where_quartiles_are_apart() -> None:
+    slow = one(DP4, 1.0, 1.2, 1.1, predicted=1.0)
+    near, far = (one(TP4, *(by * step for step in (1.0, 1.2, 1.1)), predicted=2.0) for by in (0.97, 0.7))
+    assert result(slow, near).best == result(slow, far).best == layout_name(TP4)
+    assert (result(slow, near).certain, result(slow, far).certain) == (False, True)
+    assert result(slow, far, chosen=TP4).certain, "of what was chosen there is nothing to doubt"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None:
+    shown = result(
+        one(DP4, 1.0, predicted=1.1), one(TP4, 0.9, predicted=1.5), one(MIXED, 1.3, predicted=1, fitted=True)
+    )
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(TuneView(result=shown))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    content = json.loads(json.dumps(content_of(shown, "mine.yaml")))
+    assert f"{content['accuracy']['step']['mape']:.1%}" in text
+    assert "+11.1% slower" in " ".join(text.split())
+    assert content["chosen_slower"] == pytest.approx(1 / 0.9 - 1)
+    assert (content["best"], content["recipe_file"]) == (layout_name(TP4), "mine.yaml")
+    assert len(content["result"]["layouts"][layout_name(DP4)]["measured"]) == 1, "raw numbers are kept"
