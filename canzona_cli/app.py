@@ -1,5 +1,6 @@
 """The `canzona` command: parse, call, map errors to exit codes. Commands are imported only when they run."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -126,6 +127,8 @@ def main() -> None:
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
+    # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth of it.
+    gc.set_threshold(50_000)
     os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change
     try:
         with bash_words():

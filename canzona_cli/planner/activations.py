@@ -130,7 +130,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     weights = stage_weights(config, layout, stage)
     tokens, layers = micro_batch_tokens(config, layout), model.num_layers // layout.pp
     in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
-    activations = in_flight * layers * layer_activations(config, layout, layout.recompute)
+    layer = layer_activations(config, layout, layout.recompute)
+    activations = in_flight * layers * layer
     logits = 0
     if stage == layout.pp - 1:
         activations += _norm(config, stream_elements(config, layout))
@@ -139,7 +140,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
     # largest weight before it joins the buffer, and what recomputation brings back.
     working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
-    working += layer_activations(config, layout, "none") - layer_activations(config, layout, layout.recompute)
+    working += layer_activations(config, layout, "none") - layer
     update, adamw = _scratch(config, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 

@@ -13,8 +13,8 @@ Everything is bytes on one rank.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
@@ -56,52 +56,59 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
     reduced, gathered = _travelling(config, plan, stage)
+    known: dict[Hashable, list[StepBuffers]] = {}
     found: list[StepBuffers] = []
     for owner in range(mesh.owners):
-        groups, held = (
-            by_owner.get(owner, []),
-            {"reduction": reduced.get(owner, 0), "gathering": gathered.get(owner, 0)},
-        )
-        if mesh.tp == 1:
-            own = [plan.matrices[index] for group in groups for index in group]
-            copied = [_copied(config, matrix, 1, 0) for matrix in own]
-            together = [[own[place].shape for place in batch] for batch in _batches(copied)]
-            scratch = workspace_bytes(config, together)
-            found.append(StepBuffers(gradients=batch_bytes(copied), workspace=scratch, **held))
-            continue
-        hosts = [[plan.assignment.cells[index].host for index in group] for group in groups]
-        moved = [
-            group_traffic([plan.matrices[index] for index in group], at, mesh.tp)
-            for group, at in zip(groups, hosts, strict=True)
+        groups = [
+            [(plan.matrices[index], plan.assignment.cells[index].host) for index in group]
+            for group in by_owner.get(owner, ())
         ]
-        sets = min(2, len(groups))
-        weight, gradient = exchange_bytes(config)
-        for host in range(mesh.tp):
-            messages = gradient * _most(one.gradients.sent[host] for one in moved)
-            messages += gradient * _most(one.gradients.received[host] for one in moved)
-            messages += weight * _most(one.weights.sent[host] for one in moved)
-            messages += weight * _most(one.weights.received[host] for one in moved)
-            copied_most = _most(
-                sum(
-                    _copied(config, plan.matrices[index], mesh.tp, host)
-                    for index, own in zip(group, at, strict=True)
-                    if own == host
-                )
-                for group, at in zip(groups, hosts, strict=True)
-            )
-            hosted = [
-                [plan.matrices[index].shape for index, own in zip(group, at, strict=True) if own == host]
-                for group, at in zip(groups, hosts, strict=True)
+        travelling = reduced.get(owner, 0), gathered.get(owner, 0)
+        # Of thousands of owners few have different matrices.
+        key = (travelling, tuple(tuple((_alike(matrix), host) for matrix, host in group) for group in groups))
+        if key not in known:
+            known[key] = [
+                replace(own, reduction=travelling[0], gathering=travelling[1])
+                for own in _owners_buffers(config, groups, mesh.tp)
             ]
-            found.append(
-                StepBuffers(
-                    exchange=sets * messages,
-                    gradients=FP32 * copied_most,
-                    workspace=workspace_bytes(config, hosted),
-                    **held,
-                )
-            )
+        found += known[key]
     return found
+
+
+def _alike(matrix: Matrix) -> Hashable:
+    """What its buffers depend on."""
+    return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
+
+
+def _owners_buffers(
+    config: RunConfig, groups: Sequence[Sequence[tuple[Matrix, int]]], tp: int
+) -> Iterator[StepBuffers]:
+    """Of one owner's ranks, by host: what does not depend on buckets.
+
+    Args:
+        groups: its micro-groups, of matrices and their hosts.
+    """
+    if tp == 1:
+        own = [matrix for group in groups for matrix, _ in group]
+        copied = [_copied(config, matrix, 1, 0) for matrix in own]
+        together = [[own[place].shape for place in batch] for batch in _batches(copied)]
+        yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
+        return
+    moved = [group_traffic([matrix for matrix, _ in group], [host for _, host in group], tp) for group in groups]
+    sets = min(2, len(groups))
+    weight, gradient = exchange_bytes(config)
+    for rank in range(tp):
+        messages = gradient * _most(one.gradients.sent[rank] for one in moved)
+        messages += gradient * _most(one.gradients.received[rank] for one in moved)
+        messages += weight * _most(one.weights.sent[rank] for one in moved)
+        messages += weight * _most(one.weights.received[rank] for one in moved)
+        hosted = [[matrix for matrix, host in group if host == rank] for group in groups]
+        copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
+        yield StepBuffers(
+            exchange=sets * messages,
+            gradients=FP32 * copied_most,
+            workspace=workspace_bytes(config, [[matrix.shape for matrix in group] for group in hosted]),
+        )
 
 
 def batch_bytes(elements: Sequence[int]) -> int:
@@ -124,10 +131,13 @@ def _batches(elements: Sequence[int]) -> list[list[int]]:
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
-    head = matrix.name.rpartition(".")[2].isdigit()
-    interleaved = matrix.kind in ("q", "k", "v") and not head
+    interleaved = matrix.kind in ("q", "k", "v") and not _is_head(matrix)
     here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
     return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+
+
+def _is_head(matrix: Matrix) -> bool:
+    return matrix.name.rpartition(".")[2].isdigit()
 
 
 def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:

@@ -8,8 +8,8 @@ runs at the same time shares them. See `assumptions` for what is left out.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
@@ -55,8 +55,13 @@ class StrategyResult:
     slowest_rank: int
     update_balance: float
     """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
-    events: tuple[SimulatedEvent, ...]
-    """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
+    drawn: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
+    """Works out `events`."""
+
+    @cached_property
+    def events(self) -> tuple[SimulatedEvent, ...]:
+        """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
+        return self.drawn()
 
 
 def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
@@ -186,7 +191,7 @@ class _Simulation:
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
-            events=tuple(event for number in shown for event in self._events(step, number)),
+            drawn=lambda: tuple(event for number in shown for event in self._events(step, number)),
         )
 
     def _step(self) -> _Step:

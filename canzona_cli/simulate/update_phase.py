@@ -1,8 +1,8 @@
 """All ranks' updates, from clipped gradients to the last updated weight, on devices of their own or on shared cores."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
@@ -23,7 +23,7 @@ class Team:
     hosts: int
     """How many of its ranks have work of their own; the others do the same as one of them."""
     ranks: int
-    """How many ranks one host stands for."""
+    """How many ranks one host stands for, those of later owners that do the same among them."""
     elements: int
     """Gradient elements each holds reduced, and clips."""
     groups: tuple[MicroGroup, ...] = ()
@@ -72,7 +72,7 @@ class UpdatePhase:
         teams = [team for stage in stages for team in self._teams(stage)]
         if self._cores is not None:
             return self._crowded(teams, gathered)
-        cells = [cell for team in teams for cell in self._alone(team)]
+        cells = [cell for team in self._alike(teams) for cell in self._alone(team)]
         return cells, [
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
@@ -114,6 +114,20 @@ class UpdatePhase:
             Team(stage=stage, owner=o, hosts=tp, ranks=1, elements=held[o], groups=tuple(groups[o]))
             for o in range(owners)
         ]
+
+    def _alike(self, teams: Iterable[Team]) -> list[Team]:
+        """The first of all teams of a stage that do the same, with the ranks of them all: of thousands few differ."""
+        found: dict[Hashable, list[Team]] = {}
+        for team in teams:
+            work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
+            found.setdefault((team.stage, team.elements, work, tuple(map(self._kind, team.members))), []).append(team)
+        return [replace(same[0], ranks=sum(team.ranks for team in same)) for same in found.values()]
+
+    def _kind(self, index: int) -> Hashable:
+        """All that a matrix's update and its exchange depend on."""
+        matrix, cost = self._workload.matrices[index], self._workload.costs[index]
+        host = None if self._hosts is None else self._hosts.cells[index].host
+        return cost, matrix.elements, matrix.shard_dim, matrix.home, host
 
     def _alone(self, team: Team) -> list[CellUpdate]:
         """Every rank on a device of its own."""

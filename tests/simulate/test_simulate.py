@@ -1,6 +1,7 @@
 """Simulated iterations against closed forms, and the laws they obey whatever the run."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
@@ -25,6 +26,7 @@ from canzona_cli.simulate.predict import layerwise
 from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
+from canzona_cli.simulate.update_phase import Team, UpdatePhase
 from tests.sizes import CPU, H100, Size, layout, run
 
 STRATEGIES: tuple[AnyStrategy, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")
@@ -38,11 +40,11 @@ STANDARD_RATE = 700e12
 
 
 def inputs(
-    config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False
+    config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False, splitting: Splitting = "split"
 ) -> tuple[RunConfig, Layout, Workload]:
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
     how = algorithm(config)
-    members = matrices(config.model, mesh, "fused" if by_flops else "split")
+    members = matrices(config.model, mesh, "fused" if by_flops else splitting)
     costs = [
         flops(how, m.rows, m.cols) / STANDARD_RATE if by_flops else seconds(how, m.rows, m.cols, config.cluster)
         for m in members
@@ -325,6 +327,30 @@ def test_a_strategy_takes_a_tenth_of_a_second_on_256_gpus(strategy: AnyStrategy)
         simulate(*given_run)
         fastest = min(fastest, time.process_time() - begin)
     assert fastest < 0.1
+
+
+@pytest.mark.parametrize("mesh", [layout(tp=4, dp=64, count=2), layout(tp=2, pp=2, dp=96, count=4)])
+@pytest.mark.parametrize("strategy", ["canzona", "asc", "layerwise"])
+@pytest.mark.parametrize("splitting", ["split", "per_head"])
+def test_owners_that_do_the_same_are_simulated_once(
+    strategy: AnyStrategy, splitting: Splitting, mesh: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one they come to the very same."""
+    given_run = inputs(config_of("0.6b", mesh), mesh, strategy, splitting=splitting)
+    together, cells = simulate(*given_run), []
+    alike = UpdatePhase._alike
+
+    def one_by_one(self: UpdatePhase, teams: Sequence[Team]) -> list[Team]:
+        cells.extend([len(alike(self, teams)), len(teams)])
+        return list(teams)
+
+    monkeypatch.setattr(UpdatePhase, "_alike", one_by_one)
+    apart = simulate(*given_run)
+    assert cells[0] < cells[1]
+    for name in ("iteration_s", "optimizer_s", "optimizer_exposed_s", "phases", "slowest_rank", "events"):
+        assert getattr(together, name) == getattr(apart, name), name
+    assert together.mean_phases == pytest.approx(apart.mean_phases, rel=1e-12)
+    assert together.update_balance == pytest.approx(apart.update_balance, rel=1e-12)
 
 
 def test_assumptions_are_sentences() -> None:
