@@ -38,9 +38,9 @@ from canzona_cli.report.train_views import make_view
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.outlook import outlook
-from canzona_cli.simulate.predict import predict
 
 
 def run(
@@ -101,7 +101,7 @@ class _Look:
 def _show(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(config, layout, plan, look, corpus, run_dir)
+    _print_start(config, layout, plan, look, corpus, run_dir, _predicted(config, layout, plan))
     try:
         found = resumption(config, layout)
     except CanzonaError as error:
@@ -120,10 +120,11 @@ def _prepare(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Lo
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, goes_on=True)
     _say_resumption(run, run.go_on(config, layout))
-    _write_inputs(run, config, layout, plan, corpus)
+    predicted = _predicted(config, layout, plan)
+    _write_inputs(run, config, layout, plan, corpus, predicted)
     warn(data_warnings(config, layout, corpus))
     config = replace(config, run=replace(config.run, dir=str(run.path)))
-    _print_start(config, layout, plan, look, corpus, run.path, prepared=True)
+    _print_start(config, layout, plan, look, corpus, run.path, predicted, prepared=True)
 
 
 def _print_start(
@@ -133,6 +134,7 @@ def _print_start(
     look: _Look,
     corpus: PreparedCorpus | None,
     run_dir: Path,
+    predicted: Prediction,
     *,
     prepared: bool = False,
 ) -> None:
@@ -143,7 +145,7 @@ def _print_start(
         layout=layout,
         corpus=corpus,
         plan=plan,
-        ahead=outlook(config, layout, predict(config, layout, None if plan is None else plan.plan).iteration_s),
+        ahead=outlook(config, layout, predicted.iteration_s),
         memory=estimate(config, layout),
         command=torchrun.build(config, run_dir),
         prepared=prepared,
@@ -154,8 +156,17 @@ def _print_start(
         look.console.print(shown, soft_wrap=True)
 
 
+def _predicted(config: RunConfig, layout: Layout, plan: Obtained | None) -> Prediction:
+    return prediction_here(config, layout, None if plan is None else plan.plan)
+
+
 def _write_inputs(
-    run: RunDirectory, config: RunConfig, layout: Layout, plan: Obtained | None, corpus: PreparedCorpus
+    run: RunDirectory,
+    config: RunConfig,
+    layout: Layout,
+    plan: Obtained | None,
+    corpus: PreparedCorpus,
+    predicted: Prediction,
 ) -> None:
     run.write_inputs(
         config_yaml=dump_resolved(config),
@@ -163,7 +174,7 @@ def _write_inputs(
         corpus=corpus,
         command=torchrun.build(config, run.path),
         plan=None if plan is None else plan.plan.to_json(),
-        predicted=prediction_here(config, layout, None if plan is None else plan.plan),
+        predicted=predicted,
     )
 
 
@@ -199,16 +210,18 @@ def _launch(
     per_node = torchrun.ranks_per_node(config)
     go_on = command_again(*typed, config, run.path)
     restarts = Restarts(most=config.run.restarts)
+    predicted: Prediction | None = None
 
     def attempt() -> Outcome:
-        nonlocal config, machines, view
+        nonlocal config, machines, view, predicted
         requests.raising = True
         if restarts.done:
             view = make_view(config, layout, console)
             machines, config = _meet(run, config, layout, node_rank, corpus, restarts=restarts.done)
         command = torchrun.build(config, run.path)
         if node_rank == 0:
-            _write_inputs(run, config, layout, plan, corpus)
+            predicted = predicted or _predicted(config, layout, plan)
+            _write_inputs(run, config, layout, plan, corpus, predicted)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
             if not restarts.done:
                 warn(data_warnings(config, layout, corpus))

@@ -78,7 +78,8 @@ def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
         ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, saves and validation aside"),
         (
             "checkpoints",
-            f"{size(ahead.checkpoint_bytes)} each, {kept} kept: {size(kept * ahead.checkpoint_bytes)} on the disk",
+            f"{size(ahead.checkpoint_bytes)} each, {kept} kept: {size(kept * ahead.checkpoint_bytes)} on the disk; "
+            f"saving takes about {size(ahead.host_bytes)} of each machine's own memory",
         ),
     ]
 
