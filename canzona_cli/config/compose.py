@@ -168,7 +168,8 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
             meant = closest_option(name, group_options(group, dirs))
             if group == "recipe" and meant is not None:
                 options[group] = meant
-    if "recipe" not in asked.groups and all(problem.key != "recipe" for problem in problems):
+    told = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
+    if "recipe" not in asked.groups and not told:
         names = ", ".join(group_options("recipe", dirs))
         problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
     return options, given

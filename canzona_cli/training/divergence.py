@@ -45,10 +45,18 @@ class Divergence:
         """Whether nothing can be expected of going on."""
         return self.rule in ("far", "validation")
 
-    def error(self) -> Diverged:
-        """For a run that is to stop."""
-        fix = "a lower optimizer.lr or a longer schedule.warmup_steps; train.divergence=warn trains on whatever happens"
-        return Diverged(Problem(key=f"step {self.step}", reason=self.words, fix=fix), since=self.since)
+    def error(self, *, last: int | None = None) -> Diverged:
+        """For a run that is to stop.
+
+        Args:
+            last: the step to which it trained on all the same.
+        """
+        reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
+        if last is None:
+            fix += "; train.divergence=warn trains on whatever happens"
+        else:
+            reason += f"; with train.divergence=warn it trained on to step {last}, its last, and did not recover"
+        return Diverged(Problem(key=f"step {self.step}", reason=reason, fix=fix), since=self.since)
 
 
 class DivergenceGuard:
@@ -68,6 +76,10 @@ class DivergenceGuard:
     def since(self) -> int | None:
         """The first step of losses that are too high, if they are."""
         return self.memory.since if self.memory.excess > 0 else None
+
+    def goes_on(self, found: Divergence) -> bool:
+        """Whether what was found is still so after the last step and validation."""
+        return self.memory.excess >= ENOUGH if found.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
         """What is to be said after a step.

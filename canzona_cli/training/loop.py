@@ -72,6 +72,8 @@ class Training:
         memory = self.progress.losses
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
+        self._lost: Divergence | None = None
+        """The newest reason for which training was lost, with train.divergence=warn."""
 
     def run(self) -> Ending:
         """Make the steps of the recipe that are left.
@@ -115,6 +117,15 @@ class Training:
             self.record.heart.stage("save")
             self.saver.settle()
         return "done"
+
+    def check_learnt(self) -> None:
+        """With train.divergence=warn a run that is lost is trained to its end; that it came to nothing is said there.
+
+        Raises:
+            Diverged: on every rank together.
+        """
+        if self._lost is not None and self._divergence.goes_on(self._lost):
+            raise self._lost.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
         """One step, and its seconds.
@@ -182,6 +193,8 @@ class Training:
         """Say it; whether it ends the run."""
         facts = {"step": found.step, "since": found.since, "rule": found.rule}
         self.journal.incident("divergence", detail=found.words, level="warning", **facts)
+        if found.lost:
+            self._lost = found
         return found.lost and self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:

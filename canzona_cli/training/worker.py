@@ -67,7 +67,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     last = None if resumed is None or resumed.weights_only else Path(resumed.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
-        ending = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()
+        training = Training(trainee, datasets, files, journal, record, start=start, saver=saver)
+        ending = training.run()
     except (Diverged, WorkerCrashed):
         # Of all ranks together: what an earlier step left on its way to the disk is worth keeping.
         saver.settle()
@@ -80,6 +81,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.close()
     record.lost = journal.lost
     parallel.shutdown()
+    if ending == "done":
+        training.check_learnt()
     return ending
 
 

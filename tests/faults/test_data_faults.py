@@ -119,7 +119,8 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path, record_fault: 
     assert not [line for line in lines(files.events) if line.get("level") == "warning"]
     first = lines(files.metrics)[0]["loss"]
 
-    lost = forked_run(files.root, *two, "train.steps=60", "optimizer.lr=5", "optimizer.highest_lr=5")
+    high = ("train.steps=60", "optimizer.lr=5", "optimizer.highest_lr=5")
+    lost = forked_run(files.root, *two, *high)
     assert (lost.status, lost.exit_code) == ("diverged", 70)
     events = lines(files.events)
     (jump,) = (line for line in events if line["event"] == "loss_spike")
@@ -139,6 +140,12 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path, record_fault: 
     again = resumption(load_resolved(files.config), read_layout(files.layout))
     assert again is not None
     assert again.step == sound, "the next launch goes back to before it diverged"
+
+    to_the_end = forked_run(files.root, *two, *high, "train.divergence=warn")
+    assert [line["step"] for line in lines(files.metrics)] == list(range(1, 61))
+    assert (to_the_end.status, to_the_end.exit_code, to_the_end.last_good) == ("diverged", 70, lost.last_good)
+    assert "it trained on to step 60, its last, and did not recover" in to_the_end.message
+    assert files.breakdown.exists(), "as of a run that is done"
     record_fault(
         fault="learning rate far too high",
         happened="all ranks stop within steps; step, loss and the last checkpoint from before are named",

@@ -1,6 +1,8 @@
 """`canzona train` typed again after its processes have gone goes on as if nothing had happened."""
 
+import gc
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,9 @@ import pytest
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.summary import load_summary
+from canzona_cli.training.data import Batch
+from tests.faults.forked import forked_run
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 
@@ -61,6 +66,15 @@ def validations(files: RunFiles) -> list[tuple[object, ...]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
+def assert_same_end(one: RunFiles, other: RunFiles, steps: int) -> None:
+    """Masters and states of the last checkpoints, byte by byte."""
+    ends = [read_manifest(files.checkpoints / step_name(steps)) for files in (one, other)]
+    shards = [{name: file for name, file in end.files.items() if name.startswith("rank-")} for end in ends]
+    assert shards[0] == shards[1]
+    assert shards[0]
+    assert ends[0].progress == ends[1].progress
+
+
 @pytest.mark.parametrize(
     ("case", "kill_after"),
     [("muon, one rank", 10), *(pytest.param(case, 15, marks=pytest.mark.sweep) for case in list(CASES)[1:])],
@@ -99,11 +113,7 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(
     assert [line[0] for line in curve(again.files)] == list(range(1, STEPS + 1))
     assert curve(again.files) == curve(straight.files)
     assert validations(again.files) == validations(straight.files)
-    ends = [read_manifest(run.files.checkpoints / f"step-{STEPS:08d}") for run in (straight, again)]
-    shards = [{name: file for name, file in end.files.items() if name.startswith("rank-")} for end in ends]
-    assert shards[0] == shards[1]
-    assert shards[0]
-    assert [end.progress for end in ends] == [ends[0].progress] * 2
+    assert_same_end(straight.files, again.files, STEPS)
     if case == "muon, one rank":
         record_fault(
             fault="two launches in one directory",
@@ -116,4 +126,47 @@ def test_a_killed_run_typed_again_ends_as_if_it_had_never_been_killed(
         happened=f"went on from step {saved}; curve and weights equal an unbroken run's, bit by bit",
         exit_code=0,
         lost=f"{lost} steps, made again",
+    )
+
+
+def test_a_run_whose_rank_is_killed_every_five_steps_ends_as_an_unbroken_one(
+    tmp_path: Path, record_fault: RecordFault
+) -> None:
+    """Bit by bit; and `report` counts what was trained twice."""
+    steps = 12
+    often = ("gpus=2", "parallel.tp=1", f"train.steps={steps}", "checkpoint.every_steps=2")
+    straight, broken = RunFiles(tmp_path / "straight"), RunFiles(tmp_path / "broken")
+    assert forked_run(straight.root, *often).exit_code == 0
+    goes_on_at = 1
+    for at in (6, 10):
+        batch = at - goes_on_at + 1  # each launch counts its own
+
+        def kill(rank: int, number: int, given: Batch, batch: int = batch) -> Batch:
+            if (rank, number) == (1, batch):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return given
+
+        with pytest.raises(AssertionError, match="rank 1 died without a word"):
+            forked_run(broken.root, *often, "checkpoint.asynchronous=false", spoil=kill)
+        gc.collect()  # the launch's hold on its directory
+        goes_on_at = at - 1
+    assert forked_run(broken.root, *often).exit_code == 0
+    assert curve(broken) == curve(straight)
+    assert_same_end(straight, broken, steps)
+
+    def trained_s(files: RunFiles) -> float:
+        return sum(float(json.loads(line)["step_s"]) for line in files.metrics.read_text().splitlines())
+
+    attempts = [RunFiles(folder) for folder in broken.attempts.iterdir()]
+    assert sorted(curve(attempt)[0][0] for attempt in attempts) == [5, 9], "trained twice"  # type: ignore[type-var]
+    found = load_summary(broken.root).goodput
+    assert found is not None
+    assert found.kept_s == pytest.approx(trained_s(broken))
+    assert found.redone_s == pytest.approx(sum(map(trained_s, attempts)))
+    assert 0 < found.share < 1
+    record_fault(
+        fault="SIGKILL of a rank every five steps",
+        happened="curve and weights equal an unbroken run's, bit by bit; report counts the steps made twice",
+        exit_code=0,
+        lost="two steps, made again",
     )

@@ -102,6 +102,24 @@ def test_a_loss_that_goes_back_towards_a_guess_is_lost_the_sooner_the_higher(lev
     assert lost.step - 600 <= at_most
 
 
+def test_a_run_that_recovers_is_no_longer_lost() -> None:
+    """With train.divergence=warn it may: by its losses, or by a validation."""
+    watching = guard()
+    *_, lost = found([*descent(600), *[9.0] * 30], watching)
+    assert lost.lost
+    assert watching.goes_on(lost)
+    assert f"trained on to step {700}" in lost.error(last=700).problems[0].reason
+    found(descent(700)[600:], watching, first=631)
+    assert not watching.goes_on(lost)
+
+    watching = guard()
+    said = [watching.validated(step, loss, final=False) for step, loss in ((0, 5.7), (50, 9.0), (100, 9.0))]
+    assert said[-1] is not None
+    assert watching.goes_on(said[-1])
+    watching.validated(150, 4.0, final=False)
+    assert not watching.goes_on(said[-1])
+
+
 def test_a_slow_rise_is_a_warning_told_once_and_again_after_it_was_over() -> None:
     up, down = [2.6] * 100, descent(1000)[700:]
     said = found([*descent(700), *up, *down, *up])
