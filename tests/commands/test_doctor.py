@@ -1,5 +1,6 @@
 """`canzona doctor` examines this very machine: real torch, real gloo ranks, real broken installations."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from rich.console import Console
 
 from canzona_cli.cluster import check_software
+from canzona_cli.cluster.findings import Diagnosis, Finding
 from canzona_cli.cluster.machine import admits
+from canzona_cli.report.doctor import DiagnosisView
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,11 +35,18 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]
     return {f"{f['group']}/{f['name']}": f for f in json.loads(done.stdout)["findings"]}
 
 
-def test_json_has_the_stable_schema_says_that_cpu_runs_are_possible_and_names_what_is_odd_here(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    in_the_way = tmp_path_factory.mktemp("cache") / "file"
     in_the_way.write_text("")
     odd = {"RANK": "3", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "nosuch0"}
-    done = doctor("--json", variables=odd | {"CANZONA_CACHE": str(in_the_way / "cache")})
+    return doctor("--json", variables=odd | {"CANZONA_CACHE": str(in_the_way / "cache")})
+
+
+def test_json_has_the_stable_schema_says_that_cpu_runs_are_possible_and_names_what_is_odd_here(
+    examined: subprocess.CompletedProcess[str],
+) -> None:
+    done = examined
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert set(report) == {"version", "ok", "exit_code", "can", "gpus", "findings"}
@@ -62,12 +73,17 @@ def test_json_has_the_stable_schema_says_that_cpu_runs_are_possible_and_names_wh
     assert "CANZONA_CACHE=" in found["storage/cache"]["fix"]
 
 
-def test_text_fits_the_terminal_and_ends_with_a_verdict() -> None:
-    done = doctor(columns=80)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "runs are possible here" in done.stdout
-    assert "\x1b" not in done.stdout
+def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.CompletedProcess[str]) -> None:
+    """Of the same findings: what prints them in the command stands in the test of ranks that cannot meet."""
+    report = json.loads(examined.stdout)
+    found = tuple(Finding(**finding) for finding in report["findings"])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(DiagnosisView(diagnosis=Diagnosis(findings=found, gpus=report["gpus"], slurm=report["can"]["slurm"])))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "runs are possible here" in text
+    assert "\x1b" not in text
 
 
 def test_a_torch_that_cannot_be_imported_is_exit_code_3_with_its_own_words(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Small real training jobs for tests, from the recipes people use."""
 
+import gc
 import logging
-from dataclasses import dataclass
-from functools import cache, partial
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster import fit
@@ -10,6 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
@@ -36,6 +40,11 @@ SMALL = (
     "train.micro_batch_size=2",
     # Several buckets, so that reduction and gathering really overlap.
     "parallel.bucket_elements=25000",
+    # Ranks are data-parallel unless a test says otherwise. With nothing open there is nothing to search.
+    "parallel.tp=1",
+    "parallel.pp=1",
+    "parallel.cp=1",
+    "train.recompute=none",
 )
 
 
@@ -65,9 +74,21 @@ class Curve:
 
 def train(cache: Path, *overrides: str) -> list[Curve]:
     """Train `SMALL` with `overrides` on as many ranks as `gpus` says; the curve every rank saw."""
-    config, layout, corpus = prepare(cache, *overrides)
-    rank = partial(_train_rank, config, layout, planned(config, layout), corpus, cache / "indices")
-    return run_ranks(config.gpus, rank)
+    [curves] = train_each(cache, overrides)
+    return curves
+
+
+def train_each(cache: Path, *runs: tuple[str, ...]) -> list[list[Curve]]:
+    """The same of several runs that are cut over ranks alike, on the same ranks."""
+    made = [prepare(cache, *run) for run in runs]
+    plans = [planned(config, layout) for config, layout, _ in made]
+
+    def work(number: int, world: World) -> Curve:
+        config, _, corpus = made[number]
+        return _train(assemble_trainee(config, world, plans[number]), corpus, cache / "indices")
+
+    cases = {number: (config, layout) for number, (config, layout, _) in enumerate(made)}
+    return [*on_ranks(cases, work).values()]
 
 
 def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
@@ -92,13 +113,69 @@ def build(config: RunConfig, layout: Layout, plan: Plan | None = None) -> Traine
     return assemble_trainee(config, join(config, layout), plan or planned(config, layout))
 
 
+def on_ranks[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[K, World], T]) -> dict[K, list[T]]:
+    """Each case's `work`, one after another on the same ranks: what every rank came to, by case.
+
+    Forking ranks, joining them and a process' first step take most of what a few small steps do. For cases that are
+    cut over ranks alike: their process groups are the same, and nothing else is handed on from one to the next.
+    """
+    config, first = next(iter(cases.values()))
+    assert len({(layout.tp, layout.cp, layout.pp, layout.dp) for _, layout in cases.values()}) == 1
+
+    def rank() -> dict[K, T]:
+        logging.disable(logging.WARNING)
+        world, found = join(config, first), {}
+        for case, (_, layout) in cases.items():
+            gc.freeze()  # as every rank begins; training unfreezes what it found
+            try:
+                found[case] = work(case, replace(world, layout=layout))
+            except BaseException as error:
+                error.add_note(f"in case {case}")
+                raise
+        return found
+
+    ranks = run_ranks(first.world_size, rank)
+    return {case: [found[case] for found in ranks] for case in cases}
+
+
+class Runs[K: Hashable, T]:
+    """What runs come to: those on the same ranks are made together, once, when the first of them is asked for."""
+
+    def __init__(
+        self, cases: Iterable[K], ranks: Callable[[K], Hashable], run: Callable[[Sequence[K]], Sequence[T]]
+    ) -> None:
+        """Any other case, a sweep's, is run by itself.
+
+        Args:
+            ranks: equal for cases that are cut over ranks alike.
+            run: what each of some cases comes to.
+        """
+        self._together = defaultdict[Hashable, list[K]](list)
+        for case in dict.fromkeys(cases):
+            self._together[ranks(case)].append(case)
+        self._ranks, self._run, self._found = ranks, run, dict[K, T]()
+
+    def __getitem__(self, case: K) -> T:
+        if case not in self._found:
+            together = self._together[self._ranks(case)]
+            group = together if case in together else [case]
+            self._found |= zip(group, self._run(group), strict=True)
+        return self._found[case]
+
+
+def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
+    """Of settings, of which the last ones count, those that say how a run is cut over ranks."""
+    values = dict(each.split("=", 1) for each in settings)
+    return frozenset((key, values[key]) for key in ("gpus", "parallel.tp", "parallel.pp") if key in values)
+
+
 def planned(config: RunConfig, layout: Layout) -> Plan | None:
     """The run's plan; None for one that executes none."""
     return make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
 
 
-def _train_rank(config: RunConfig, layout: Layout, plan: Plan | None, corpus: PreparedCorpus, indices: Path) -> Curve:
-    trainee = build(config, layout, plan)
+def _train(trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
+    config = trainee.config
     datasets = build_datasets(config, corpus, cache=indices)
     assert datasets.validation is not None
     before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)

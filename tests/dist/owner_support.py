@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -32,6 +33,7 @@ from tests.dist.jobs import SMALL
 Named = dict[str, torch.Tensor]
 
 
+@cache
 def case(*overrides: str) -> tuple[RunConfig, Layout]:
     """`SMALL` under Muon and canzona; two micro-batches for two data-parallel ranks, as all ranks are unless told."""
     fixed = (

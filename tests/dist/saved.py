@@ -1,10 +1,10 @@
 """Small runs that save and go on elsewhere, on real ranks, and what their checkpoints hold."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import torch
@@ -19,12 +19,11 @@ from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import stored_blocks, unit_shape
-from canzona_cli.planner.plan import Plan
+from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, build, planned
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import SMALL, Runs, on_ranks, planned, ranks_of
 from tests.dist.samples import RandomTokens
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -32,6 +31,22 @@ from tests.dist.whole import Part, Weights, assemble, part_of
 FIXED = (*SMALL, "train.steps=40", "parallel.tp=1", "parallel.pp=1")
 Units = dict[str, np.ndarray]
 """By unit and field, `layers.0.q/master`: what a checkpoint holds in model space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that saves: its settings, how many steps it trains (with none it only saves again), and the run whose
+    checkpoint it starts from."""
+
+    settings: tuple[str, ...]
+    steps: int = 0
+    start: "Case | None" = None
+    weights_only: bool = False
+
+    @property
+    def depth(self) -> int:
+        """How many runs come before it."""
+        return 0 if self.start is None else self.start.depth + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,41 +69,49 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     return jobs.resolve(*FIXED, *overrides)
 
 
-def run(store: Path, *overrides: str, steps: int, start: Path | None = None, weights_only: bool = False) -> Outcome:
-    """Train `steps` steps from the beginning or from checkpoint `start`, and save. With no steps only saves again."""
-    config, layout = resolve(*overrides)
-    rank = partial(_rank, config, layout, planned(config, layout), store, steps, start, weights_only)
-    ranks = run_ranks(layout.world_size, rank, timeout_s=300)
-    [checkpoint] = store.glob("step-*")
-    return Outcome(
-        losses=ranks[0].losses, weights=assemble([rank.part for rank in ranks], config.model), checkpoint=checkpoint
-    )
+def saving_runs(folder: Path, cases: Iterable[Case]) -> Runs[Case, Outcome]:
+    """Runs with a checkpoint each under `folder`. A run starts in other processes than those that saved what it starts
+    from."""
+
+    def run(together: Sequence[Case]) -> list[Outcome]:
+        made = {case: resolve(*case.settings) for case in together}
+        plans = {case: planned(*made[case]) for case in together}
+        starts = {case: None if case.start is None else runs[case.start].checkpoint for case in together}
+        stores = {case: Path(mkdtemp(dir=folder)) for case in together}
+
+        def work(case: Case, world: World) -> Ran:
+            trainee = assemble_trainee(made[case][0], world, plans[case])
+            return _train(trainee, stores[case], case, starts[case])
+
+        return [
+            Outcome(
+                losses=ranks[0].losses,
+                weights=assemble([rank.part for rank in ranks], made[case][0].model),
+                checkpoint=next(stores[case].glob("step-*")),
+            )
+            for case, ranks in on_ranks(made, work).items()
+        ]
+
+    runs = Runs(cases, lambda case: (ranks_of(case.settings), case.depth), run)
+    return runs
 
 
-def _rank(
-    config: RunConfig,
-    layout: Layout,
-    plan: Plan | None,
-    store: Path,
-    steps: int,
-    start: Path | None,
-    weights_only: bool,
-) -> Ran:
-    trainee = build(config, layout, plan)
-    world, done = trainee.world, 0
+def _train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
+    world, layout, done = trainee.world, trainee.world.layout, 0
+    config = trainee.config
     if start is not None:
         manifest = verify_together(world, start)
-        restore(trainee, start, manifest, weights_only=weights_only)
-        done = 0 if weights_only else manifest.progress.step
+        restore(trainee, start, manifest, weights_only=case.weights_only)
+        done = 0 if case.weights_only else manifest.progress.step
         assert trainee.schedule.num_steps == done, "the learning rate is that of another step"
     samples = RandomTokens(
         samples=40 * layout.global_batch_size, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size
     )
     batches = BatchStream(samples, world, first_sample=done * layout.global_batch_size)
-    losses = [train_step(trainee, batches).loss for _ in range(steps)]
-    if steps:
+    losses = [train_step(trainee, batches).loss for _ in range(case.steps)]
+    if case.steps:
         finish_gathering(trainee)
-    save(trainee, store, done + steps)
+    save(trainee, store, done + case.steps)
     return Ran(losses=losses, part=part_of(trainee.model, world))
 
 

@@ -6,15 +6,16 @@ same to the last bit.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from tests.dist.jobs import build, planned
-from tests.dist.ranks import run_ranks
+from canzona_cli.training.assemble import assemble as assemble_trainee
+from tests.dist.jobs import on_ranks, planned
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
@@ -35,6 +36,17 @@ class Result:
     """What `look` found on each rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An engine's steps from known gradients."""
+
+    config: RunConfig
+    layout: Layout
+    steps: int
+    gradient: Gradient = noise
+    look: Callable[[Trainee], object] = lambda trainee: None
+
+
 def run_engine(
     config: RunConfig,
     layout: Layout,
@@ -44,21 +56,31 @@ def run_engine(
     look: Callable[[Trainee], object] = lambda trainee: None,
 ) -> Result:
     """Step the run's optimizer `steps` times on the layout's ranks."""
-    plan = planned(config, layout)
+    [found] = run_engines([Case(config=config, layout=layout, steps=steps, gradient=gradient, look=look)])
+    return found
 
-    def rank() -> tuple[Part, Part, object]:
-        trainee = build(config, layout, plan)
-        before = part_of(trainee.model, trainee.world)
-        for step in range(steps):
-            optimizer_step(trainee, step, gradient)
-        return before, part_of(trainee.model, trainee.world), look(trainee)
 
-    ranks = run_ranks(layout.world_size, rank)
-    return Result(
-        before=assemble([before for before, _, _ in ranks], config.model),
-        after=assemble([after for _, after, _ in ranks], config.model),
-        kept=[kept for _, _, kept in ranks],
-    )
+def run_engines(cases: Sequence[Case]) -> list[Result]:
+    """The same of several runs that are cut over ranks alike, on the same ranks."""
+    plans = [planned(case.config, case.layout) for case in cases]
+
+    def work(number: int, world: World) -> tuple[Part, Part, object]:
+        case = cases[number]
+        trainee = assemble_trainee(case.config, world, plans[number])
+        before = part_of(trainee.model, world)
+        for step in range(case.steps):
+            optimizer_step(trainee, step, case.gradient)
+        return before, part_of(trainee.model, world), case.look(trainee)
+
+    found = on_ranks({number: (case.config, case.layout) for number, case in enumerate(cases)}, work)
+    return [
+        Result(
+            before=assemble([before for before, _, _ in ranks], cases[number].config.model),
+            after=assemble([after for _, after, _ in ranks], cases[number].config.model),
+            kept=[kept for _, _, kept in ranks],
+        )
+        for number, ranks in found.items()
+    ]
 
 
 def optimizer_step(trainee: Trainee, step: int, gradient: Gradient = noise) -> None:

@@ -3,15 +3,12 @@
 Compared are values, to the last bit: what a checkpoint holds in model space, and the weights that are trained on.
 """
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from canzona_cli.errors import CheckpointInvalid
-from tests.dist.saved import Outcome, Units, manifest_of, resolve, run, units_of
+from tests.dist.jobs import Runs
+from tests.dist.saved import Case, Outcome, Units, manifest_of, resolve, saving_runs, units_of
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
@@ -30,18 +27,74 @@ LAYOUTS = {
     "tp2 dp4": ("gpus=8", "parallel.tp=2"),
     "alpha 0, contiguous": (*TP2_DP2, "engine.alpha=0", "engine.layout=contiguous"),
 }
-STRATEGIES = ("sc", "layerwise", "asc")
+CASES = [("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("shampoo", "one rank")]
+STRATEGIES = [("canzona", "layerwise"), ("sc", "canzona")]
+SPLITTINGS = ("fused", "qkv", "per_head")
+UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
+
+
+def _saved(*settings: str, steps: int = 2) -> Case:
+    """A run of two steps on TP 2 x DP 2, the start of others."""
+    return Case(settings=(*TP2_DP2, *settings), steps=steps)
+
+
+def _there_and_back(there: tuple[str, ...], saved: Case, back_steps: int = 0) -> tuple[Case, Case]:
+    """Read on another layout and saved again, then where it came from."""
+    read = Case(settings=there, start=saved)
+    return read, Case(settings=saved.settings, start=read, steps=back_steps)
+
+
+def _two_and_two(*settings: str) -> tuple[Case, Case, Case]:
+    """Four steps; two; two more, in processes that start from another seed."""
+    first = _saved(*settings)
+    return _saved(*settings, steps=4), first, Case(settings=(*first.settings, "train.seed=99"), steps=2, start=first)
+
+
+def _elsewhere(optimizer: str, where: str) -> tuple[Case, Case]:
+    return _there_and_back((*LAYOUTS[where], *OPTIMIZERS[optimizer]), _saved(*OPTIMIZERS[optimizer]))
+
+
+def _by_another_strategy(saving: str, reading: str) -> tuple[Case, Case, Case]:
+    """Read under another strategy; one step more under the first, from there and from what it saved itself."""
+    saved = _saved(f"engine.strategy={saving}")
+    there, back = _there_and_back((*LAYOUTS["tp4"], f"engine.strategy={reading}"), saved, back_steps=1)
+    return there, back, Case(settings=saved.settings, start=saved, steps=1)
+
+
+def _split_otherwise(splitting: str) -> tuple[Case, Case]:
+    return _there_and_back((*LAYOUTS["dp2"], f"engine.splitting={splitting}"), _saved(*OPTIMIZERS["muon"]))
+
+
+def _weights_alone(saved_by: str, read_by: tuple[str, ...], where: str) -> Case:
+    return Case(settings=(*LAYOUTS[where], *read_by), start=_saved(*OPTIMIZERS[saved_by]), weights_only=True)
+
+
+WEIGHTS_ALONE = ("soap", ("optimizer=muon", "engine.splitting=fused"), "tp4")
+SC_SOAP = Case(settings=(*LAYOUTS["dp2"], "engine.strategy=sc", *OPTIMIZERS["soap"]), start=_saved(*OPTIMIZERS["soap"]))
+UNTIED_THERE = Case(settings=(*LAYOUTS["pp2 tp2"], *UNTIED), start=_saved(*UNTIED))
+WIDER = _saved("model.hidden_size=128", "model.ffn_hidden_size=512", steps=1)
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """A run of two steps on TP 2 x DP 2, saved; made once for the tests that begin with it."""
+def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The settings of a user's own optimizer."""
+    source = tmp_path_factory.mktemp("own") / "counting.py"
+    source.write_text(COUNTING)
+    return ("optimizer=custom", f"optimizer.source={source}:Counting", "optimizer.lr=0.01")
 
-    @cache
-    def saved(*overrides: str) -> Outcome:
-        return run(tmp_path_factory.mktemp("saved") / "run", *TP2_DP2, *overrides, steps=2)
 
-    return saved
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs[Case, Outcome]:
+    ends = [
+        *(case for settings in (*OPTIMIZERS.values(), own) for case in _two_and_two(*settings)),
+        *(case for each in CASES for case in _elsewhere(*each)),
+        *(case for each in STRATEGIES for case in _by_another_strategy(*each)),
+        *(case for splitting in SPLITTINGS for case in _split_otherwise(splitting)),
+        *(_weights_alone(*WEIGHTS_ALONE), SC_SOAP, UNTIED_THERE, WIDER),
+    ]
+    return saving_runs(
+        tmp_path_factory.mktemp("saved"), [case for end in ends for case in (end, end.start) if case is not None]
+    )
 
 
 def _same(one: Units, other: Units) -> None:
@@ -56,22 +109,20 @@ def _same_weights(one: Outcome, other: Outcome) -> None:
     assert not different, different[:5]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_steps_and_two_more_are_four(optimizer: str, two_steps: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
-    nothing is left of what they started with."""
-    overrides = (*TP2_DP2, *OPTIMIZERS[optimizer])
-    straight = run(tmp_path / "straight", *overrides, steps=4)
-    first = two_steps(*OPTIMIZERS[optimizer])
-    second = run(tmp_path / "second", *overrides, "train.seed=99", steps=2, start=first.checkpoint)
+def _go_on(runs: Runs[Case, Outcome], cases: tuple[Case, Case, Case]) -> None:
+    straight, first, second = (runs[case] for case in cases)
     assert first.losses + second.losses == straight.losses
     assert len(set(straight.losses)) == 4
     _same_weights(second, straight)
-    model = resolve(*overrides)[0].model
+    model = resolve(*cases[0].settings)[0].model
     _same(units_of(second.checkpoint, model), units_of(straight.checkpoint, model))
 
 
-CASES = [("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("shampoo", "one rank")]
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_steps_and_two_more_are_four(optimizer: str, runs: Runs[Case, Outcome]) -> None:
+    """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
+    nothing is left of what they started with."""
+    _go_on(runs, _two_and_two(*OPTIMIZERS[optimizer]))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +135,9 @@ CASES = [("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2")
     ],
 )
 def test_another_layout_reads_the_same_values_and_gives_them_back(
-    optimizer: str, where: str, two_steps: Callable[..., Outcome], tmp_path: Path
+    optimizer: str, where: str, runs: Runs[Case, Outcome]
 ) -> None:
-    saved = two_steps(*OPTIMIZERS[optimizer])
-    there = run(tmp_path / "there", *LAYOUTS[where], *OPTIMIZERS[optimizer], steps=0, start=saved.checkpoint)
-    back = run(tmp_path / "back", *TP2_DP2, *OPTIMIZERS[optimizer], steps=0, start=there.checkpoint)
+    saved, there, back = (runs[case] for case in (_saved(*OPTIMIZERS[optimizer]), *_elsewhere(optimizer, where)))
     model = resolve(*TP2_DP2)[0].model
     values = units_of(saved.checkpoint, model)
     assert any(name.endswith(("/momentum_buffer", "/exp_avg")) for name in values)
@@ -101,17 +150,16 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
 @pytest.mark.parametrize(
     ("saved_by", "read_by", "where"),
     [
-        ("soap", ("optimizer=muon", "engine.splitting=fused"), "tp4"),
+        WEIGHTS_ALONE,
         pytest.param("muon", ("optimizer=adamw",), "pp2", marks=pytest.mark.sweep),
         pytest.param("adamw", ("optimizer=soap",), "one rank", marks=pytest.mark.sweep),
     ],
 )
 def test_weights_alone_are_taken_by_any_optimizer_splitting_and_layout(
-    saved_by: str, read_by: tuple[str, ...], where: str, two_steps: Callable[..., Outcome], tmp_path: Path
+    saved_by: str, read_by: tuple[str, ...], where: str, runs: Runs[Case, Outcome]
 ) -> None:
     """Every master to the last bit, and of the state nothing: no step counted, every average zero or not there."""
-    saved = two_steps(*OPTIMIZERS[saved_by])
-    there = run(tmp_path / "there", *LAYOUTS[where], *read_by, steps=0, start=saved.checkpoint, weights_only=True)
+    saved, there = runs[_saved(*OPTIMIZERS[saved_by])], runs[_weights_alone(saved_by, read_by, where)]
     _same_weights(there, saved)
     model = resolve(*TP2_DP2)[0].model
     before, now = units_of(saved.checkpoint, model), units_of(there.checkpoint, model)
@@ -127,22 +175,17 @@ def test_weights_alone_are_taken_by_any_optimizer_splitting_and_layout(
 @pytest.mark.parametrize(
     ("saving", "reading"),
     [
-        ("canzona", "layerwise"),
-        ("sc", "canzona"),
+        *STRATEGIES,
         *(
             pytest.param(saving, reading, marks=pytest.mark.sweep)
             for saving, reading in [("canzona", "sc"), ("layerwise", "canzona"), ("asc", "sc"), ("layerwise", "asc")]
         ),
     ],
 )
-def test_strategies_read_each_others_checkpoints(
-    saving: str, reading: str, two_steps: Callable[..., Outcome], tmp_path: Path
-) -> None:
+def test_strategies_read_each_others_checkpoints(saving: str, reading: str, runs: Runs[Case, Outcome]) -> None:
     """Megatron's own Muon keeps masters and momentum in fragments of other matrices than canzona's; values are one."""
-    saved = two_steps(f"engine.strategy={saving}")
-    there = run(tmp_path / "there", *LAYOUTS["tp4"], f"engine.strategy={reading}", steps=0, start=saved.checkpoint)
-    back = run(tmp_path / "back", *TP2_DP2, f"engine.strategy={saving}", steps=1, start=there.checkpoint)
-    straight = run(tmp_path / "straight", *TP2_DP2, f"engine.strategy={saving}", steps=1, start=saved.checkpoint)
+    saved = runs[_saved(f"engine.strategy={saving}")]
+    there, back, straight = (runs[case] for case in _by_another_strategy(saving, reading))
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
@@ -150,10 +193,8 @@ def test_strategies_read_each_others_checkpoints(
     assert back.losses == straight.losses
 
 
-def test_sc_and_canzona_share_the_state_of_soap(two_steps: Callable[..., Outcome], tmp_path: Path) -> None:
-    soap = OPTIMIZERS["soap"]
-    saved = two_steps(*soap)
-    there = run(tmp_path / "there", "gpus=2", "engine.strategy=sc", *soap, steps=0, start=saved.checkpoint)
+def test_sc_and_canzona_share_the_state_of_soap(runs: Runs[Case, Outcome]) -> None:
+    saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[SC_SOAP]
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
@@ -182,54 +223,41 @@ class Counting(torch.optim.Optimizer):
 """
 
 
-def test_a_users_optimizer_goes_on_with_all_it_keeps(tmp_path: Path) -> None:
-    (tmp_path / "counting.py").write_text(COUNTING)
-    overrides = (*TP2_DP2, "optimizer=custom", f"optimizer.source={tmp_path}/counting.py:Counting", "optimizer.lr=0.01")
-    straight = run(tmp_path / "straight", *overrides, steps=4)
-    first = run(tmp_path / "first", *overrides, steps=2)
-    second = run(tmp_path / "second", *overrides, steps=2, start=first.checkpoint)
-    assert first.losses + second.losses == straight.losses
-    _same_weights(second, straight)
+def test_a_users_optimizer_goes_on_with_all_it_keeps(runs: Runs[Case, Outcome], own: tuple[str, ...]) -> None:
+    _go_on(runs, _two_and_two(*own))
 
 
-@pytest.mark.parametrize("splitting", ["fused", "qkv", "per_head"])
-def test_muon_goes_on_with_matrices_split_otherwise(
-    splitting: str, two_steps: Callable[..., Outcome], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("splitting", SPLITTINGS)
+def test_muon_goes_on_with_matrices_split_otherwise(splitting: str, runs: Runs[Case, Outcome]) -> None:
     """Its state is of elements: what counts as one matrix may change."""
-    saved = two_steps(*OPTIMIZERS["muon"])
-    there = run(tmp_path / "there", "gpus=2", f"engine.splitting={splitting}", steps=0, start=saved.checkpoint)
-    back = run(tmp_path / "back", *TP2_DP2, steps=0, start=there.checkpoint)
+    saved, there, back = (runs[case] for case in (_saved(*OPTIMIZERS["muon"]), *_split_otherwise(splitting)))
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same(units_of(back.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
 
 
-def test_shampoo_does_not_and_says_what_to_set(tmp_path: Path) -> None:
+def test_shampoo_does_not_and_says_what_to_set(runs: Runs[Case, Outcome]) -> None:
     """Factors of a whole matrix are no factors of its parts."""
     shampoo = OPTIMIZERS["shampoo"]
-    saved = run(tmp_path / "saved", "gpus=2", *shampoo, steps=1)
+    there = Case(settings=(*LAYOUTS["dp2"], *shampoo, "engine.splitting=fused"), start=_saved(*shampoo))
     with pytest.raises(AssertionError, match=r"engine\.splitting=split") as refused:
-        run(tmp_path / "there", "gpus=2", *shampoo, "engine.splitting=fused", steps=0, start=saved.checkpoint)
+        runs[there]
     assert str(refused.value).count(CheckpointInvalid.__name__) >= 2, "one rank alone refused"
 
 
-def test_untied_embeddings_and_fp32_come_back(tmp_path: Path) -> None:
-    overrides = ("model.tied_embeddings=false", "train.precision=fp32")
-    saved = run(tmp_path / "saved", *TP2_DP2, *overrides, steps=2)
-    there = run(tmp_path / "there", *LAYOUTS["pp2 tp2"], *overrides, steps=0, start=saved.checkpoint)
-    model = resolve(*TP2_DP2, *overrides)[0].model
+def test_untied_embeddings_and_fp32_come_back(runs: Runs[Case, Outcome]) -> None:
+    saved, there = runs[_saved(*UNTIED)], runs[UNTIED_THERE]
+    model = resolve(*TP2_DP2, *UNTIED)[0].model
     values = units_of(saved.checkpoint, model)
     assert "output_layer.weight/exp_avg" in values
     _same(units_of(there.checkpoint, model), values)
     _same_weights(there, saved)
 
 
-def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(tmp_path: Path) -> None:
+def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcome]) -> None:
     """fp32 master and momentum of every matrix, master and two moments of every other parameter, random states."""
-    overrides = (*TP2_DP2, "model.hidden_size=128", "model.ffn_hidden_size=512")
-    saved = run(tmp_path / "saved", *overrides, steps=1)
+    saved = runs[WIDER]
     shapes = {name: tensor.numel() for name, tensor in saved.weights.items()}
     matrices = sum(size for name, size in shapes.items() if "_proj" in name)
     rest = sum(size for name, size in shapes.items() if "_proj" not in name and "lm_head" not in name)

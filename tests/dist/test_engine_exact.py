@@ -4,7 +4,7 @@ Every layout gets the same gradients, each matrix whole is updated by one ordina
 sum whose order could differ; clipping is off because the global norm is one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -16,8 +16,8 @@ from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from tests.dist import jobs
-from tests.dist.jobs import SMALL
-from tests.dist.synthetic import Result, run_engine, single_process
+from tests.dist.jobs import SMALL, Runs
+from tests.dist.synthetic import Case, Result, run_engines, single_process
 from tests.dist.whole import Weights
 
 STEPS = 5
@@ -33,6 +33,7 @@ FIXED = (
     "engine.strategy=canzona",
 )
 LAYOUTS = {
+    "one rank": ("gpus=1",),
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
     "tp2 dp2": ("gpus=4", "parallel.tp=2"),
     "tp4 dp1": ("gpus=4", "parallel.tp=4"),
@@ -42,6 +43,59 @@ LAYOUTS = {
     "tp2 pp2 dp2": ("gpus=8", "parallel.tp=2", "parallel.pp=2"),
 }
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+Run = tuple[tuple[str, ...], int]
+"""Settings, and how many steps are made with them."""
+OFTEN = ("optimizer.stagger=false", "optimizer.precondition_frequency=2")
+WHOLE: dict[str, Run] = {
+    "muon": (("optimizer=muon",), STEPS),
+    "shampoo": (("optimizer=shampoo", *OFTEN), STEPS),
+    "soap": (("optimizer=soap", *OFTEN), STEPS),
+}
+SPLITTINGS: dict[str, Run] = {
+    splitting: (("optimizer=muon", f"engine.splitting={splitting}"), 3)
+    for splitting in ("fused", "qkv", "split", "per_head")
+}
+BUFFERS: list[Run] = [
+    (("optimizer=muon", f"engine.layout={buffers}", f"engine.reduction={reduction}"), 3)
+    for buffers in ("contiguous", "owner", "aligned")
+    for reduction in ("reduce", "all_to_all")
+]
+WHO_AND_WHEN: list[Run] = [
+    (("optimizer=muon", *settings), 3)
+    for settings in (
+        ("engine.strategy=asc",),
+        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
+        ("engine.layout=aligned", "engine.reduction=even"),
+        ("parallel.overlap_param_gather=false",),
+        ("parallel.overlap_grad_reduce=false",),
+    )
+]
+STAGGERED, AT_ONCE = (
+    {name: ((f"optimizer={name}", "optimizer.precondition_frequency=3", how), 7) for name in ("shampoo", "soap")}
+    for how in ("optimizer.stagger=true", "optimizer.stagger=false")
+)
+BF16: Run = (("optimizer=muon", "train.precision=bf16"), STEPS)
+SENT_IN_BF16: Run = (("optimizer=muon", "engine.exchange_dtype=bf16"), 3)
+COMPARED: dict[str, list[Run]] = {
+    "one rank": [*SPLITTINGS.values(), *STAGGERED.values(), *AT_ONCE.values()],
+    "tp1 dp4": [*WHOLE.values(), *SPLITTINGS.values()],
+    "tp2 dp2": [*WHOLE.values(), *SPLITTINGS.values(), *BUFFERS, BF16],
+    "tp4 dp1": [*WHOLE.values(), *SPLITTINGS.values(), SENT_IN_BF16],
+    "tp2 pp2": [*WHOLE.values()],
+    "dp3": [*WHOLE.values()],
+    "tp4 dp2": [*WHOLE.values(), *WHO_AND_WHEN],
+    "tp2 pp2 dp2": [*WHOLE.values(), *STAGGERED.values()],
+}
+"""All that the tests below compare, by the ranks it runs on."""
+
+
+def _run(cases: Sequence[tuple[str, Run]]) -> list[Result]:
+    made = [(*_resolve(*settings, *LAYOUTS[where]), steps) for where, (settings, steps) in cases]
+    return run_engines([Case(config=config, layout=layout, steps=steps) for config, layout, steps in made])
+
+
+RUNS = Runs([(where, run) for where, runs in COMPARED.items() for run in runs], lambda case: case[0], _run)
 
 
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -71,21 +125,19 @@ def _different(first: Weights, second: Weights, names: Weights) -> list[str]:
     return [name for name in names if not torch.equal(first[name], second[name])]
 
 
-@pytest.fixture(scope="module", params=["muon", "shampoo", "soap"])
-def reference(request: pytest.FixtureRequest) -> tuple[str, Weights]:
-    """An optimizer and the weights it comes to in one process without the engine."""
-    name = request.param
-    overrides = () if name == "muon" else ("optimizer.stagger=false", "optimizer.precondition_frequency=2")
-    config, layout = _resolve(f"optimizer={name}", "gpus=1", *overrides)
-    start = run_engine(config, layout, 0)
-    return name, single_process(start.before, config, STEPS, _ordinary(config))
+@cache
+def _single_process(name: str) -> Weights:
+    """What an optimizer comes to in one process without the engine."""
+    settings, steps = WHOLE[name]
+    before = RUNS["tp1 dp4", WHOLE[name]].before
+    config, _ = _resolve(*settings, *LAYOUTS["one rank"])
+    return single_process(before, config, steps, _ordinary(config))
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_five_steps_equal_a_single_process_bitwise(reference: tuple[str, Weights], where: str) -> None:
-    name, expected = reference
-    overrides = () if name == "muon" else ("optimizer.stagger=false", "optimizer.precondition_frequency=2")
-    found = run_engine(*_resolve(f"optimizer={name}", *LAYOUTS[where], *overrides), STEPS)
+@pytest.mark.parametrize("where", [where for where in LAYOUTS if where != "one rank"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_five_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
+    found, expected = RUNS[where, WHOLE[name]], _single_process(name)
     assert _different(found.after, expected, expected) == []
     assert all(not torch.equal(found.before[key], expected[key]) for key in expected), "nothing was updated"
 
@@ -93,8 +145,8 @@ def test_five_steps_equal_a_single_process_bitwise(reference: tuple[str, Weights
 def test_muon_is_that_of_emerging_optimizers() -> None:
     """Not ours: NVIDIA's on whole matrices. Rounding of products in another order, through an iteration that makes
     singular values of about 1e-3 into 1: seen 2e-6 of a step of 0.2 * sqrt(192) * lr; asserted 1e-4."""
-    config, layout = _resolve("optimizer=muon", *LAYOUTS["tp2 dp2"])
-    found = run_engine(config, layout, STEPS)
+    found = RUNS["tp2 dp2", WHOLE["muon"]]
+    config, _ = _resolve("optimizer=muon", *LAYOUTS["tp2 dp2"])
     theirs = single_process(
         found.before, config, STEPS,
         lambda params: EmergingMuon(
@@ -106,69 +158,51 @@ def test_muon_is_that_of_emerging_optimizers() -> None:
     assert worst < 1e-4 * 0.01
 
 
-@pytest.mark.parametrize("splitting", ["fused", "qkv", "split", "per_head"])
+def _on_one_rank(splitting: str) -> Weights:
+    return RUNS["one rank", SPLITTINGS[splitting]].after
+
+
+@pytest.mark.parametrize("splitting", SPLITTINGS)
 def test_every_splitting_gives_the_same_in_every_layout(splitting: str) -> None:
-    one = _three(splitting, "gpus=1")
+    one = _on_one_rank(splitting)
     for where in ("tp1 dp4", "tp2 dp2", "tp4 dp1"):
-        other = _three(splitting, *LAYOUTS[where])
-        assert _different(one.after, other.after, one.after) == [], where
-
-
-@cache
-def _three(splitting: str, *overrides: str) -> Result:
-    return run_engine(*_resolve("optimizer=muon", f"engine.splitting={splitting}", *overrides), 3)
+        assert _different(one, RUNS[where, SPLITTINGS[splitting]].after, one) == [], where
 
 
 def test_splittings_differ() -> None:
     """What the test above compares is not one thing under four names."""
-    ends = [_three(splitting, "gpus=1").after for splitting in ("fused", "qkv", "split", "per_head")]
+    ends = [_on_one_rank(splitting) for splitting in SPLITTINGS]
     for number, first in enumerate(ends):
         for second in ends[number + 1 :]:
             assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all"])
-@pytest.mark.parametrize("buffers", ["contiguous", "owner", "aligned"])
-def test_layouts_of_the_buffer_change_nothing(buffers: str, reduction: str) -> None:
-    one = _three("split", "gpus=1")
-    settings = (f"engine.layout={buffers}", f"engine.reduction={reduction}")
-    other = _three("split", *LAYOUTS["tp2 dp2"], *settings)
-    assert _different(one.after, other.after, one.after) == []
+@pytest.mark.parametrize("run", BUFFERS, ids=lambda run: " ".join(run[0][1:]))
+def test_layouts_of_the_buffer_change_nothing(run: Run) -> None:
+    one = _on_one_rank("split")
+    assert _different(one, RUNS["tp2 dp2", run].after, one) == []
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("engine.strategy=asc",),
-        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
-        ("engine.layout=aligned", "engine.reduction=even"),
-        ("parallel.overlap_param_gather=false",),
-        ("parallel.overlap_grad_reduce=false",),
-    ],
-)
-def test_who_updates_what_and_when_changes_nothing(settings: tuple[str, ...]) -> None:
-    one = _three("split", "gpus=1")
-    other = _three("split", *LAYOUTS["tp4 dp2"], *settings)
-    assert _different(one.after, other.after, one.after) == []
+@pytest.mark.parametrize("run", WHO_AND_WHEN, ids=lambda run: " ".join(run[0][1:]))
+def test_who_updates_what_and_when_changes_nothing(run: Run) -> None:
+    one = _on_one_rank("split")
+    assert _different(one, RUNS["tp4 dp2", run].after, one) == []
 
 
-@pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
-def test_staggered_refreshes_do_not_depend_on_the_layout(optimizer: str) -> None:
+@pytest.mark.parametrize("name", STAGGERED)
+def test_staggered_refreshes_do_not_depend_on_the_layout(name: str) -> None:
     """A matrix's turn is its own, whoever hosts it."""
-    settings = (f"optimizer={optimizer}", "optimizer.precondition_frequency=3", "optimizer.stagger=true")
-    one = run_engine(*_resolve(*settings, "gpus=1"), 7).after
-    together = run_engine(*_resolve(*settings[:2], "optimizer.stagger=false", "gpus=1"), 7).after
-    other = run_engine(*_resolve(*settings, *LAYOUTS["tp2 pp2 dp2"]), 7).after
-    assert _different(one, other, one) == []
-    assert _different(one, together, one) != []
+    one = RUNS["one rank", STAGGERED[name]].after
+    assert _different(one, RUNS["tp2 pp2 dp2", STAGGERED[name]].after, one) == []
+    assert _different(one, RUNS["one rank", AT_ONCE[name]].after, one) != []
 
 
 def test_bf16_weights_are_the_rounded_masters() -> None:
     """With bf16 weights a host's master is fp32 all along: the weights are its rounding, never rounded twice."""
-    start, layout = _resolve("optimizer=muon", "train.precision=bf16", *LAYOUTS["tp2 dp2"])
-    found = run_engine(start, layout, STEPS)
+    found = RUNS["tp2 dp2", BF16]
+    config, _ = _resolve(*BF16[0], *LAYOUTS["tp2 dp2"])
     expected = single_process(
-        found.before, start, STEPS,
+        found.before, config, STEPS,
         lambda params: Muon(params, 0.01, weight_decay=0.1, precision="bf16"),
     )  # fmt: skip
     rounded = {name: weight.bfloat16().float() for name, weight in expected.items()}
@@ -176,10 +210,8 @@ def test_bf16_weights_are_the_rounded_masters() -> None:
 
 
 def test_gradients_in_bf16_travel_rounded_once() -> None:
-    config, layout = _resolve("optimizer=muon", "engine.exchange_dtype=bf16", *LAYOUTS["tp4 dp1"])
-    found = run_engine(config, layout, 3)
-    exact = run_engine(*_resolve("optimizer=muon", *LAYOUTS["tp4 dp1"]), 3)
-    names = single_process(found.before, config, 0, _ordinary(config))
+    found, exact = RUNS["tp4 dp1", SENT_IN_BF16], RUNS["tp4 dp1", SPLITTINGS["split"]]
+    names = _single_process("muon")
     assert all(not torch.equal(found.after[name], exact.after[name]) for name in names)
     # Steps of orthogonal matrices whose inputs differ by bf16's 2^-9: far from a step's own size.
     moved = max((exact.after[name] - exact.before[name]).abs().max().item() for name in names)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.step import StepResult, train_step
 from tests.dist.engine_support import (
     SMALL_GROUPS,
@@ -28,7 +31,7 @@ from tests.dist.engine_support import (
     resolve,
     weights,
 )
-from tests.dist.jobs import build, planned
+from tests.dist.jobs import Runs, build, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import optimizer_step, whole_gradients
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -52,31 +55,31 @@ class Stopped:
     after: tuple[Digests, Digests]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value", "culprit"),
-    [
-        ("tp2 dp2", FC1, float("nan"), 3),
-        ("tp2 dp2", FC1, float("inf"), 0),
-        ("tp1 dp4", EMBEDDING, float("-inf"), 2),
-        # The last stage: its only layer is the model's second.
-        ("tp2 pp2", FC1, float("nan"), 3),
-        # Every tensor-parallel rank has all of it, and only the first one's counts in the norm.
-        ("tp2 dp2", NORM, float("nan"), 1),
-    ],
-)
-def test_one_bad_element_stops_all_ranks_before_anything_changes(
-    where: str, name: str, value: float, culprit: int
-) -> None:
-    config, layout = resolve("optimizer=soap", *LAYOUTS[where])
+Bad = tuple[str, str, float, int]
+"""Where a run is cut, the parameter whose gradient is bad in one element there, that element, the rank that has it."""
+BAD: list[Bad] = [
+    ("tp2 dp2", FC1, float("nan"), 3),
+    ("tp2 dp2", FC1, float("inf"), 0),
+    ("tp1 dp4", EMBEDDING, float("-inf"), 2),
+    # The last stage: its only layer is the model's second.
+    ("tp2 pp2", FC1, float("nan"), 3),
+    # Every tensor-parallel rank has all of it, and only the first one's counts in the norm.
+    ("tp2 dp2", NORM, float("nan"), 1),
+]
+
+
+def _stopped(cases: Sequence[Bad]) -> list[list[Stopped]]:
+    config, layout = resolve("optimizer=soap", *LAYOUTS[cases[0][0]])
     plan = planned(config, layout)
 
-    def rank() -> Stopped:
-        trainee = build(config, layout, plan)
+    def work(number: int, world: World) -> Stopped:
+        _, name, value, culprit = cases[number]
+        trainee = assemble_trainee(config, world, plan)
         stream = batches(trainee)
         train_step(trainee, stream)
         _wait(trainee)
         before = weights(trainee), kept(trainee)
-        target = parameter(trainee, name) if trainee.world.rank == culprit else None
+        target = parameter(trainee, name) if world.rank == culprit else None
         with pytest.raises(NonFiniteGradients) as caught, poisoned(target, value):
             train_step(trainee, stream)
         return Stopped(
@@ -86,10 +89,18 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(
             after=(weights(trainee), kept(trainee)),
         )
 
-    for stopped in run_ranks(layout.world_size, rank):
+    return [*on_ranks(dict.fromkeys(range(len(cases)), (config, layout)), work).values()]
+
+
+STOPPED = Runs(BAD, lambda case: case[0], _stopped)
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(map(str, case)))
+def test_one_bad_element_stops_all_ranks_before_anything_changes(case: Bad) -> None:
+    for stopped in STOPPED[case]:
         assert stopped.after == stopped.before
         assert any("exp_avg_sq" in key for key in stopped.before[1]), "there was no state to protect"
-        assert f"the first is {name}" in stopped.told
+        assert f"the first is {case[1]}" in stopped.told
         assert stopped.exit_code == 70
 
 
@@ -106,23 +117,28 @@ def test_a_norm_that_overflows_stops_too_and_blames_no_parameter() -> None:
     assert all("their global norm overflows fp32" in told for told in run_ranks(layout.world_size, rank))
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
+def test_a_skipped_step_leaves_no_trace() -> None:
     """Good, bad, good, good is bitwise good, good, good; forward passes in between see whole parameters."""
-    config, layout = resolve(
-        "optimizer=shampoo", "train.non_finite=skip", f"parallel.overlap_param_gather={overlap}", *LAYOUTS["tp2 dp2"]
-    )
+    made = {
+        overlap: resolve(
+            "optimizer=shampoo",
+            "train.non_finite=skip",
+            f"parallel.overlap_param_gather={overlap}",
+            *LAYOUTS["tp2 dp2"],
+        )
+        for overlap in ("true", "false")
+    }
+    plans = {overlap: planned(*made[overlap]) for overlap in made}
 
-    plan = planned(config, layout)
-
-    def rank(bad: int | None) -> tuple[list[StepResult], tuple[Digests, Digests], int, bool]:
-        trainee = build(config, layout, plan)
-        good = [next(stream) for stream in [batches(trainee)] for _ in range(3 * layout.num_microbatches)]
-        per_step = layout.num_microbatches
+    def work(case: tuple[str, int | None], world: World) -> tuple[list[StepResult], tuple[Digests, Digests], int, bool]:
+        overlap, bad = case
+        trainee = assemble_trainee(made[overlap][0], world, plans[overlap])
+        per_step = world.layout.num_microbatches
+        good = [next(stream) for stream in [batches(trainee)] for _ in range(3 * per_step)]
         done, results, unchanged = 0, [], True
         for step in range(3 if bad is None else 4):
             data = iter(good[per_step * min(done, 2) : per_step * (min(done, 2) + 1)])
-            target = parameter(trainee, FC1) if step == bad and trainee.world.rank == 2 else None
+            target = parameter(trainee, FC1) if step == bad and world.rank == 2 else None
             _wait(trainee)
             before = weights(trainee), kept(trainee)
             with poisoned(target, float("nan")):
@@ -134,16 +150,18 @@ def test_a_skipped_step_leaves_no_trace(overlap: str) -> None:
         _wait(trainee)
         return results, (weights(trainee), kept(trainee)), engine_of(trainee).skipped, unchanged
 
-    never = run_ranks(4, lambda: rank(None))
-    once = run_ranks(4, lambda: rank(1))
-    for (clean, end, _, _), (results, found, skipped, unchanged) in zip(never, once, strict=True):
-        assert [result.skipped for result in results] == [False, True, False, False]
-        assert skipped == 1
-        assert unchanged
-        assert found == end
-        assert [result.loss for result in results if not result.skipped] == [result.loss for result in clean]
-        # The refused batch and the one after the skip are the same one, from the same weights.
-        assert results[1].loss == results[2].loss
+    found = on_ranks({(overlap, bad): made[overlap] for overlap in made for bad in (None, 1)}, work)
+    for overlap in made:
+        for (clean, end, _, _), (results, last, skipped, unchanged) in zip(
+            found[overlap, None], found[overlap, 1], strict=True
+        ):
+            assert [result.skipped for result in results] == [False, True, False, False]
+            assert skipped == 1
+            assert unchanged
+            assert last == end
+            assert [result.loss for result in results if not result.skipped] == [result.loss for result in clean]
+            # The refused batch and the one after the skip are the same one, from the same weights.
+            assert results[1].loss == results[2].loss
 
 
 FAULTY = """
@@ -187,26 +205,35 @@ class Faulted:
     groups: int
 
 
-def _faulted(config: RunConfig, layout: Layout, hit: tuple[str, ...], *, on_host: bool = True) -> list[Faulted]:
+Hit = tuple[tuple[str, ...], bool]
+"""Matrices that are hit, and whether the host may look whether an update was finite."""
+HIT: list[Hit] = [
+    (hit, on_host) for on_host in (True, False) for hit in (("layers.0.proj",), ("layers.1.down",), tuple(HITS))
+]
+NONE: Hit = ((), True)
+
+
+def _faulted(config: RunConfig, layout: Layout, cases: Sequence[Hit]) -> list[list[Faulted]]:
     plan = planned(config, layout)
 
-    def rank() -> Faulted:
-        trainee = build(config, layout, plan)
+    def work(case: Hit, world: World) -> Faulted:
+        hit, on_host = case
+        trainee = assemble_trainee(config, world, plan)
         matrices = engine_of(trainee).matrices
         _break(trainee, hit)
         for group in matrices.groups:
             assert isinstance(group, HostedGroup)
             group._on_host = on_host
-        parts, fallbacks, averages = [part_of(trainee.model, trainee.world)], [], []
+        parts, fallbacks, averages = [part_of(trainee.model, world)], [], []
         with heard("canzona_cli") as log:
             for step in range(4):
                 optimizer_step(trainee, step)
                 fallbacks.append(int(matrices.fallbacks()))
-                parts.append(part_of(trainee.model, trainee.world))
+                parts.append(part_of(trainee.model, world))
                 averages.append(_averages(trainee))
         return Faulted(parts=parts, fallbacks=fallbacks, averages=averages, log=log, groups=len(matrices.groups))
 
-    return run_ranks(layout.world_size, rank)
+    return [*on_ranks(dict.fromkeys(cases, (config, layout)), work).values()]
 
 
 def _averages(trainee: Trainee) -> dict[str, float]:
@@ -229,21 +256,18 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Lay
 
 
 @pytest.fixture(scope="module")
-def healthy(faulty_run: tuple[RunConfig, Layout]) -> list[Weights]:
-    config, layout = faulty_run
-    found = _faulted(config, layout, ())
-    return [assemble([rank.parts[step] for rank in found], config.model) for step in range(5)]
+def faulted(faulty_run: tuple[RunConfig, Layout]) -> Runs[Hit, list[Faulted]]:
+    return Runs([NONE, *HIT], lambda case: None, partial(_faulted, *faulty_run))
 
 
-@pytest.mark.parametrize(
-    "hit", [("layers.0.proj",), ("layers.1.down",), tuple(HITS)], ids=["first group", "last group", "three"]
-)
-@pytest.mark.parametrize("on_host", [True, False], ids=["branch", "where"])
+@pytest.mark.parametrize("case", HIT, ids=lambda case: f"{'branch' if case[1] else 'where'} {' '.join(case[0])}")
 def test_an_update_that_is_not_finite_is_left_out(
-    faulty_run: tuple[RunConfig, Layout], healthy: list[Weights], hit: tuple[str, ...], on_host: bool
+    faulty_run: tuple[RunConfig, Layout], faulted: Runs[Hit, list[Faulted]], case: Hit
 ) -> None:
-    config, layout = faulty_run
-    found = _faulted(config, layout, hit, on_host=on_host)
+    config, _ = faulty_run
+    hit, _ = case
+    found = faulted[case]
+    healthy = [assemble([rank.parts[step] for rank in faulted[NONE]], config.model) for step in range(5)]
     assert all(rank.groups > 2 for rank in found), "messages share no memory: less is tested than meant"
     # `assemble` asserts that all ranks agree, after every step.
     steps = [assemble([rank.parts[step] for rank in found], config.model) for step in range(5)]

@@ -1,8 +1,9 @@
 """Before the first step: what does not fit is refused on every rank, with its name; what is unusual but right works."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import OptimizerRefused, PlanRefused
 from canzona_cli.errors import ExitCode, WorkerCrashed
 from canzona_cli.megatron import model as models
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.training.assemble import assemble, join
+from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
-from tests.dist.jobs import build
+from tests.dist.jobs import build, on_ranks
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering, run_engine
 from tests.dist.whole import Part, part_of
@@ -32,54 +34,60 @@ TP2_PP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=2")
 # --- plans ---
 
 
-def _refusals(config: RunConfig, layout: Layout, plan_of: Callable[[int], Plan | None]) -> list[str]:
-    """What every rank says of the plan it is given."""
+Given = Callable[[int], Plan | None]
+"""The plan that a rank is given."""
 
-    def rank() -> str:
-        world = join(config, layout)
+
+def _refusals(config: RunConfig, layout: Layout, given: Sequence[Given]) -> list[list[str]]:
+    """What every rank says of the plan it is given, each time."""
+
+    def work(number: int, world: World) -> str:
         with pytest.raises(PlanRefused) as caught:
-            assemble(config, world, plan_of(world.rank))
+            assemble(config, world, given[number](world.rank))
         assert caught.value.exit_code == ExitCode.CONFIG
         return str(caught.value)
 
-    return run_ranks(layout.world_size, rank)
+    return [*on_ranks(dict.fromkeys(range(len(given)), (config, layout)), work).values()]
 
 
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        (TP1_DP4, "it was made for tp = 1, but these ranks have tp = 2"),
-        (TP2_PP2, "it was made for pp = 2, but these ranks have pp = 1"),
-        (("gpus=2", "parallel.tp=2", "parallel.pp=1"), "it was made for dp = 1, but these ranks have dp = 2"),
-        (
-            (*TP2_DP2, "model.num_layers=1"),
-            "decoder.layers.1.self_attention.linear_proj.weight: planned nothing, found a matrix of shape (64, 64)",
-        ),
-        (
-            (*TP2_DP2, "model.num_layers=4"),
-            "decoder.layers.2.self_attention.linear_proj.weight: planned a fragment of shape (64, 64), "
-            "found no such trainable parameter",
-        ),
-        (
-            (*TP2_DP2, "model.ffn_hidden_size=256"),
-            "decoder.layers.0.mlp.linear_fc1.weight: planned (256, 64), found (192, 64)",
-        ),
-    ],
-    ids=["tp", "pp", "dp", "fewer layers", "more layers", "wider"],
-)
-def test_a_plan_for_something_else_is_refused_everywhere(other: tuple[str, ...], told: str) -> None:
-    config, layout = resolve(*TP2_DP2)
-    plan = make_plan(*resolve(*other))
-    said = _refusals(config, layout, lambda rank: plan)
-    assert all(told in words for words in said)
-    assert len(set(said)) == 1
+def _to_all(plan: Plan | None) -> Given:
+    return lambda rank: plan
+
+
+def _only_to(chosen: int, plan: Plan, others: Plan | None) -> Given:
+    return lambda rank: plan if rank == chosen else others
+
+
+FOR_OTHERS: list[tuple[tuple[str, ...], str]] = [
+    (TP1_DP4, "it was made for tp = 1, but these ranks have tp = 2"),
+    (TP2_PP2, "it was made for pp = 2, but these ranks have pp = 1"),
+    (("gpus=2", "parallel.tp=2", "parallel.pp=1"), "it was made for dp = 1, but these ranks have dp = 2"),
+    (
+        (*TP2_DP2, "model.num_layers=1"),
+        "decoder.layers.1.self_attention.linear_proj.weight: planned nothing, found a matrix of shape (64, 64)",
+    ),
+    (
+        (*TP2_DP2, "model.num_layers=4"),
+        "decoder.layers.2.self_attention.linear_proj.weight: planned a fragment of shape (64, 64), "
+        "found no such trainable parameter",
+    ),
+    (
+        (*TP2_DP2, "model.ffn_hidden_size=256"),
+        "decoder.layers.0.mlp.linear_fc1.weight: planned (256, 64), found (192, 64)",
+    ),
+]
+
+
+def test_a_plan_for_something_else_is_refused_everywhere() -> None:
+    plans = [_to_all(make_plan(*resolve(*other))) for other, _ in FOR_OTHERS]
+    for said, (_, told) in zip(_refusals(*resolve(*TP2_DP2), plans), FOR_OTHERS, strict=True):
+        assert all(told in words for words in said)
+        assert len(set(said)) == 1
 
 
 def test_a_run_without_a_plan_is_refused_everywhere_even_if_one_rank_has_one() -> None:
     config, layout = resolve(*TP2_DP2)
-    plan = make_plan(config, layout)
-    for plan_of in (lambda rank: None, lambda rank: plan if rank == 2 else None):
-        said = _refusals(config, layout, plan_of)
+    for said in _refusals(config, layout, [_to_all(None), _only_to(2, make_plan(config, layout), None)]):
         assert all("plan: there is no plan" in words for words in said)
 
 
@@ -94,13 +102,12 @@ def _moved(plan: Plan) -> Plan:
 def test_ranks_with_different_plans_all_learn_the_first_difference() -> None:
     config, layout = resolve(*TP2_DP2)
     plan = make_plan(config, layout)
-    other_alpha = make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25"))
-    for other, told in ((other_alpha, "settings.alpha: 1.0 and 0.25"), (_moved(plan), "matrices[layers.1.gate].host")):
-
-        def one_differs(rank: int, other: Plan = other) -> Plan:
-            return other if rank == 3 else plan
-
-        said = _refusals(config, layout, one_differs)
+    others = {
+        "settings.alpha: 1.0 and 0.25": make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25")),
+        "matrices[layers.1.gate].host": _moved(plan),
+    }
+    found = _refusals(config, layout, [_only_to(3, other, plan) for other in others.values()])
+    for told, said in zip(others, found, strict=True):
         assert len(set(said)) == 1
         assert "ranks 0 and 3 have different plans" in said[0]
         assert told in said[0]
@@ -120,7 +127,7 @@ def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch)
         return built
 
     monkeypatch.setattr(models, "build_model", build_frozen)
-    for words in _refusals(config, layout, lambda rank: plan):
+    for words in _refusals(config, layout, [_to_all(plan)])[0]:
         assert "decoder.layers.1.mlp.linear_fc2.weight" in words
         assert "found no such trainable parameter" in words
 
@@ -181,12 +188,13 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
         assert torch.allclose(after[name], decayed, rtol=1e-6, atol=0.0) == unused, name
 
 
-@pytest.mark.parametrize("from_step", [1, 2])
-def test_with_overlap_a_missing_gradient_is_named(from_step: int) -> None:
-    config, layout = resolve(*TP2_DP2)
+def test_with_overlap_a_missing_gradient_is_named() -> None:
+    """In the first step, and in one whose order Megatron knows."""
+    config, layout = resolve(*TP2_DP2, "train.micro_batch_size=4")
+    plan = make_plan(config, layout)
 
-    def rank() -> str:
-        trainee = build(config, layout)
+    def rank(from_step: int) -> str:
+        trainee = build(config, layout, plan)
         stream = batches(trainee)
         for _ in range(1, from_step):
             train_step(trainee, stream)
@@ -195,9 +203,10 @@ def test_with_overlap_a_missing_gradient_is_named(from_step: int) -> None:
             train_step(trainee, stream)
         return str(caught.value)
 
-    for words in run_ranks(layout.world_size, rank):
-        assert any(name in words for name in UNUSED)
-        assert "overlap_grad_reduce=false" in words
+    for from_step in (1, 2):
+        for words in run_ranks(layout.world_size, partial(rank, from_step)):
+            assert any(name in words for name in UNUSED)
+            assert "overlap_grad_reduce=false" in words
 
 
 # --- a user's own optimizer ---
@@ -236,38 +245,38 @@ def _source(folder: Path, name: str, body: str, arguments: str = "params, lr, we
     return path
 
 
-def _optimizer_refusals(config: RunConfig, layout: Layout) -> list[str]:
-    plan = make_plan(config, layout)
+def _optimizer_refusals(configs: Sequence[RunConfig], layout: Layout) -> list[list[str]]:
+    """What every rank says of each run's optimizer."""
+    plans = [make_plan(config, layout) for config in configs]
 
-    def rank() -> str:
+    def work(number: int, world: World) -> str:
         with pytest.raises(OptimizerRefused) as caught:
-            build(config, layout, plan)
+            assemble(configs[number], world, plans[number])
         [problem] = caught.value.problems
         assert problem.key == "optimizer.source"
         assert problem.fix
         assert caught.value.exit_code == ExitCode.CONFIG
         return f"{problem.value}: {problem.reason}"
 
-    return run_ranks(layout.world_size, rank)
+    return [*on_ranks({number: (config, layout) for number, config in enumerate(configs)}, work).values()]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_cannot_step_matrices_are_refused_everywhere(name: str, tmp_path: Path) -> None:
+def test_optimizers_that_cannot_step_matrices_are_refused_everywhere(tmp_path: Path) -> None:
     config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
-    body, told = REFUSED[name]
-    said = _optimizer_refusals(custom(config, _source(tmp_path, name, body), name), layout)
-    assert len(set(said)) == 1
-    assert told in said[0]
-    assert f"{name.lower()}.py:{name}" in said[0]
+    configs = [custom(config, _source(tmp_path, name, body), name) for name, (body, _) in REFUSED.items()]
+    for name, said in zip(REFUSED, _optimizer_refusals(configs, layout), strict=True):
+        assert len(set(said)) == 1
+        assert REFUSED[name][1] in said[0]
+        assert f"{name.lower()}.py:{name}" in said[0]
 
 
 def test_an_optimizer_called_otherwise_or_missing_is_refused_everywhere(tmp_path: Path) -> None:
     config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
     odd = _source(tmp_path, "Odd", "def step(self): pass", "params, lr, weight_decay, rank")
-    [said] = set(_optimizer_refusals(custom(config, odd, "Odd"), layout))
-    assert "missing 1 required positional argument: 'rank'" in said
-    [said] = set(_optimizer_refusals(custom(config, odd, "Od"), layout))
-    assert "did you mean Odd?" in said
+    called, missing = _optimizer_refusals([custom(config, odd, "Odd"), custom(config, odd, "Od")], layout)
+    assert all("missing 1 required positional argument: 'rank'" in words for words in called)
+    assert all("did you mean Odd?" in words for words in missing)
+    assert len(set(called)) == len(set(missing)) == 1
 
 
 def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path) -> None:

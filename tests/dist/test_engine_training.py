@@ -15,26 +15,24 @@ Three claims, from the exact to the approximate:
   epsilon that lets small directions count for little; at default settings two runs of it part within ten steps.
 """
 
-from functools import cache
-
 import pytest
 
 from canzona_cli.config.schema import Layout, RunConfig
 from tests.dist import jobs
+from tests.dist.jobs import Runs, ranks_of
 from tests.dist.trained import (
     FIXED,
     LAYOUTS,
     LR,
     OPTIMIZERS,
-    Trained,
     deviation,
     different,
     one_rank,
     replay,
-    run_training,
+    run_trainings,
 )
 
-STEPS, EXACT = 6, 5
+STEPS, EXACT = 6, 3
 """Where layouts differ by rounding (SOAP's bases are renewed at the fifth again), and where bits are compared."""
 SETTINGS = OPTIMIZERS | {"soap": (*OPTIMIZERS["soap"], "optimizer.precondition_frequency=4")}
 # Fewer micro-batches: ranks that share every matrix, or pass on every activation, spend most of their time waiting.
@@ -55,25 +53,100 @@ EVERYWHERE = [
 ]
 
 
+# Without staggering, which spreads refreshes by what they cost: an ordinary optimizer of ours does not.
+DEFAULTS = {
+    "shampoo": ("optimizer=shampoo", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
+    "soap": ("optimizer=soap", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
+}
+AT_DEFAULTS = [("shampoo", "tp1 dp4"), ("soap", "tp2 dp2")]
+
+Run = tuple[tuple[str, ...], int]
+"""Settings, and how many steps are made with them."""
+
+
+def _run(*settings: str, steps: int = STEPS) -> Run:
+    return settings, steps
+
+
+def _there(optimizer: str, where: str) -> Run:
+    return _run(*SETTINGS[optimizer], *MESHES[where])
+
+
+def _one_rank(optimizer: str, where: str) -> tuple[Run, Run]:
+    """A run on one rank with the layout's global batch, and the same with the batch cut in other micro-batches."""
+    settings = (*SETTINGS[optimizer], *one_rank(where))
+    return _run(*settings, "train.micro_batch_size=4"), _run(*settings)
+
+
+# Clipping multiplies by a norm whose sum of squares is cut over ranks, so it is off wherever bits are compared.
+UNCLIPPED = ("optimizer=muon", "optimizer.clip_grad=0")
+TWO = ("gpus=1", "train.global_batch_size=4", "train.micro_batch_size=2", *UNCLIPPED)
+"""One rank, two micro-batches."""
+PRECISIONS = {
+    "fp32": (),
+    "bf16": ("train.precision=bf16",),
+    "bf16 reduced in bf16": ("train.precision=bf16", "train.grad_reduce_dtype=bf16"),
+}
+REDUCTIONS = ["reduce", "all_to_all", "ring"]
+ON_ONE = {name: _run(*TWO, *precision, steps=EXACT) for name, precision in PRECISIONS.items()}
+ON_TWO = {
+    (reduction, name): _run(*TWO, "gpus=2", f"engine.reduction={reduction}", *precision, steps=EXACT)
+    for reduction in (*REDUCTIONS, "padded")
+    for name, precision in PRECISIONS.items()
+}
+UNTIED = {
+    where: _run(*TWO, "model.tied_embeddings=false", *layout, steps=EXACT)
+    for where, layout in {
+        "one": (),
+        "pp2": ("gpus=2", "parallel.pp=2"),
+        "pp2 dp2": ("gpus=4", "parallel.pp=2"),
+    }.items()
+}
+TIED = _run(*TWO, "gpus=2", "parallel.pp=2", steps=EXACT)
+FIRST_STEP = [
+    _run("train.micro_batch_size=2", *UNCLIPPED, *where, steps=1)
+    for where in (("gpus=1",), ("gpus=4", "engine.reduction=all_to_all"))
+]
+USUAL, *OTHERWISE = (
+    _run(*UNCLIPPED, *LAYOUTS["tp2 dp2"], *settings, steps=EXACT)
+    for settings in (
+        (),
+        ("engine.strategy=asc",),
+        ("engine.layout=contiguous", "engine.reduction=all_to_all"),
+        ("engine.layout=aligned", "engine.reduction=even"),
+        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
+        ("parallel.overlap_grad_reduce=false",),
+        ("parallel.overlap_param_gather=false",),
+    )
+)
+IN_BF16, REDUCED_IN_BF16 = (
+    _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
+    for name in ("bf16", "bf16 reduced in bf16")
+)
+
+
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     return jobs.resolve(*FIXED, *overrides)
 
 
-@cache
-def _train(*overrides: str, steps: int = STEPS) -> Trained:
-    return run_training(*_resolve(*overrides), steps)
-
-
-def _one_rank(optimizer: str, where: str) -> tuple[Trained, Trained]:
-    """A run on one rank with the layout's global batch, and the same with the batch cut in other micro-batches."""
-    settings = (*SETTINGS[optimizer], *one_rank(where))
-    return _train(*settings, "train.micro_batch_size=4"), _train(*settings)
+RUNS = Runs(
+    [
+        *(run for case in NORMAL for run in (*_one_rank(*case), _there(*case))),
+        *(_run(*DEFAULTS[optimizer], *MESHES[where]) for optimizer, where in AT_DEFAULTS),
+        *ON_ONE.values(),
+        *(run for (reduction, _), run in ON_TWO.items() if reduction in REDUCTIONS),
+        *UNTIED.values(),
+        *(TIED, *FIRST_STEP, USUAL, *OTHERWISE, IN_BF16, REDUCED_IN_BF16),
+    ],
+    lambda run: ranks_of(run[0]),
+    lambda runs: run_trainings([(*_resolve(*settings), steps) for settings, steps in runs]),
+)
 
 
 @pytest.mark.parametrize(("optimizer", "where"), EVERYWHERE)
 def test_six_steps_differ_from_one_rank_by_rounding(optimizer: str, where: str) -> None:
-    one, again = _one_rank(optimizer, where)
-    found = _train(*SETTINGS[optimizer], *MESHES[where])
+    one, again = (RUNS[run] for run in _one_rank(optimizer, where))
+    found = RUNS[_there(optimizer, where)]
     assert min(one.grad_norms) > 0.25, "clipping is not active"
     assert different(found.before, one.before) == []
     assert 0 < deviation(again.after, one.after, LR) < ROUNDING[optimizer]
@@ -86,30 +159,19 @@ def test_six_steps_differ_from_one_rank_by_rounding(optimizer: str, where: str) 
 def test_the_first_step_has_the_gradients_of_one_rank(optimizer: str, where: str) -> None:
     """Reduced, assembled and clipped; before any optimizer amplifies. Sums of 512 tokens and 192 columns in fp32, in
     another order: seen 1e-6 of a matrix's gradient."""
-    one, _ = _one_rank(optimizer, where)
-    found = _train(*SETTINGS[optimizer], *MESHES[where])
+    one = RUNS[_one_rank(optimizer, where)[0]]
+    found = RUNS[_there(optimizer, where)]
     assert len(one.gradients[0]) == 14
     for name, gradient in one.gradients[0].items():
         assert (found.gradients[0][name] - gradient).norm() < 1e-5 * gradient.norm(), name
     assert found.grad_norms[0] == pytest.approx(one.grad_norms[0], rel=1e-6)
 
 
-# Without staggering, which spreads refreshes by what they cost: an ordinary optimizer of ours does not.
-DEFAULTS = {
-    "muon": ("optimizer=muon",),
-    "shampoo": ("optimizer=shampoo", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
-    "soap": ("optimizer=soap", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
-}
-
-
 @pytest.mark.parametrize(
     ("optimizer", "where", "settings"),
     [
         *(pytest.param(*each.values, SETTINGS[str(each.values[0])], marks=each.marks) for each in EVERYWHERE),
-        *(
-            (optimizer, where, DEFAULTS[optimizer])
-            for optimizer, where in [("shampoo", "tp1 dp4"), ("soap", "tp2 dp2")]
-        ),
+        *((optimizer, where, DEFAULTS[optimizer]) for optimizer, where in AT_DEFAULTS),
     ],
 )
 def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
@@ -120,88 +182,57 @@ def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
     Every optimizer on every layout, with the runs of the tests above, and every optimizer at default settings (Muon's
     are): what differs then is how often factors are renewed, which no layout knows of.
     """
-    settings = (*settings, *MESHES[where])
-    found = _train(*settings)
-    expected = replay(found, _resolve(*settings)[0])
+    run = _run(*settings, *MESHES[where])
+    found = RUNS[run]
+    expected = replay(found, _resolve(*run[0])[0])
     assert len(expected) == 14
     assert different(found.after, expected) == []
 
 
-# Clipping multiplies by a norm whose sum of squares is cut over ranks, so it is off wherever bits are compared.
-UNCLIPPED = ("optimizer=muon", "optimizer.clip_grad=0", "train.micro_batch_size=2")
-TWO = ("gpus=1", "train.global_batch_size=4", *UNCLIPPED)
-"""One rank, two micro-batches."""
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param((), id="fp32"),
-        pytest.param(("train.precision=bf16",), id="bf16"),
-        pytest.param(("train.precision=bf16", "train.grad_reduce_dtype=bf16"), id="bf16 reduced in bf16"),
-    ],
-)
-@pytest.mark.parametrize("reduction", ["reduce", "all_to_all", "ring", pytest.param("padded", marks=pytest.mark.sweep)])
-def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, precision: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, pytest.param("padded", marks=pytest.mark.sweep)])
+def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, precision: str) -> None:
     """Two numbers have one sum, and halving them first is exact."""
-    one = _train(*TWO, *precision, steps=EXACT)
-    two = _train(*TWO, "gpus=2", f"engine.reduction={reduction}", *precision, steps=EXACT)
+    one, two = RUNS[ON_ONE[precision]], RUNS[ON_TWO[reduction, precision]]
     assert different(two.after, one.after) == []
     assert two.losses == one.losses
     assert all(different(a, b) == [] for a, b in zip(two.gradients, one.gradients, strict=True))
 
 
-@pytest.mark.parametrize("where", [("gpus=2",), ("gpus=4",)], ids=["pp2", "pp2 dp2"])
-def test_stages_are_bitwise_one_rank(where: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("where", ["pp2", "pp2 dp2"])
+def test_stages_are_bitwise_one_rank(where: str) -> None:
     """With an output layer of its own: a stage computes what it would alone."""
-    untied = "model.tied_embeddings=false"
-    one = _train(*TWO, untied, steps=EXACT)
-    found = _train(*TWO, untied, *where, "parallel.pp=2", steps=EXACT)
+    one, found = RUNS[UNTIED["one"]], RUNS[UNTIED[where]]
     assert different(found.after, one.after) == []
     assert found.losses == one.losses
 
 
 def test_tied_embeddings_over_stages_differ_by_rounding() -> None:
     """Their two gradients are each added up over micro-batches before they meet, and on one rank after."""
-    one, found = _train(*TWO, steps=EXACT), _train(*TWO, "gpus=2", "parallel.pp=2", steps=EXACT)
+    one, found = RUNS[ON_ONE["fp32"]], RUNS[TIED]
     assert different(found.gradients[0], one.gradients[0]) == []
     assert 0 < deviation(found.after, one.after, LR) < ROUNDING["muon"]
 
 
 def test_all_to_all_adds_up_in_the_order_of_ranks() -> None:
     """So four ranks' first gradients are bitwise those of one rank's four micro-batches."""
-    one = _train(*UNCLIPPED, "gpus=1", steps=1)
-    found = _train(*UNCLIPPED, "gpus=4", "parallel.pp=1", "engine.reduction=all_to_all", steps=1)
+    one, found = (RUNS[run] for run in FIRST_STEP)
     assert different(found.gradients[0], one.gradients[0]) == []
     matrices = {name: one.after[name] for name in one.gradients[0]}
     assert different(found.after, matrices) == []
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("engine.strategy=asc",),
-        ("engine.layout=contiguous", "engine.reduction=all_to_all"),
-        ("engine.layout=aligned", "engine.reduction=even"),
-        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
-        ("parallel.overlap_grad_reduce=false",),
-        ("parallel.overlap_param_gather=false",),
-    ],
-    ids=" ".join,
-)
-def test_who_owns_what_and_what_overlaps_changes_no_bit(settings: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("run", OTHERWISE, ids=lambda run: " ".join(run[0][-2:]))
+def test_who_owns_what_and_what_overlaps_changes_no_bit(run: Run) -> None:
     """Each of two data-parallel ranks accumulates two micro-batches; every sum of two ranks is the same."""
-    common = ("optimizer=muon", "optimizer.clip_grad=0", *LAYOUTS["tp2 dp2"])
-    usual, found = _train(*common, steps=EXACT), _train(*common, *settings, steps=EXACT)
+    usual, found = RUNS[USUAL], RUNS[run]
     assert different(found.after, usual.after) == []
     assert found.losses == usual.losses
 
 
 def test_gradients_reduced_in_bf16_are_rounded_and_no_worse() -> None:
     """bf16 has 2^-9 of rounding; a step of orthogonal matrices follows its gradient's direction."""
-    common = ("optimizer=muon", "train.precision=bf16", *LAYOUTS["tp2 dp2"])
-    exact = _train(*common, steps=EXACT)
-    rounded = _train(*common, "train.grad_reduce_dtype=bf16", steps=EXACT)
+    exact, rounded = RUNS[IN_BF16], RUNS[REDUCED_IN_BF16]
     for name, gradient in exact.gradients[0].items():
         error = (rounded.gradients[0][name] - gradient).norm() / gradient.norm()
         assert 0 < error < 2**-7, name

@@ -5,7 +5,7 @@ half trains on two real ranks and looks at the phases.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,10 +21,11 @@ from canzona_cli.megatron.instrument import _PHASE_OF_TIMER
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.phases import IN_STEP, Phase
+from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, build
+from tests.dist.jobs import SMALL, Runs, build, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 
@@ -58,20 +59,25 @@ def _batches(trainee: Trainee) -> BatchStream:
     return BatchStream(samples, trainee.world)
 
 
+def _each[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[K, Trainee], T]) -> dict[K, list[T]]:
+    """What `work` comes to with each case's trainee, on every rank."""
+    plans = {case: planned(*made) for case, made in cases.items()}
+    return on_ranks(cases, lambda case, world: work(case, assemble(cases[case][0], world, plans[case])))
+
+
 # --- What we take for granted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bucket_groups_have_the_methods_and_handles_we_wrap(strategy: str) -> None:
+def test_bucket_groups_have_the_methods_and_handles_we_wrap() -> None:
     """`start_*_sync` leaves a handle of `Work`s behind, `finish_*_sync` takes it away."""
-    config, layout = _resolve("dp2", strategy)
-    kinds = [("grad", "grad_reduce_handle")] + ([] if strategy == "sc" else [("param", "param_gather_handle")])
 
-    def rank() -> None:
-        trainee = build(config, layout)
+    def work(strategy: str, trainee: Trainee) -> None:
         groups = trainee.model.bucket_groups
         assert len(groups) > 2, "DistributedDataParallel.bucket_groups: several buckets were asked for"
-        for kind, handle in kinds:
+        for kind, handle in [
+            ("grad", "grad_reduce_handle"),
+            *([] if strategy == "sc" else [("param", "param_gather_handle")]),
+        ]:
             group = groups[0]
             for method in (f"start_{kind}_sync", f"finish_{kind}_sync"):
                 assert method in vars(group), f"{type(group).__name__}.{method} is not wrapped"
@@ -80,21 +86,17 @@ def test_bucket_groups_have_the_methods_and_handles_we_wrap(strategy: str) -> No
             getattr(group, f"start_{kind}_sync")()
             works = getattr(getattr(group, handle), "works", [getattr(group, handle)])
             assert works, f"{handle} holds no collective after start_{kind}_sync"
-            for work in works:
-                assert callable(work.wait), f"{handle} cannot be waited for"
-                assert isinstance(work.is_completed(), bool), f"{handle} does not tell whether it has completed"
+            for each in works:
+                assert callable(each.wait), f"{handle} cannot be waited for"
+                assert isinstance(each.is_completed(), bool), f"{handle} does not tell whether it has completed"
             getattr(group, f"finish_{kind}_sync")()
             assert getattr(group, handle) is None, f"finish_{kind}_sync left {handle} behind"
 
-    run_ranks(2, rank)
+    _each({strategy: _resolve("dp2", strategy) for strategy in STRATEGIES}, work)
 
 
-@pytest.mark.parametrize("strategy", MEGATRONS_OWN)
-def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer(strategy: str) -> None:
-    config, layout = _resolve("dp2", strategy)
-
-    def rank() -> list[tuple[str, bool]]:
-        trainee = build(config, layout)
+def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer() -> None:
+    def work(strategy: str, trainee: Trainee) -> list[tuple[str, bool]]:
         assert isinstance(trainee.optimizer, ChainedOptimizer)
         assert trainee.optimizer.chained_optimizers, "ChainedOptimizer.chained_optimizers is empty"
         found = list(leaves(trainee.optimizer))
@@ -102,9 +104,10 @@ def test_optimizers_are_chains_whose_leaves_have_a_torch_optimizer(strategy: str
             assert "step_with_ready_grads" in vars(leaf), f"{type(leaf).__name__}.step_with_ready_grads is not wrapped"
         return [(type(leaf.optimizer).__name__, isinstance(leaf.optimizer, OrthogonalizedOptimizer)) for leaf in found]
 
-    for found in run_ranks(2, rank):
-        assert {orthogonalises for _, orthogonalises in found} == ({False} if strategy == "adamw" else {True, False})
-        assert {name for name, orthogonalises in found if not orthogonalises} <= {"AdamW", "Adam"}
+    for strategy, ranks in _each({strategy: _resolve("dp2", strategy) for strategy in MEGATRONS_OWN}, work).items():
+        for found in ranks:
+            assert {flag for _, flag in found} == ({False} if strategy == "adamw" else {True, False})
+            assert {name for name, orthogonalises in found if not orthogonalises} <= {"AdamW", "Adam"}
 
 
 @dataclass
@@ -188,25 +191,30 @@ def _expected(layout: str, strategy: str) -> set[str]:
     return phases
 
 
+def _steps(case: object, trainee: Trainee) -> list[StepTiming]:
+    batches = _batches(trainee)
+    waits: list[bool] = []
+    trainee.timer.on_wait = waits.append
+    for _ in range(STEPS):
+        train_step(trainee, batches)
+    # For the norm, also where Megatron reads it, and for what the ranks tell one another.
+    assert waits == [True, False] * 2 * STEPS
+    return trainee.timer.timings()
+
+
+def _phases(cases: Sequence[tuple[str, str]]) -> list[list[list[StepTiming]]]:
+    return [*_each({strategy: _resolve(layout, strategy) for layout, strategy in cases}, _steps).values()]
+
+
+PHASES = Runs([(layout, strategy) for layout in LAYOUTS for strategy in STRATEGIES], lambda case: case[0], _phases)
+
+
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
     """They add up to the step; exactly those of the strategy occur; what is exposed is part of the total."""
-    config, layout = _resolve(layout_name, strategy)
-
-    def rank() -> list[StepTiming]:
-        trainee = build(config, layout)
-        batches = _batches(trainee)
-        waits: list[bool] = []
-        trainee.timer.on_wait = waits.append
-        for _ in range(STEPS):
-            train_step(trainee, batches)
-        # For the norm, also where Megatron reads it, and for what the ranks tell one another.
-        assert waits == [True, False] * 2 * STEPS
-        return trainee.timer.timings()
-
     expected = _expected(layout_name, strategy)
-    for timings in run_ranks(2, rank):
+    for timings in PHASES[layout_name, strategy]:
         assert len(timings) == STEPS
         for timing in timings[1:]:
             in_step = {name: timing.phases[name] for name in IN_STEP if name in timing.phases}
@@ -222,22 +230,16 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
             }
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "overlap"),
-    [("muon", True), ("muon", False), ("shampoo", True), ("soap", True)],
-    ids=["muon", "muon not overlapped", "shampoo", "soap"],
-)
-def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) -> None:
-    """Everything the breakdown has a row for, on every rank; a rank that hosts nothing would have no matrix update."""
-    flag = str(overlap).lower()
-    config, layout = jobs.resolve(
-                *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4", f"train.steps={STEPS}",
-                f"optimizer={optimizer}",
-                "engine.strategy=canzona", f"parallel.overlap_grad_reduce={flag}",
-                f"parallel.overlap_param_gather={flag}")  # fmt: skip
+def _canzona(cases: Sequence[tuple[str, bool]]) -> list[list[tuple[list[StepTiming], list[float]]]]:
+    def resolved(optimizer: str, overlap: bool) -> tuple[RunConfig, Layout]:
+        flag = str(overlap).lower()
+        return jobs.resolve(
+                    *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4",
+                    f"train.steps={STEPS}", f"optimizer={optimizer}",
+                    "engine.strategy=canzona", f"parallel.overlap_grad_reduce={flag}",
+                    f"parallel.overlap_param_gather={flag}")  # fmt: skip
 
-    def rank() -> tuple[list[StepTiming], list[float]]:
-        trainee = build(config, layout)
+    def work(case: tuple[str, bool], trainee: Trainee) -> tuple[list[StepTiming], list[float]]:
         batches = _batches(trainee)
         walls = []
         for _ in range(STEPS):
@@ -246,8 +248,23 @@ def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) ->
             walls.append(time.perf_counter() - started)
         return trainee.timer.timings(), walls
 
+    return [*_each({case: resolved(*case) for case in cases}, work).values()]
+
+
+BOTH_WAYS = {
+    "muon": ("muon", True),
+    "muon not overlapped": ("muon", False),
+    "shampoo": ("shampoo", True),
+    "soap": ("soap", True),
+}
+CANZONA = Runs(BOTH_WAYS.values(), lambda case: None, _canzona)
+
+
+@pytest.mark.parametrize(("optimizer", "overlap"), BOTH_WAYS.values(), ids=BOTH_WAYS)
+def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) -> None:
+    """Everything the breakdown has a row for, on every rank; a rank that hosts nothing would have no matrix update."""
     travelling = ("grad_reduce", "param_gather", "exchange")
-    for timings, walls in run_ranks(4, rank):
+    for timings, walls in CANZONA[optimizer, overlap]:
         for timing, wall in list(zip(timings, walls, strict=True))[1:]:
             in_step = {name: timing.phases[name] for name in IN_STEP if name in timing.phases}
             assert set(in_step) == _expected("tp2", "canzona")
@@ -264,27 +281,20 @@ def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) ->
         assert max(shares) > 0.9, "nothing of a step lies outside of it; other processes may have had their turn there"
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
-def test_without_overlap_the_step_waits_for_every_transfer_to_its_end(overlap: bool) -> None:
+def test_without_overlap_the_step_waits_for_every_transfer_to_its_end() -> None:
     """Then exposed and total are the same; with overlap a part of the total is hidden."""
-    flag = str(overlap).lower()
-    config, layout = _resolve(
-        "dp2", "adamw", f"parallel.overlap_grad_reduce={flag}", f"parallel.overlap_param_gather={flag}"
-    )
 
-    def rank() -> list[StepTiming]:
-        trainee = build(config, layout)
-        batches = _batches(trainee)
-        for _ in range(STEPS):
-            train_step(trainee, batches)
-        return trainee.timer.timings()
+    def resolved(flag: str) -> tuple[RunConfig, Layout]:
+        settings = (f"parallel.overlap_grad_reduce={flag}", f"parallel.overlap_param_gather={flag}")
+        return _resolve("dp2", "adamw", *settings)
 
-    for timings in run_ranks(2, rank):
-        for phase in ("grad_reduce", "param_gather"):
-            exposed = sum(timing.phases[phase] for timing in timings[1:])
-            total = sum(timing.phases[f"{phase}_total"] for timing in timings[1:])
-            assert (total > exposed * 1.001) is overlap, (phase, exposed, total)
-            assert overlap or total == pytest.approx(exposed, abs=1e-9)
+    for overlap, ranks in _each({True: resolved("true"), False: resolved("false")}, _steps).items():
+        for timings in ranks:
+            for phase in ("grad_reduce", "param_gather"):
+                exposed = sum(timing.phases[phase] for timing in timings[1:])
+                total = sum(timing.phases[f"{phase}_total"] for timing in timings[1:])
+                assert (total > exposed * 1.001) is overlap, (phase, exposed, total)
+                assert overlap or total == pytest.approx(exposed, abs=1e-9)
 
 
 Place = Literal["before forward", "before backward", "before the update"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.jobs import Curve, train
+from tests.dist.jobs import Curve, train, train_each
 
 STEPS = 8
 LAYOUTS = {
@@ -63,14 +63,15 @@ def test_every_layout_trains_the_same_curve(corpus_cache: Path, overrides: tuple
 
 def test_the_strategies_of_megatron_train_the_same_curve(corpus_cache: Path) -> None:
     """`sc` and `layerwise` differ in who computes an update, not in the update."""
-    curves = [
-        train(corpus_cache, *LAYOUTS["tp2 dp2"], f"train.steps={STEPS}", f"engine.strategy={strategy}")[0]
-        for strategy in ("sc", "layerwise")
-    ]
-    assert _worst(*curves) < BF16_LOSS
+    setup = (*LAYOUTS["tp2 dp2"], f"train.steps={STEPS}")
+    runs = [(*setup, f"engine.strategy={strategy}") for strategy in ("sc", "layerwise")]
+    sc, layerwise = (ranks[0] for ranks in train_each(corpus_cache, *runs))
+    assert _worst(sc, layerwise) < BF16_LOSS
 
 
 def test_recomputation_and_accumulation_change_nothing(corpus_cache: Path) -> None:
-    reference = _single(corpus_cache)
-    for overrides in (("train.recompute=full",), ("train.recompute=selective",), ("train.micro_batch_size=8",)):
-        assert _worst(_single(corpus_cache, *overrides), reference) < BF16_LOSS, overrides
+    settings = ((), ("train.recompute=full",), ("train.recompute=selective",), ("train.micro_batch_size=8",))
+    runs = [("gpus=1", f"train.steps={STEPS}", *each) for each in settings]
+    reference, *others = (curve for [curve] in train_each(corpus_cache, *runs))
+    for each, curve in zip(settings[1:], others, strict=True):
+        assert _worst(curve, reference) < BF16_LOSS, each

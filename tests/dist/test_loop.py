@@ -4,7 +4,7 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +13,17 @@ import torch
 
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import garbage
+from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, Datasets
 from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.dist import jobs
 from tests.dist.engine_support import engine_of
-from tests.dist.jobs import SMALL, build, planned
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens
 
 STEPS = 4
@@ -65,6 +66,19 @@ class Observed(torch.utils.data.Dataset[Batch]):
         return self._samples[index]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run to train in directory `root`."""
+
+    root: Path
+    settings: tuple[str, ...]
+    validation: bool = True
+    prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None
+    """Called on each rank before."""
+    on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None
+    """Called whenever a rank reads the first sample of its step."""
+
+
 def _run(
     root: Path,
     *overrides: str,
@@ -72,28 +86,35 @@ def _run(
     prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None,
     on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None,
 ) -> list[Ending]:
-    """Train; `prepare` is called on each rank before, `on_step` whenever a rank reads the first sample of its step."""
-    config, layout = jobs.resolve(*FIXED, *overrides)
-    plan = planned(config, layout)
-    files = RunFiles(root)
-    root.mkdir(exist_ok=True)
-    samples = RandomTokens(
-        samples=STEPS * layout.global_batch_size,
-        seq_length=config.train.seq_length,
-        vocab_size=config.model.vocab_size,
-    )
+    """How training ended on each rank."""
+    [endings] = _train([Run(root=root, settings=overrides, validation=validation, prepare=prepare, on_step=on_step)])
+    return endings
 
-    def rank() -> Ending:
-        trainee = build(config, layout, plan)
-        world = trainee.world
-        prepare(trainee, files)
+
+def _train(runs: Sequence[Run]) -> list[list[Ending]]:
+    """The same of several runs that are cut over ranks alike, on the same ranks."""
+    made = [jobs.resolve(*FIXED, *run.settings) for run in runs]
+    plans = [planned(*case) for case in made]
+    for run in runs:
+        run.root.mkdir(exist_ok=True)
+
+    def work(number: int, world: World) -> Ending:
+        run, (config, layout) = runs[number], made[number]
+        files = RunFiles(run.root)
+        samples = RandomTokens(
+            samples=STEPS * layout.global_batch_size,
+            seq_length=config.train.seq_length,
+            vocab_size=config.model.vocab_size,
+        )
+        trainee = assemble(config, world, plans[number])
+        run.prepare(trainee, files)
 
         def tell(index: int) -> None:
             step, place = divmod(index, layout.global_batch_size)
             if place == world.dp_rank * layout.micro_batch_size:
-                on_step(step + 1, trainee, files)
+                run.on_step(step + 1, trainee, files)
 
-        datasets = Datasets(train=Observed(samples, tell), validation=samples if validation else None)
+        datasets = Datasets(train=Observed(samples, tell), validation=samples if run.validation else None)
         record = RankRecord(files, world.rank)
         how, error = None, None
         try:
@@ -102,7 +123,7 @@ def _run(
             error = str(raised)
         return Ending(how=how, error=error, step=record.step)
 
-    return run_ranks(layout.world_size, rank)
+    return [*on_ranks(dict(enumerate(made)), work).values()]
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
@@ -147,16 +168,19 @@ def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
     assert len({ending.step for ending in endings}) == 1
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
-def test_every_matrix_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
+def test_every_matrix_optimizer_trains(tmp_path: Path) -> None:
     """Over pipeline stages of cut matrices, with a line for every step."""
-    root = tmp_path / "run"
-    endings = _run(root, "gpus=4", "parallel.tp=2", "parallel.pp=2", f"optimizer={optimizer}", validation=False)
-    assert endings == [Ending(how="done", error=None, step=STEPS)] * 4
-    lines = _lines(RunFiles(root).metrics)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
-    assert [line["skipped"] + line["fallbacks"] for line in lines] == [0] * STEPS
+    where = ("gpus=4", "parallel.tp=2", "parallel.pp=2")
+    runs = [
+        Run(root=tmp_path / name, settings=(*where, f"optimizer={name}"), validation=False)
+        for name in ("muon", "shampoo", "soap")
+    ]
+    for run, endings in zip(runs, _train(runs), strict=True):
+        assert endings == [Ending(how="done", error=None, step=STEPS)] * 4
+        lines = _lines(RunFiles(run.root).metrics)
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+        assert [line["skipped"] + line["fallbacks"] for line in lines] == [0] * STEPS
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
@@ -244,19 +268,28 @@ def test_a_failure_in_the_last_update_is_counted_before_the_run_ends(tmp_path: P
     assert [line["fallbacks"] for line in _lines(RunFiles(root).metrics)] == [0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_validation_does_not_change_training(tmp_path: Path, way: str) -> None:
+def test_validation_does_not_change_training(tmp_path: Path) -> None:
     """Bitwise the same losses without validation, with the two that every run has, and with one after every step."""
-    setup = (*LAYOUTS["dp2"], *WAYS[way])
-    _run(tmp_path / "none", *setup, validation=False)
-    _run(tmp_path / "two", *setup, "train.eval_interval=100")
-    _run(tmp_path / "every", *setup, "train.eval_interval=1")
-    steps = {name: [line["step"] for line in _lines(RunFiles(tmp_path / name).validation)] for name in ("two", "every")}
-    assert steps == {"two": [0, STEPS], "every": list(range(STEPS + 1))}
-    losses = _losses(tmp_path / "none")
-    assert len(set(losses)) == STEPS
-    assert _losses(tmp_path / "two") == losses
-    assert _losses(tmp_path / "every") == losses
+    often = {"none": (), "two": ("train.eval_interval=100",), "every": ("train.eval_interval=1",)}
+    _train(
+        [
+            Run(
+                root=tmp_path / f"{way} {name}",
+                settings=(*LAYOUTS["dp2"], *WAYS[way], *settings),
+                validation=name != "none",
+            )
+            for way in WAYS
+            for name, settings in often.items()
+        ]
+    )
+    for way in WAYS:
+        none, two, every = (tmp_path / f"{way} {name}" for name in often)
+        steps = [[line["step"] for line in _lines(RunFiles(root).validation)] for root in (two, every)]
+        assert steps == [[0, STEPS], list(range(STEPS + 1))]
+        losses = _losses(none)
+        assert len(set(losses)) == STEPS
+        assert _losses(two) == losses, way
+        assert _losses(every) == losses, way
 
 
 def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:

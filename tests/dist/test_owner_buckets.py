@@ -1,8 +1,9 @@
 """Gradients reach their owners and parameters come back, in Megatron's own data-parallel wrapper on real ranks."""
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from canzona_cli.megatron import instrument
 from canzona_cli.megatron.adamw import build_adamw
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, matrix_groups
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import COPIED
 from canzona_cli.planner.rings import handovers
+from tests.dist.jobs import Runs, on_ranks, ranks_of
 from tests.dist.owner_support import (
     alternating,
     case,
@@ -47,16 +50,33 @@ COMBINATIONS: list[tuple[str, Reduction]] = [
     ("aligned", "ring"),
 ]
 WAYS: list[Reduction] = ["reduce", "all_to_all", "padded", "ring"]
-OFTEN = ["reduce", "all_to_all", "ring", pytest.param("padded", marks=pytest.mark.sweep)]
+OFTEN: list[Reduction] = ["reduce", "all_to_all", "ring"]
+OR_PADDED = [*OFTEN, pytest.param("padded", marks=pytest.mark.sweep)]
+BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
 
-def _two_steps(config: RunConfig, layout: Layout, plan: Plan, *, roundings: float | None = None) -> int:
-    """Two iterations with new weights between them; how many matrix buckets this rank has.
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two iterations with buckets that travel one way."""
 
-    roundings: as many roundings of what is at most the magnitude of what was added up may matrices' sums be off; None
-    for bitwise equality with a plain all-reduce.
-    """
-    world = start(config, layout)
+    settings: tuple[str, ...]
+    reduction: Reduction | None = None
+    """None for what is planned."""
+    alternating: bool = False
+    roundings: int | None = None
+    """As many roundings of what is at most the magnitude of what was added up may matrices' sums be off; None for
+    bitwise equality with a plain all-reduce."""
+
+
+@cache
+def _made(one: Case) -> tuple[RunConfig, Layout, Plan]:
+    config, layout = case(*one.settings)
+    plan = planned(config, layout, one.reduction)
+    return config, layout, alternating(plan) if one.alternating else plan
+
+
+def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | None) -> int:
+    """Two iterations with new weights between them; how many matrix buckets this rank has."""
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     overlap = config.parallel.overlap_grad_reduce
     matrices = named_matrix_parameters(ddp, plan, world.pp_rank)
@@ -109,74 +129,101 @@ def _two_steps(config: RunConfig, layout: Layout, plan: Plan, *, roundings: floa
     return len(matrix_groups(ddp))
 
 
+COMBINED = {
+    (buffers, reduction, overlap): Case(
+        settings=("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower()),
+        reduction=reduction,
+    )
+    for buffers, reduction in COMBINATIONS
+    for overlap in (True, False)
+}
+IN_BF16 = {
+    (buffers, reduction): Case(settings=("gpus=2", f"engine.layout={buffers}", *BF16), reduction=reduction)
+    for buffers, reduction in [*(("owner", way) for way in WAYS), ("aligned", "even")]
+}
+ALTERNATING = {
+    way: Case(settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True) for way in WAYS
+}
+OF_FOUR = {
+    # An exchange adds bf16 up in fp32, and rounds once.
+    f"{way} {name}": Case(
+        settings=("gpus=4", *precision), reduction=way, roundings=1 if precision and way == "all_to_all" else 3
+    )
+    for name, precision in (("fp32", ()), ("bf16", BF16))
+    for way in WAYS
+}
+MESHES = [
+    ("gpus=4", "parallel.tp=2"),
+    ("gpus=2", "parallel.tp=2"),
+    ("gpus=4", "parallel.tp=2", "engine.splitting=per_head"),
+    ("gpus=4", "parallel.pp=2"),
+    ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"),
+    ("gpus=1",),
+]
+
+
+def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan], T]) -> list[list[T]]:
+    """What `work` of each case came to on every rank."""
+    made = {one: _made(one) for one in cases}
+
+    def with_plan(one: Case, world: World) -> T:
+        config, _, plan = made[one]
+        return work(one, config, world, plan)
+
+    return [*on_ranks({one: (config, layout) for one, (config, layout, _) in made.items()}, with_plan).values()]
+
+
+def _run(cases: Sequence[Case]) -> list[list[int]]:
+    return _each(cases, lambda one, config, world, plan: _two_steps(config, world, plan, one.roundings))
+
+
+BUCKETS = Runs(
+    [
+        *(*COMBINED.values(), *IN_BF16.values(), *ALTERNATING.values(), *OF_FOUR.values()),
+        *(Case(settings=mesh, reduction=way) for mesh in MESHES for way in OFTEN),
+    ],
+    lambda one: ranks_of(one.settings),
+    _run,
+)
+"""How many buckets of matrices each rank had, nothing being wrong with their sums."""
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("buffers", "reduction"), COMBINATIONS)
 def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Reduction, overlap: bool) -> None:
     """Bitwise: two numbers have one sum, and the scale is a power of two."""
-    config, layout = case("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower())
+    one = COMBINED[buffers, reduction, overlap]
+    _, layout, plan = _made(one)
     assert layout.num_microbatches == 2
-    plan = planned(config, layout, reduction)
-    buckets = run_ranks(2, lambda: _two_steps(config, layout, plan))
-    assert buckets == ([len(plan.buckets)] * 2)
+    assert BUCKETS[one] == [len(plan.buckets)] * 2
     assert len(plan.buckets) > 2 or not overlap
 
 
-BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
-
-
-@pytest.mark.parametrize(("buffers", "reduction"), [*(("owner", way) for way in WAYS), ("aligned", "even")])
+@pytest.mark.parametrize(("buffers", "reduction"), IN_BF16)
 def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Reduction) -> None:
     """gloo adds bf16, too; the sum of two numbers, rounded once, is again the same whoever computes it."""
-    config, layout = case("gpus=2", f"engine.layout={buffers}", *BF16)
-    plan = planned(config, layout, reduction)
-    run_ranks(2, lambda: _two_steps(config, layout, plan))
+    assert min(BUCKETS[IN_BF16[buffers, reduction]]) > 0
 
 
-@pytest.mark.parametrize(
-    ("reduction", "precision", "roundings"),
-    # An exchange adds bf16 up in fp32, and rounds once.
-    [
-        *((way, (), 3) for way in WAYS),
-        *((way, BF16, 1 if way == "all_to_all" else 3) for way in WAYS),
-    ],
-    ids=[f"{way} {precision}" for precision in ("fp32", "bf16") for way in WAYS],
-)
-def test_four_owners_get_sums_within_the_rounding_of_three_additions(
-    reduction: Reduction, precision: tuple[str, ...], roundings: int
-) -> None:
-    config, layout = case("gpus=4", *precision)
-    plan = planned(config, layout, reduction)
-    run_ranks(4, lambda: _two_steps(config, layout, plan, roundings=roundings))
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_owners_get_sums_within_the_rounding_of_three_additions(name: str) -> None:
+    assert min(BUCKETS[OF_FOUR[name]]) > 0
 
 
 @pytest.mark.parametrize("reduction", WAYS)
 def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction) -> None:
     """Several ranges of one owner in a bucket, neighbours of other owners': they are packed to be exchanged."""
-    config, layout = case("gpus=2", "engine.layout=contiguous")
-    plan = alternating(planned(config, layout, reduction))
+    _, _, plan = _made(ALTERNATING[reduction])
     assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
     assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
-    run_ranks(2, lambda: _two_steps(config, layout, plan))
+    assert min(BUCKETS[ALTERNATING[reduction]]) > 0
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("gpus=4", "parallel.tp=2"),
-        ("gpus=2", "parallel.tp=2"),
-        ("gpus=4", "parallel.tp=2", "engine.splitting=per_head"),
-        ("gpus=4", "parallel.pp=2"),
-        ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"),
-        ("gpus=1",),
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("reduction", OFTEN)
+@pytest.mark.parametrize("mesh", MESHES, ids=" ".join)
+@pytest.mark.parametrize("reduction", OR_PADDED)
 def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
     """Also with one owner, where nothing travels, and with a tied embedding on two stages."""
-    config, layout = case(*mesh)
-    plan = planned(config, layout, reduction)
-    run_ranks(layout.world_size, lambda: _two_steps(config, layout, plan))
+    assert min(BUCKETS[Case(settings=mesh, reduction=reduction)]) > 0
 
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
@@ -204,14 +251,10 @@ def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
     run_ranks(4, rank)
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
+def test_reduction_runs_under_the_backward_pass() -> None:
     """Once Megatron knows what a step looks like, the first bucket leaves before the last one has any gradient."""
-    config, layout = case("gpus=2", "parallel.bucket_elements=10000")
-    plan = planned(config, layout, reduction)
 
-    def rank() -> list[tuple[int, int]]:
-        world = start(config, layout)
+    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> list[tuple[int, int]]:
         ddp = wrap(config, world, plan)
         groups = matrix_groups(ddp)
         seen: list[tuple[int, int]] = []
@@ -228,31 +271,33 @@ def test_reduction_runs_under_the_backward_pass(reduction: Reduction) -> None:
         assert not any(group.reducing.held for group in groups), "copies outlive the step"
         return seen
 
-    for seen in run_ranks(2, rank):
-        assert len(seen) == len(plan.buckets) > 4
-        ready, alive = zip(*seen, strict=True)
-        assert ready[0] == 0
-        assert ready[-1] > 0
-        # What is copied whole is not held for more than two buckets; rings hold shares alone.
-        assert max(alive) == (2 if reduction in COPIED else 0 if reduction == "reduce" else len(plan.buckets))
+    cases = [Case(settings=("gpus=2", "parallel.bucket_elements=10000"), reduction=way) for way in WAYS]
+    for one, ranks in zip(cases, _each(cases, work), strict=True):
+        for seen in ranks:
+            assert len(seen) == len(_made(one)[2].buckets) > 4
+            ready, alive = zip(*seen, strict=True)
+            assert ready[0] == 0
+            assert ready[-1] > 0
+            # What is copied whole is not held for more than two buckets; rings hold shares alone.
+            most = 2 if one.reduction in COPIED else 0 if one.reduction == "reduce" else len(seen)
+            assert max(alive) == most, one
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_in_the_first_step_a_reduction_may_be_asked_for_twice(reduction: Reduction) -> None:
+def test_in_the_first_step_a_reduction_may_be_asked_for_twice() -> None:
     """Megatron's finish_grad_sync starts every reduction of the first step, also one that somebody started before."""
-    config, layout = case("gpus=2")
-    plan = planned(config, layout, reduction)
 
-    def rank() -> None:
-        ddp = wrap(config, start(config, layout), plan)
+    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
+        ddp = wrap(config, world, plan)
         for group in matrix_groups(ddp):
             group.buckets[0].grad_data.fill_(3.0)
             group.start_grad_sync()
             group.finish_grad_sync()
             for part in group.owned:
-                assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all()
+                assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all(), one
+        return len(matrix_groups(ddp))
 
-    run_ranks(2, rank)
+    for ranks in _each([Case(settings=("gpus=2",), reduction=way) for way in WAYS], work):
+        assert min(ranks) > 0
 
 
 def test_parameters_are_gathered_one_bucket_ahead() -> None:
@@ -275,14 +320,8 @@ def test_parameters_are_gathered_one_bucket_ahead() -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("reduction", OFTEN)
-def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None:
-    config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
-    plan = planned(config, layout, reduction)
-
-    def rank() -> None:
-        world = start(config, layout)
+def test_an_all_reduce_can_be_forced() -> None:
+    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> None:
         ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
         get_model_config(ddp).finalize_model_grads_func = None
         iterate(ddp, config, world, seed=0)
@@ -290,18 +329,14 @@ def test_an_all_reduce_can_be_forced(reduction: Reduction, overlap: str) -> None
         ddp.finish_grad_sync(force_all_reduce=True)
         expected = reference(plain, world).reduced
         for name, param in global_parameters(ddp):
-            assert torch.equal(main_grad(param), expected[name]), name
+            assert torch.equal(main_grad(param), expected[name]), f"{one}: {name}"
 
-    run_ranks(2, rank)
+    overlaps = ("parallel.overlap_grad_reduce=true", "parallel.overlap_grad_reduce=false")
+    _each([Case(settings=("gpus=2", overlap), reduction=way) for overlap in overlaps for way in WAYS], work)
 
 
-@pytest.mark.parametrize("reduction", OFTEN)
-def test_phase_timers_see_what_is_under_way(reduction: Reduction) -> None:
-    config, layout = case("gpus=2")
-    plan = planned(config, layout, reduction)
-
-    def rank() -> list[dict[str, float]]:
-        world = start(config, layout)
+def test_phase_timers_see_what_is_under_way() -> None:
+    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> list[dict[str, float]]:
         ddp, timer = wrap(config, world, plan), PhaseTimer(torch.device("cpu"))
         instrument.attach(ddp, None, timer)
         for step in range(2):
@@ -312,27 +347,12 @@ def test_phase_timers_see_what_is_under_way(reduction: Reduction) -> None:
             timer.end_step()
         return [timing.phases for timing in timer.timings()]
 
-    for steps in run_ranks(2, rank):
-        for phases in steps:
-            assert phases["grad_reduce_total"] > 0
-            assert phases["grad_reduce"] > 0
-        assert steps[1]["param_gather_total"] > 0
-
-
-def _mismatch(change: Callable[[Plan], Plan], *overrides: str) -> tuple[str, str]:
-    """The first difference that a rank finds between its model and the plan as changed: its key, the whole of it."""
-    config, layout = case("gpus=2")
-    other, _ = case("gpus=2", *overrides)
-    plan = change(planned(config, layout))
-
-    def rank() -> tuple[str, str]:
-        with pytest.raises(PlanMismatch) as raised:
-            wrap(other, start(other, layout), plan)
-        return raised.value.key, str(raised.value)
-
-    first, second = run_ranks(2, rank)
-    assert first == second
-    return first
+    for ranks in _each([Case(settings=("gpus=2",), reduction=way) for way in WAYS], work):
+        for steps in ranks:
+            for phases in steps:
+                assert phases["grad_reduce_total"] > 0
+                assert phases["grad_reduce"] > 0
+            assert steps[1]["param_gather_total"] > 0
 
 
 def _same(plan: Plan) -> Plan:
@@ -382,38 +402,53 @@ def _uneven_shards(plan: Plan) -> Plan:
     return replace(plan, buckets=tuple(replace(bucket, reduction="even") for bucket in plan.buckets))
 
 
-@pytest.mark.parametrize(
-    ("change", "overrides", "key", "said"),
-    [
-        (_same, ("model.num_layers=1",), "decoder.layers.1.self_attention.linear_proj.weight", "no such trainable"),
-        (_without_last_layer, (), "decoder.layers.1.self_attention.linear_proj.weight", "planned nothing"),
-        (
-            _same,
-            ("model.ffn_hidden_size=96",),
-            "decoder.layers.0.mlp.linear_fc1.weight",
-            "planned (384, 64), found (192, 64)",
-        ),
-        (_shorter, (), "", "on owner"),
-        (_other_owner, (), "", "on owner"),
-        (_overlapping, (), "bucket 0 of stage 0", "planned ordered ranges"),
-        (_bucket_lost, (), "decoder.layers.0.self_attention.linear_proj.weight", "in 0 buckets"),
-        (_larger_bucket, (), "bucket 0 of stage 0", "elements without padding"),
-        (_buckets_swapped, (), "", "registered next to bucket"),
-        (_more_ranks, (), "parallel", "dp=4"),
-        (_uneven_shards, (), "bucket 0 of stage 0", "outside of their owner's shard"),
-    ],
-)
-def test_a_plan_for_something_else_is_refused(
-    change: Callable[[Plan], Plan], overrides: tuple[str, ...], key: str, said: str
-) -> None:
-    found, message = _mismatch(change, *overrides)
+MISMATCHES: list[tuple[Callable[[Plan], Plan], tuple[str, ...], str, str]] = [
+    (_same, ("model.num_layers=1",), "decoder.layers.1.self_attention.linear_proj.weight", "no such trainable"),
+    (_without_last_layer, (), "decoder.layers.1.self_attention.linear_proj.weight", "planned nothing"),
+    (
+        _same,
+        ("model.ffn_hidden_size=96",),
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "planned (384, 64), found (192, 64)",
+    ),
+    (_shorter, (), "", "on owner"),
+    (_other_owner, (), "", "on owner"),
+    (_overlapping, (), "bucket 0 of stage 0", "planned ordered ranges"),
+    (_bucket_lost, (), "decoder.layers.0.self_attention.linear_proj.weight", "in 0 buckets"),
+    (_larger_bucket, (), "bucket 0 of stage 0", "elements without padding"),
+    (_buckets_swapped, (), "", "registered next to bucket"),
+    (_more_ranks, (), "parallel", "dp=4"),
+    (_uneven_shards, (), "bucket 0 of stage 0", "outside of their owner's shard"),
+]
+
+
+@cache
+def _refusals() -> list[list[tuple[str, str]]]:
+    """Of each mismatch and rank, the first difference that it finds between its model and the plan as changed: its
+    key, the whole of it."""
+    plan = planned(*case("gpus=2"))
+
+    def work(number: int, world: World) -> tuple[str, str]:
+        change, overrides, _, _ = MISMATCHES[number]
+        with pytest.raises(PlanMismatch) as raised:
+            wrap(case("gpus=2", *overrides)[0], world, change(plan))
+        return raised.value.key, str(raised.value)
+
+    cases = {number: case("gpus=2", *overrides) for number, (_, overrides, _, _) in enumerate(MISMATCHES)}
+    return [*on_ranks(cases, work).values()]
+
+
+@pytest.mark.parametrize("number", range(len(MISMATCHES)), ids=[f"{one[0].__name__} {one[3]}" for one in MISMATCHES])
+def test_a_plan_for_something_else_is_refused(number: int) -> None:
+    _, _, key, said = MISMATCHES[number]
+    (found, message), second = _refusals()[number]
+    assert second == (found, message)
     assert found == key or not key
     assert said in message
 
 
-def _adamw_step(config: RunConfig, layout: Layout, plan: Plan) -> list[int]:
+def _adamw_step(config: RunConfig, world: World, plan: Plan) -> list[int]:
     """One AdamW step against torch's own on the all-reduced gradients; elements in each of its parameter groups."""
-    world = start(config, layout)
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     settings = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
     optimizer = build_adamw(
@@ -453,18 +488,20 @@ def _adamw_step(config: RunConfig, layout: Layout, plan: Plan) -> list[int]:
     return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_adamw_updates_everything_but_matrices(overlap: str) -> None:
-    config, layout = case("gpus=2", f"parallel.overlap_grad_reduce={overlap}")
-    plan = planned(config, layout)
-    for groups in run_ranks(2, lambda: _adamw_step(config, layout, plan)):
-        # Embedding (its half), and norms.
-        assert len(groups) == 2
+def _adamw_steps(*settings: tuple[str, ...]) -> list[list[list[int]]]:
+    cases = [Case(settings=each) for each in settings]
+    return _each(cases, lambda one, config, world, plan: _adamw_step(config, world, plan))
+
+
+def test_adamw_updates_everything_but_matrices() -> None:
+    overlaps = ("parallel.overlap_grad_reduce=true", "parallel.overlap_grad_reduce=false")
+    for ranks in _adamw_steps(*(("gpus=2", overlap) for overlap in overlaps)):
+        for groups in ranks:
+            # Embedding (its half), and norms.
+            assert len(groups) == 2
 
 
 def test_adamw_works_on_a_pipeline_stage_that_has_only_norms() -> None:
-    config, layout = case("gpus=3", "parallel.pp=3", "model.num_layers=3")
-    plan = planned(config, layout)
-    first, middle, last = run_ranks(3, lambda: _adamw_step(config, layout, plan))
+    [(first, middle, last)] = _adamw_steps(("gpus=3", "parallel.pp=3", "model.num_layers=3"))
     assert middle[0] == 0
     assert min(first[0], last[0], middle[1]) > 0

@@ -7,18 +7,22 @@ no host waits for a value or for a collective before it must.
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import muon
 from canzona_cli.planner.measures import communication, exchanges
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
 from tests.dist.engine_support import batches
-from tests.dist.jobs import build
+from tests.dist.jobs import Runs, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.recorder import Event, Recorder, become
 
@@ -48,17 +52,24 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     return jobs.resolve(*SHAPE, *overrides)
 
 
-def recorded(config: RunConfig, layout: Layout, ranks: list[int]) -> Recorded:
-    """The second step of these ranks: no first times in it."""
-    return dict(zip(ranks, run_ranks(len(ranks), partial(_rank, config, layout, ranks)), strict=True))
+def recorded(runs: Sequence[tuple[RunConfig, Layout]], ranks: list[int]) -> list[Recorded]:
+    """Of several runs that are cut over ranks alike, the second step of these ranks: no first times in it."""
+    found = run_ranks(len(ranks), partial(_rank, runs, ranks))
+    return [dict(zip(ranks, events, strict=True)) for events in zip(*found, strict=True)]
 
 
-def _rank(config: RunConfig, layout: Layout, ranks: list[int]) -> list[Event]:
+def _rank(runs: Sequence[tuple[RunConfig, Layout]], ranks: list[int]) -> list[list[Event]]:
+    config, layout = runs[0]
     become(ranks[int(os.environ["RANK"])], layout.world_size)
+    world = join(config, layout)
+    return [_second_step(config, replace(world, layout=layout)) for config, layout in runs]
+
+
+def _second_step(config: RunConfig, world: World) -> list[Event]:
     recorder = Recorder()
     with recorder.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "_by_blocks", lambda matrix: False)  # the way of a GPU: whole matrices at once
-        trainee = build(config, layout)
+        trainee = assemble(config, world, planned(config, world.layout))
         for group in getattr(getattr(trainee.optimizer, "matrices", None), "groups", ()):
             group._on_host = False  # whether an update was finite is then read by nobody
         samples = batches(trainee)
@@ -138,24 +149,46 @@ CASES = {
 }
 
 
+Case = tuple[str, int, int]
+"""Its name, how many layers its model has, how many ranks of rank 0's data-parallel communicator are recorded."""
+NORMAL: list[Case] = [("canzona", 4, 4), ("all-to-all", 4, 4), ("ring", 4, 4), ("many micro-groups", 12, 2)]
+
+
+def _resolve(case: Case) -> tuple[RunConfig, Layout]:
+    name, layers, _ = case
+    return resolve(f"model.num_layers={layers}", *CASES[name])
+
+
+def _record(cases: Sequence[Case]) -> list[Recorded]:
+    runs = [_resolve(case) for case in cases]
+    return recorded(runs, ranks_of_both_groups(runs[0][1], cases[0][2]))
+
+
+STEPS = Runs(NORMAL, lambda case: case[1:], _record)
+
+
 @pytest.mark.parametrize(
-    ("case", "layers", "members"),
+    "case",
     [
-        *(("canzona", 4, 4), ("all-to-all", 4, 4), ("ring", 4, 4), ("many micro-groups", 12, 2)),
-        *(pytest.param(case, *((64, 4) if case == "canzona" else (16, 4)), marks=pytest.mark.sweep) for case in CASES),
+        *NORMAL,
+        *(
+            pytest.param((case, *((64, 4) if case == "canzona" else (16, 4))), marks=pytest.mark.sweep)
+            for case in CASES
+        ),
     ],
+    ids=str,
 )
-def test_a_step_of_256_ranks_is_the_plans(case: str, layers: int, members: int) -> None:
-    config, layout = resolve(f"model.num_layers={layers}", *CASES[case])
+def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
+    config, layout = _resolve(case)
     plan = make_plan(config, layout)
-    planned = communication(config, layout, plan)
+    counted = communication(config, layout, plan)
     copying = {COPYING[bucket.reduction] for bucket in plan.buckets if bucket.reduction in COPYING}
-    found = recorded(config, layout, ranks_of_both_groups(layout, members))
+    found = STEPS[case]
     assert_members_agree(found)
     for events in found.values():
         matrices = Counter(event.phase for event in launches(events) if event.name in OF_MATRICES)
-        assert matrices["grad_reduce"] == planned.dp_reductions
-        assert matrices["param_gather"] == planned.dp_gathers
+        assert matrices["grad_reduce"] == counted.dp_reductions
+        assert matrices["param_gather"] == counted.dp_gathers
         assert_nothing_waits_early(events, layout.dp, copying)
         assert [(event.name, event.phase) for event in events if event.kind == "read"] == READS
     under = {rank: under_updates(events) for rank, events in found.items()}
@@ -164,7 +197,7 @@ def test_a_step_of_256_ranks_is_the_plans(case: str, layers: int, members: int) 
     one_owners = [under[rank] for rank in range(layout.tp)]
     # All but the first gradients out and the last weights back: somebody updates meanwhile.
     assert all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
-    assert case != "many micro-groups" or len(one_owners[0]) >= 4
+    assert case[0] != "many micro-groups" or len(one_owners[0]) >= 4
 
 
 @pytest.mark.sweep
@@ -173,4 +206,5 @@ def test_a_step_of_256_ranks_is_the_plans(case: str, layers: int, members: int) 
 )
 def test_megatrons_own_collectives_are_the_same_on_all_members(override: str) -> None:
     config, layout = resolve("model.num_layers=4", override)
-    assert_members_agree(recorded(config, layout, ranks_of_both_groups(layout, 4)))
+    [found] = recorded([(config, layout)], ranks_of_both_groups(layout, 4))
+    assert_members_agree(found)

@@ -4,19 +4,22 @@ Gradients are known ones of whole matrices (`tests.dist.synthetic`), so there is
 global norm's.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.memory import estimate
+from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
-from tests.dist.jobs import build, planned
+from tests.dist.jobs import Runs, build, on_ranks, planned, ranks_of
 from tests.dist.ranks import run_ranks
-from tests.dist.synthetic import fill_gradients, noise, optimizer_step, run_engine
+from tests.dist.synthetic import Case, Result, fill_gradients, noise, optimizer_step, run_engines
 from tests.dist.whole import Weights
 
 STEPS = 5
@@ -51,28 +54,56 @@ def _worst(first: Weights, second: Weights) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-def _after(*overrides: str) -> Weights:
-    found = run_engine(*resolve(*OFTEN, *overrides), STEPS)
-    assert all(not torch.equal(found.before[name], found.after[name]) for name in found.after), "something stood still"
-    return found.after
+def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
+    common = (f"optimizer={optimizer}", "optimizer.clip_grad=0", "engine.strategy=sc", *settings)
+    return {where: (*common, *layout) for where, layout in {"one rank": ONE, **LAYOUTS}.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
+EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
+AT_ONCE = {optimizer: (*runs["one rank"], "optimizer.stagger=false") for optimizer, runs in EVERYWHERE.items()}
+SPLIT = {
+    splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}")
+    for splitting in ("fused", "qkv", "per_head")
+}
+
+
+def _canzona(run: tuple[str, ...]) -> tuple[str, ...]:
+    return (*run, "engine.strategy=canzona")
+
+
+def _run(runs: Sequence[tuple[str, ...]]) -> list[Weights]:
+    made = [resolve(*OFTEN, *settings) for settings in runs]
+    found = run_engines([Case(config=config, layout=layout, steps=STEPS) for config, layout in made])
+    for one in found:
+        assert all(not torch.equal(one.before[name], one.after[name]) for name in one.after), "something stood still"
+    return [one.after for one in found]
+
+
+AFTER = Runs(
+    [
+        *(run for runs in EVERYWHERE.values() for run in (*runs.values(), _canzona(runs["tp2 dp2"]))),
+        *AT_ONCE.values(),
+        *(run for split in SPLIT.values() for run in (split, _canzona(split))),
+    ],
+    ranks_of,
+    _run,
+)
+
+
+@pytest.mark.parametrize("optimizer", EVERYWHERE)
 def test_every_layout_is_canzona_and_one_rank_bitwise(optimizer: str) -> None:
     """Matrices and AdamW's parameters; refreshes take turns, which are the matrices' own."""
-    settings = (f"optimizer={optimizer}", "optimizer.clip_grad=0")
-    one = _after(*settings, "engine.strategy=sc", *ONE)
-    for where, layout in LAYOUTS.items():
-        assert _worst(_after(*settings, "engine.strategy=sc", *layout), one) == 0.0, where
-    assert _worst(_after(*settings, *LAYOUTS["tp2 dp2"]), one) == 0.0
-    together = _after(*settings, "engine.strategy=sc", "optimizer.stagger=false", *ONE)
-    assert _worst(together, one) > 0.0, "there were no turns"
+    runs = EVERYWHERE[optimizer]
+    one = AFTER[runs["one rank"]]
+    for where in LAYOUTS:
+        assert _worst(AFTER[runs[where]], one) == 0.0, where
+    assert _worst(AFTER[_canzona(runs["tp2 dp2"])], one) == 0.0
+    assert _worst(AFTER[AT_ONCE[optimizer]], one) > 0.0, "there were no turns"
 
 
-@pytest.mark.parametrize("splitting", ["fused", "qkv", "per_head"])
+@pytest.mark.parametrize("splitting", SPLIT)
 def test_every_splitting_is_canzonas(splitting: str) -> None:
-    settings = ("optimizer=soap", "optimizer.clip_grad=0", f"engine.splitting={splitting}", *LAYOUTS["tp2"])
-    assert _worst(_after(*settings, "engine.strategy=sc"), _after(*settings)) == 0.0
+    assert _worst(AFTER[SPLIT[splitting]], AFTER[_canzona(SPLIT[splitting])]) == 0.0
 
 
 def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:
@@ -90,31 +121,34 @@ def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
         engine_of(trainee).chained_optimizers[0].prepare_grads()
         return float(engine_of(trainee).get_grad_norm())
 
-    one = run_engine(*_plain(source, "engine.strategy=sc", *ONE), STEPS, look=norm)
-    free = run_engine(*_plain(source, "engine.strategy=sc", "optimizer.clip_grad=0", *ONE), STEPS)
+    def runs(layout: tuple[str, ...], *each: tuple[str, ...]) -> list[Result]:
+        made = [_plain(source, *layout, *settings) for settings in each]
+        return run_engines([Case(config=config, layout=where, steps=STEPS, look=norm) for config, where in made])
+
+    one, free = runs(ONE, ("engine.strategy=sc",), ("engine.strategy=sc", "optimizer.clip_grad=0"))
     assert _worst(one.after, free.after) > 0.1 * LR, "nothing was clipped"
-    for where, strategy in (("tp2 dp2", "sc"), ("tp2 pp2", "sc"), ("tp2 dp2", "canzona")):
-        found = run_engine(*_plain(source, f"engine.strategy={strategy}", *LAYOUTS[where]), STEPS, look=norm)
+    sc, canzona = ("engine.strategy=sc",), ("engine.strategy=canzona",)
+    for found in (*runs(LAYOUTS["tp2 dp2"], sc, canzona), *runs(LAYOUTS["tp2 pp2"], sc)):
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more
-            torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=f"{where}: {name}")
+            torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
 
 
 def test_real_steps_train_as_canzonas_do(source: Path) -> None:
     """Gradients through Megatron's all-reduce, which adds up in another order than canzona's reduction."""
 
-    def steps(*overrides: str) -> list[list[float]]:
-        config, layout = _plain(source, "parallel.tp=2", "gpus=4", "train.micro_batch_size=4", *overrides)
-        plan = planned(config, layout)
+    strategies = ("engine.strategy=sc", "engine.strategy=canzona")
+    cases = {
+        strategy: _plain(source, *LAYOUTS["tp2 dp2"], "train.micro_batch_size=4", strategy) for strategy in strategies
+    }
+    plans = {strategy: planned(*case) for strategy, case in cases.items()}
 
-        def rank() -> list[float]:
-            trainee = build(config, layout, plan)
-            stream = batches(trainee, STEPS)
-            return [train_step(trainee, stream).loss for _ in range(STEPS)]
+    def work(strategy: str, world: World) -> list[float]:
+        trainee = assemble(cases[strategy][0], world, plans[strategy])
+        stream = batches(trainee, STEPS)
+        return [train_step(trainee, stream).loss for _ in range(STEPS)]
 
-        return run_ranks(layout.world_size, rank)
-
-    (losses, *others), (expected, *_) = steps("engine.strategy=sc"), steps("engine.strategy=canzona")
+    (losses, *others), (expected, *_) = on_ranks(cases, work).values()
     assert all(other == losses for other in others)
     assert losses == pytest.approx(expected, abs=5e-6)
 

@@ -18,10 +18,10 @@ import canzona_cli.megatron
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.optimizers.shampoo import Shampoo
 from tests.dist import jobs
-from tests.dist.jobs import SMALL
+from tests.dist.jobs import SMALL, Runs, ranks_of
 from tests.dist.ranks import run_ranks
 from tests.dist.reference import hugging_face_model, token_losses, weights_of
-from tests.dist.trained import different, run_training, samples
+from tests.dist.trained import different, run_trainings, samples
 from tests.dist.whole import Weights
 
 STEPS, LR, CLIP = 3, 1e-2, 0.25
@@ -222,16 +222,68 @@ def _orthogonalised(matrix: torch.Tensor, coefficients: Sequence[tuple[float, fl
     return x.float()
 
 
+ENGINE = {
+    "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
+    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
+    "tp4 dp1": ("gpus=4", "parallel.tp=4", "parallel.pp=1", "train.micro_batch_size=4"),
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
+    "asc": ("gpus=4", "parallel.tp=2", "parallel.pp=1", "engine.strategy=asc"),
+}
+Settings = tuple[str, ...]
+ADAMW: dict[str, Settings] = {
+    name: ("optimizer=adamw", *layout)
+    for name, layout in {
+        "tp2 dp2": ENGINE["tp2 dp2"],
+        "pp2 dp2 tied": ("gpus=4", "parallel.tp=1", "parallel.pp=2"),
+        "tp2 pp2 untied": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "model.tied_embeddings=false"),
+        "dp2 without overlap": ("gpus=2", "parallel.tp=1", "parallel.pp=1", "parallel.overlap_grad_reduce=false"),
+    }.items()
+}
+SC = ("optimizer=muon", "engine.strategy=sc")
+MEGATRONS_MUON: dict[str, Settings] = {
+    **{name: (*SC, *ENGINE["tp2 dp2"], f"optimizer.coefficients={name}") for name in COEFFICIENTS},
+    "without nesterov, over stages": (
+        *SC, "gpus=2", "parallel.tp=1", "parallel.pp=2", "optimizer.nesterov=false",
+    ),
+}  # fmt: skip
+EVERY_STEP = ("optimizer.precondition_frequency=1", "optimizer.stagger=false")
+# As wide as the model.
+SQUARE = ("model.num_attention_heads=4", "model.num_query_groups=4", "model.ffn_hidden_size=64")
+CANZONA = "engine.strategy=canzona"
+MUON: dict[str, Settings] = {
+    **{f"split {where}": ("optimizer=muon", CANZONA, *layout) for where, layout in ENGINE.items()},
+    "qkv tp2 dp2": ("optimizer=muon", CANZONA, *ENGINE["tp2 dp2"], "engine.splitting=qkv"),
+}
+SHAMPOO: dict[str, Settings] = {
+    where: ("optimizer=shampoo", CANZONA, *layout, *EVERY_STEP) for where, layout in ENGINE.items()
+}
+SOAP: dict[str, Settings] = {
+    where: ("optimizer=soap", CANZONA, *layout, EVERY_STEP[0], "optimizer.eps=1e-2", *SQUARE)
+    for where, layout in ENGINE.items()
+}
+UNCLIPPED: Settings = ("optimizer=adamw", "gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0")
+
+
+def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
+    return jobs.resolve(*FIXED, *overrides)
+
+
+RUNS = Runs(
+    [*(run for runs in (ADAMW, MEGATRONS_MUON, MUON, SHAMPOO, SOAP) for run in runs.values()), UNCLIPPED],
+    ranks_of,
+    lambda runs: run_trainings([(*_resolve(*settings), STEPS) for settings in runs]),
+)
+
+
 def _check(
-    config: RunConfig,
-    layout: Layout,
+    settings: Settings,
     updates: Callable[[Parameters, RunConfig], Update],
     *,
     bound: float = BOUND,
     least: float = 0.5,
 ) -> None:
     """Every weight is within `bound` learning rates of the reference, and moved by `least` at least."""
-    ours = run_training(config, layout, STEPS)
+    ours, (config, layout) = RUNS[settings], _resolve(*settings)
     assert min(ours.grad_norms) > 2 * config.optimizer.clip_grad, "clipping is not active, so it is not tested"
     after, grad_norms = _reference(config, layout, ours.before, updates)
     assert ours.grad_norms == pytest.approx(grad_norms, rel=1e-5)
@@ -243,76 +295,36 @@ def _check(
         assert deviation <= bound, f"{name} deviates by {deviation:.1e} learning rates"
 
 
-def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
-    return jobs.resolve(*FIXED, *overrides)
+@pytest.mark.parametrize("where", ADAMW)
+def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(where: str) -> None:
+    _check(ADAMW[where], _adamw)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(("gpus=4", "parallel.tp=2"), id="tp2 dp2"),
-        pytest.param(("gpus=4", "parallel.pp=2"), id="pp2 dp2 tied"),
-        pytest.param(("gpus=4", "parallel.tp=2", "parallel.pp=2", "model.tied_embeddings=false"), id="tp2 pp2 untied"),
-        pytest.param(("gpus=2", "parallel.tp=1", "parallel.overlap_grad_reduce=false"), id="dp2 without overlap"),
-    ],
-)
-def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(overrides: tuple[str, ...]) -> None:
-    config, layout = _resolve("optimizer=adamw", *overrides)
-    _check(config, layout, _adamw)
+@pytest.mark.parametrize("how", MEGATRONS_MUON)
+def test_megatrons_muon_is_muon_on_whole_matrices(how: str) -> None:
+    _check(MEGATRONS_MUON[how], _muon)
 
 
-@pytest.mark.parametrize("coefficients", ["quintic", "simple"])
-def test_muon_over_tp_and_dp_is_muon_on_whole_matrices(coefficients: str) -> None:
-    config, layout = _resolve(
-        "optimizer=muon", "engine.strategy=sc", "gpus=4", "parallel.tp=2", f"optimizer.coefficients={coefficients}"
-    )
-    _check(config, layout, _muon)
+@pytest.mark.parametrize("how", MUON)
+def test_canzonas_muon_over_any_layout_is_muon_on_whole_matrices(how: str) -> None:
+    _check(MUON[how], _muon)
 
 
-def test_muon_without_nesterov_and_over_stages() -> None:
-    config, layout = _resolve(
-        "optimizer=muon", "engine.strategy=sc", "gpus=2", "parallel.pp=2", "optimizer.nesterov=false"
-    )
-    _check(config, layout, _muon)
-
-
-ENGINE = {
-    "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
-    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
-    "tp4 dp1": ("gpus=4", "parallel.tp=4", "parallel.pp=1", "train.micro_batch_size=4"),
-    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
-    "asc": ("gpus=4", "parallel.tp=2", "parallel.pp=1", "engine.strategy=asc"),
-}
-
-
-def _engine(optimizer: str, where: str, *overrides: str) -> tuple[RunConfig, Layout]:
-    return _resolve(f"optimizer={optimizer}", "engine.strategy=canzona", *ENGINE[where], *overrides)
-
-
-@pytest.mark.parametrize(("splitting", "where"), [*(("split", where) for where in ENGINE), ("qkv", "tp2 dp2")])
-def test_canzonas_muon_over_any_layout_is_muon_on_whole_matrices(splitting: str, where: str) -> None:
-    _check(*_engine("muon", where, f"engine.splitting={splitting}"), _muon)
-
-
-@pytest.mark.parametrize("where", ENGINE)
+@pytest.mark.parametrize("where", SHAMPOO)
 def test_canzonas_shampoo_over_any_layout_is_shampoo_on_whole_matrices(where: str) -> None:
     """A factor of one gradient has a rank below its length: its root multiplies what is rounding there by up to
     (sqrt(192) epsilon)^(-1/4) = 28 for each side, 780 in all. Of gradients that differ by 1e-6 that leaves about 1e-3
     of a learning rate; seen 2e-3, and 1e-6 in the norm of the gradients that follow."""
-    overrides = ("optimizer.precondition_frequency=1", "optimizer.stagger=false")
-    _check(*_engine("shampoo", where, *overrides), _shampoo, bound=1e-2)
+    _check(SHAMPOO[where], _shampoo, bound=1e-2)
 
 
-@pytest.mark.parametrize("where", ENGINE)
+@pytest.mark.parametrize("where", SOAP)
 def test_canzonas_soap_over_any_layout_is_nvidias_on_whole_matrices(where: str) -> None:
     """Of square matrices, as wide as the model: the longer side of another has a factor of lower rank, whose null space
     has whatever basis rounding gives it, and Adam's steps depend on the basis. A large epsilon does the same for small
     eigenvalues that are too close to tell apart; steps are small then. Seen 2e-5."""
-    square = ("model.num_attention_heads=4", "model.num_query_groups=4", "model.ffn_hidden_size=64")
-    overrides = ("optimizer.precondition_frequency=1", "optimizer.eps=1e-2", *square)
-    _check(*_engine("soap", where, *overrides), _soap, least=30 * BOUND)
+    _check(SOAP[where], _soap, least=30 * BOUND)
 
 
 def test_without_clipping_gradients_are_used_as_they_are() -> None:
-    config, layout = _resolve("optimizer=adamw", "gpus=2", "parallel.tp=2", "optimizer.clip_grad=0")
-    _check(config, layout, _adamw)
+    _check(UNCLIPPED, _adamw)

@@ -4,6 +4,7 @@ Samples are numbered, and a step takes the same ones in every layout with the sa
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,14 +13,15 @@ import torch
 
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
-from tests.dist.jobs import SMALL, build, planned
-from tests.dist.ranks import run_ranks
+from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -100,33 +102,58 @@ def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What one rank saw of a run."""
+
+    before: Part
+    after: Part
+    facts: list[tuple[float, float]]
+    """Each step's loss and gradient norm."""
+    recorded: _Recorded
+
+
 def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
     """Train on the layout's ranks, through our optimizer, schedule and loop.
 
     Raises:
         AssertionError: ranks disagree about what they should all know.
     """
+    [found] = run_trainings([(config, layout, steps)])
+    return found
 
-    plan = planned(config, layout)
 
-    def rank() -> tuple[Part, Part, list[tuple[float, float]], _Recorded]:
-        trainee = build(config, layout, plan)
-        before = part_of(trainee.model, trainee.world)
-        batches = BatchStream(samples(config, layout, steps), trainee.world)
+def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
+    """The same of several runs that are cut over ranks alike, on the same ranks."""
+    plans = [planned(config, layout) for config, layout, _ in runs]
+
+    def work(number: int, world: World) -> _Rank:
+        config, layout, steps = runs[number]
+        trainee = assemble_trainee(config, world, plans[number])
+        before = part_of(trainee.model, world)
+        batches = BatchStream(samples(config, layout, steps), world)
         recorded = _record_gradients(trainee)
         found = [train_step(trainee, batches) for _ in range(steps)]
         finish_gathering(trainee)
-        facts = [(step.loss, step.grad_norm) for step in found]
-        return before, part_of(trainee.model, trainee.world), facts, dict(recorded)
+        return _Rank(
+            before=before,
+            after=part_of(trainee.model, world),
+            facts=[(step.loss, step.grad_norm) for step in found],
+            recorded=dict(recorded),
+        )
 
-    ranks = run_ranks(layout.world_size, rank)
-    facts = ranks[0][2]
-    assert all(found == facts for _, _, found, _ in ranks), "ranks disagree about losses or gradient norms"
-    recorded = {name: values for _, _, _, own in ranks for name, values in own.items()}
+    found = on_ranks({number: (config, layout) for number, (config, layout, _) in enumerate(runs)}, work)
+    return [_trained(ranks, config, steps) for (config, _, steps), ranks in zip(runs, found.values(), strict=True)]
+
+
+def _trained(ranks: list[_Rank], config: RunConfig, steps: int) -> Trained:
+    facts = ranks[0].facts
+    assert all(rank.facts == facts for rank in ranks), "ranks disagree about losses or gradient norms"
+    recorded = {name: values for rank in ranks for name, values in rank.recorded.items()}
     assert all(len(values) == steps for values in recorded.values())
     return Trained(
-        before=assemble([before for before, _, _, _ in ranks], config.model),
-        after=assemble([after for _, after, _, _ in ranks], config.model),
+        before=assemble([rank.before for rank in ranks], config.model),
+        after=assemble([rank.after for rank in ranks], config.model),
         losses=[loss for loss, _ in facts],
         grad_norms=[norm for _, norm in facts],
         gradients=[

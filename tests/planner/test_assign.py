@@ -204,7 +204,8 @@ def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: S
     """The promise: 1.03 of the bound in four cells of five, 1.10 in all, and nowhere worse than what it replaces."""
     gaps = []
     for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
-        config, mesh = resolve(run(size, gpus, strategy="canzona"))
+        # Micro-batches and recomputation have no part in it: less to search.
+        config, mesh = resolve(run(size, gpus, strategy="canzona", micro_batch_size=1, recompute="full"))
         matrices = matrices_of(config.model, mesh, "split")
         costs, bucket = newton_schulz(matrices), max(40_000_000, 1_000_000 * mesh.dp)
         found = assign(matrices, costs, mesh, CANZONA, bucket_elements=bucket)

@@ -9,13 +9,13 @@ from rich.console import Console
 from canzona_cli.report.recipes import GPU_COUNTS, layouts
 from tests.sizes import Size, run
 
-table = functools.cache(lambda size, gpu_counts: layouts(run(size, 1), gpu_counts))
-"""Seconds for the largest; what it is printed on decides its width."""
+table = functools.cache(lambda size, gpu_counts, **set_: layouts(run(size, 1, **set_), gpu_counts))
+"""What it is printed on decides its width."""
 
 
-def printed(size: Size, width: int, gpu_counts: tuple[int, ...] = GPU_COUNTS) -> str:
+def printed(size: Size, width: int, gpu_counts: tuple[int, ...], **set_: object) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(table(size, gpu_counts))
+    console.print(table(size, gpu_counts, **set_))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
@@ -25,21 +25,22 @@ def printed(size: Size, width: int, gpu_counts: tuple[int, ...] = GPU_COUNTS) ->
 @pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
 def test_every_gpu_count_has_its_line_inside_the_width(size: Size, width: int) -> None:
     # All counts, each a search, for two sizes: one that does not fit everywhere, and the one with the longest lines.
+    # How much is recomputed is set: less to search.
     counts = GPU_COUNTS if size in ("8b", "32b") else GPU_COUNTS[:3]
-    lines = printed(size, width, counts).splitlines()
+    lines = printed(size, width, counts, micro_batch_size=1, recompute="full").splitlines()
     assert max(len(line) for line in lines) <= width
     firsts = [line.split()[0] for line in lines if line.strip()]
     assert [first for first in firsts if first.isdigit()] == [str(gpus) for gpus in counts]
 
 
 def test_a_row_shows_the_layout() -> None:
-    line = next(line for line in printed("32b", 120).splitlines() if line.split()[:1] == ["256"])
+    line = next(line for line in printed("32b", 120, (256,)).splitlines() if line.split()[:1] == ["256"])
     assert "TP8 PP1 DP32" in line
     assert " 256 " in line
 
 
 def test_what_does_not_fit_says_so_with_the_way_out() -> None:
-    lines = printed("8b", 80).splitlines()
+    lines = printed("8b", 80, (1,)).splitlines()
     assert "does not fit" in next(line for line in lines if line.split()[:1] == ["1"])
     assert next(line for line in lines if line.split()[:1] == ["1:"]).split(maxsplit=1)[1] == (
         "would fit with gpus=2 or cluster=h200"
@@ -51,4 +52,4 @@ def test_what_is_not_possible_says_why() -> None:
 
 
 def test_parameters_stand_beside_the_published_ones() -> None:
-    assert "8.191 B parameters (published 8.2 B), 6.946 B without embeddings (6.95 B)" in printed("8b", 120)
+    assert "8.191 B parameters (published 8.2 B), 6.946 B without embeddings (6.95 B)" in printed("8b", 120, (1,))
