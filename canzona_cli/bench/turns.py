@@ -11,6 +11,7 @@ from canzona_cli.bench.sitting import Samples, StepSample, Turns
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.holdings import finish_gathering, leaves
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.data import Batch
 from canzona_cli.training.garbage import no_garbage_collection
@@ -70,6 +71,14 @@ def take_turns(
     return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What one rank measured of a strategy, as it tells the others."""
+
+    steps: tuple[StepSample, ...]
+    tensor_bytes: int
+
+
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
     """What every rank measured, on every rank. Collective."""
     found = {}
@@ -78,11 +87,11 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        everyone = _gather((own, tensor_bytes(strategy.trainee)))
+        everyone = gather(_Measured(steps=own, tensor_bytes=tensor_bytes(strategy.trainee)))
         found[name] = Samples(
             losses=tuple(strategy.losses),
-            tensor_bytes=tuple(size for _, size in everyone),
-            ranks=tuple(steps for steps, _ in everyone),
+            tensor_bytes=tuple(rank.tensor_bytes for rank in everyone),
+            ranks=tuple(rank.steps for rank in everyone),
         )
     return found
 
@@ -126,9 +135,3 @@ def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[
     finish_gathering(trainee.model)
     torch.distributed.barrier()
     return True
-
-
-def _gather[T](value: T) -> list[T]:
-    values: list[T] = [value] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

@@ -92,7 +92,7 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
         begin = time.process_time()
         for _ in range(repetitions):
             run()
-        busy = sum(team.gather((time.process_time() - begin) / repetitions)) / median
+        busy = sum(theirs for (theirs,) in team.gather([(time.process_time() - begin) / repetitions])) / median
         busy = min(busy, float(cores()))  # several small ones in a row may take less time than each alone
     recorder.add(Measurement.of("collectives", slowest, kind, members.size, size, busy=busy))
     return median

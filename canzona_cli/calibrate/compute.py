@@ -133,7 +133,10 @@ def _passes(
         begin = time.perf_counter()
         while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
-    return [sample for own in team.gather(samples) for sample in own]
+    forward, backward = (
+        [sample for theirs in team.gather(own) for sample in theirs] for own in zip(*samples, strict=True)
+    )
+    return list(zip(forward, backward, strict=True))
 
 
 def _rate(

@@ -2,10 +2,21 @@
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from canzona_cli.megatron.messages import gather
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """What a member has measured, as it tells the others."""
+
+    values: tuple[float, ...]
+
 
 LEAST, MOST = 3, 400
 """Repetitions of a measurement; fewer only where three would take four times the budget."""
@@ -29,15 +40,13 @@ class Team:
         if self.size > 1:
             dist.barrier(group=joined(self._group))
 
-    def gather[T](self, value: T) -> list[T]:
+    def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """The values of all members in rank order, on all members."""
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=joined(self._group))
-        return [found for found in values if found is not None]
+        return [theirs.values for theirs in gather(_Values(values=tuple(values)), group=joined(self._group))]
 
     def decide(self, value: float) -> float:
         """The largest of all members' values, so that all make the same choice."""
-        return max(self.gather(value))
+        return max(theirs for (theirs,) in self.gather([value]))
 
     def samples(self, work: Callable[[], None], budget_s: float) -> list[float]:
         """Seconds of one call of `work` while all members run it at the same time; the samples of all of them."""

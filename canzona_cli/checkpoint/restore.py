@@ -23,6 +23,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
@@ -51,7 +52,7 @@ def verify_together(world: World, folder: Path) -> Manifest:
             problems += [] if problem is None else [problem]
         if not problems:
             problems += table_problems(folder, manifest, own)
-    _refuse_together(world, problems)
+    _refuse_together(problems)
     assert manifest is not None
     return manifest
 
@@ -81,7 +82,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             states = reader.random_states(world) if same else {}
     except CheckpointInvalid as error:
         problems += error.problems
-    _refuse_together(world, problems)
+    _refuse_together(problems)
     masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
@@ -92,11 +93,17 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         set_random_states(states)
 
 
-def _refuse_together(world: World, problems: list[Problem]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Problems:
+    """What one rank has found, as it tells the others."""
+
+    problems: tuple[Problem, ...]
+
+
+def _refuse_together(problems: list[Problem]) -> None:
     """Raise CheckpointInvalid on all ranks if any of them has problems, each problem once. Collective."""
-    everyone: list[list[Problem]] = [[] for _ in range(world.world_size)]
-    torch.distributed.all_gather_object(everyone, problems)
-    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs}:
+    everyone = gather(_Problems(problems=tuple(problems)))
+    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs.problems}:
         raise CheckpointInvalid(*found.values())
 
 

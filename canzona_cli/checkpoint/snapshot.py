@@ -19,6 +19,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import Held, held
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, unit_shape
@@ -42,6 +43,14 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """A rank's `Holding`, as it tells the others: JSON has no keys but words."""
+
+    wholes: Mapping[str, int]
+    pieces: tuple[tuple[Piece, int], ...]
 
 
 class Snapshots:
@@ -106,8 +115,8 @@ class Snapshots:
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if self._writers is None or any(self._trainee.timer.read(changed)):
-            everyone: list[Holding] = [holding] * self._trainee.world.world_size
-            torch.distributed.all_gather_object(everyone, holding)
+            told = gather(_Told(wholes=holding.wholes, pieces=tuple(holding.pieces.items())))
+            everyone = [Holding(wholes=rank.wholes, pieces=dict(rank.pieces)) for rank in told]
             units = {piece.unit for other in everyone for piece in other.pieces}
             self._writers = share(
                 everyone, {unit: prod(unit_shape(unit, self._trainee.config.model)) for unit in units}

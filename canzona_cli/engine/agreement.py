@@ -1,11 +1,13 @@
 """Before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.registry import UnusableOptimizer
 from canzona_cli.planner.plan import Mesh, Plan, first_difference
@@ -23,11 +25,9 @@ def agree_on_plan(plan: Plan | None, model: torch.nn.Module, world: World) -> Pl
     Raises:
         PlanRefused: on all ranks together, with the first difference that each refusing rank found.
     """
-    everyone: list[tuple[str | None, Problem | None]] = [(None, None)] * world.world_size
-    own = plan.hash if plan is not None else None
-    torch.distributed.all_gather_object(everyone, (own, _own_problem(plan, model, world)))
-    problems = [problem for _, problem in everyone if problem is not None]
-    if not problems and len({digest for digest, _ in everyone}) > 1:
+    everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, model, world)))
+    problems = [found.problem for found in everyone if found.problem is not None]
+    if not problems and len({found.digest for found in everyone}) > 1:
         problems = _disagreement(plan, everyone)
     if problems:
         # Ranks that found the same say it once.
@@ -65,13 +65,27 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
-    everyone: list[Problem | None] = [None] * world.world_size
-    torch.distributed.all_gather_object(everyone, problem)
-    problems = [found for found in everyone if found is not None]
+    problems = [found.problem for found in gather(_Found(problem=problem)) if found.problem is not None]
     if problems:
         raise OptimizerRefused(*dict.fromkeys(problems))
     assert made is not None
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What one rank has, as it tells the others."""
+
+    digest: str | None = None
+    """Of its plan."""
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """One rank's plan."""
+
+    plan: Mapping[str, object]
 
 
 def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Problem | None:
@@ -95,13 +109,12 @@ def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Pro
     return None
 
 
-def _disagreement(plan: Plan | None, everyone: list[tuple[str | None, Problem | None]]) -> list[Problem]:
+def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
     """What differs between rank 0's plan and the first other one."""
-    other = next(rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0])
+    other = next(rank for rank, found in enumerate(everyone) if found.digest != everyone[0].digest)
     assert plan is not None
-    contents: list[dict[str, object]] = [{}] * len(everyone)
-    torch.distributed.all_gather_object(contents, plan.content())
-    first, second = Plan.from_content(contents[0]), Plan.from_content(contents[other])
+    plans = gather(_Content(plan=plan.content()))
+    first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)
     difference = first_difference(first, second)
     found = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [

@@ -1,6 +1,7 @@
 """The optimizer of a run: a `MasterOptimizer` for the matrices, Megatron's AdamW for everything else."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -11,6 +12,7 @@ from canzona_cli.config.schema import NonFinite
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.matrix_buffers import global_parameters
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
 from canzona_cli.megatron.timers import PhaseTimer
 
@@ -25,6 +27,13 @@ class NonFiniteGradients(Diverged):
     def __init__(self, *problems: Problem, loss: float | None = None) -> None:
         super().__init__(*problems)
         self.loss = loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Culprits:
+    """Parameters with non-finite gradients on one rank, as it tells the others."""
+
+    names: tuple[str, ...]
 
 
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
@@ -137,8 +146,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         )
         own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        everyone: list[list[str]] = [[] for _ in members]
-        torch.distributed.all_gather_object(everyone, own, group=self._stats_group)
+        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(own)), group=self._stats_group)]
         ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in everyone for name in names))
         found = (

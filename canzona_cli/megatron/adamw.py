@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from canzona_cli.megatron.matrix_buffers import TAG
+from canzona_cli.megatron.messages import without_pickles
 from canzona_cli.megatron.parallel import World
 
 _MATRICES = "canzona"
@@ -34,7 +35,8 @@ def build_adamw(model: DistributedDataParallel, world: World, megatron_config: O
     overrides = get_standard_config_overrides(megatron_config)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
     overrides[ParamKey(predicate=is_matrix)] = {"optimizer": _MATRICES}
-    groups = _get_param_groups([model], megatron_config, overrides)
+    with without_pickles():
+        groups = _get_param_groups([model], megatron_config, overrides)
     ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
         world.groups, [model], use_gloo_process_groups=False
     )

@@ -16,6 +16,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import MuonConfig, RunConfig
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
+from canzona_cli.megatron.messages import without_pickles
 from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.plan import Plan
@@ -90,9 +91,10 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
             "use_distributed_optimizer": False,
             "use_layer_wise_distributed_optimizer": execution_of(config) is Execution.LAYERWISE,
         }
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
-    )
+    with without_pickles():
+        return get_megatron_optimizer(
+            MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
+        )
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:

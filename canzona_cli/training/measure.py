@@ -8,6 +8,7 @@ import torch
 
 from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.model.qwen3 import flops_per_token
@@ -47,8 +48,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         phases=mean_phases([step.phases for step in measured]),
         peak_memory=_peak_memory(world),
     )
-    everyone = [own] * world.world_size
-    torch.distributed.all_gather_object(everyone, own)
+    everyone = gather(own)
     if world.rank != 0 or not measured:
         return None
     step = _phase_time([rank.step_s for rank in everyone])

@@ -20,6 +20,7 @@ from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem, SaveFailed
+from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import CheckpointEvent
@@ -40,6 +41,13 @@ class _Save:
     """What stopped it, whichever rank it was; on rank 0."""
     said: bool = False
     """Whether it was said that the next save is due and waits for this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """Why a rank could not save, as it tells the others."""
+
+    reason: str | None
 
 
 class Saver:
@@ -124,14 +132,14 @@ class Saver:
             SaveFailed: as `save_now`.
         """
         failure = self.settle()
-        told: list[str | None] = [None if failure is None else f"{failure.problems[0].reason}; {self._kept()}"]
-        torch.distributed.broadcast_object_list(told, src=0)
-        if told[0] is not None:
+        own = _Failure(reason=None if failure is None else f"{failure.problems[0].reason}; {self._kept()}")
+        told = gather(own)[0].reason  # rank 0's, which completes checkpoints
+        if told is not None:
             raise SaveFailed(
                 Problem(
                     key="checkpoint",
                     value=step_name(progress.step),
-                    reason=f"the run ended at step {progress.step:,} without being saved: {told[0]}",
+                    reason=f"the run ended at step {progress.step:,} without being saved: {told}",
                     fix="make sure that checkpoints can be written, and start the run again",
                 )
             )

@@ -13,9 +13,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 import torch._dynamo  # which every rank would import anew with its first torch optimizer
+from torch.distributed import distributed_c10d
 
 from canzona_cli.megatron import contract
 from tests.waiting import PATIENCE_S
@@ -102,9 +104,15 @@ def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
     return [results[rank] for rank in range(len(receivers))]
 
 
+def _refuse(*_: object) -> NoReturn:
+    raise AssertionError("ranks tell each other nothing by pickles: canzona_cli.megatron.messages")
+
+
 def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, sender: Connection) -> None:
     os.environ |= environment(rank, world_size, port)
     torch.set_num_threads(1)
+    assert hasattr(distributed_c10d, "_unpickler"), "torch reads pickles from other ranks by another name now"
+    distributed_c10d._unpickler = _refuse  # type: ignore[assignment]
     # What was there before lives on: without this each collection, and a run makes some, would go through a million
     # objects of torch and Megatron, and copy their memory.
     gc.freeze()
