@@ -23,9 +23,9 @@ demo: setup
 test: setup
 	scripts/run-tests -m "not sweep and not slurm"
 
-# What faults do to real runs on gloo ranks; ends with a table of them. `make test` has these tests too.
+# What faults and attacks do to real runs; ends with a table of each. `make test` has these tests too.
 test-faults: setup
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/faults tests/attacks
 
 # Jobs on a real Slurm of two nodes, which the tests start and stop themselves. Wants to be root: slurmd does.
 test-slurm: setup

@@ -123,6 +123,7 @@ def canzona(
 
 def main() -> None:
     """Runs the command line and exits with one of `canzona_cli.errors.ExitCode`."""
+    from canzona_cli.commands.streams import guard, unheard
     from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, prepare_completion_options
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
@@ -130,9 +131,16 @@ def main() -> None:
     # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth of it.
     gc.set_threshold(50_000)
     os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change
+    guard()
     try:
         with bash_words():
             app(prog_name="canzona", complete_var=COMPLETE_VARIABLE)
+    except SystemExit as end:
+        if end.code or (lost := unheard()) is None:
+            raise
+        from canzona_cli.report.errors import show_failure
+
+        sys.exit(show_failure(lost))
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:

@@ -6,6 +6,7 @@ import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 from canzona_cli.commands.output import tell
+from canzona_cli.commands.streams import unattended
 from canzona_cli.errors import ConfigError, Problem
 
 
@@ -66,27 +67,30 @@ def train(
         raise ConfigError(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
     if sweep and as_json:
         raise ConfigError(Problem(key="--json", reason="shows one run", fix="leave out --json, or --sweep"))
-    if sweep:
-        from canzona_cli.commands.train_sweep import sweep as train_swept
-
-        wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
-        train_swept(wanted, recipes_dir or [], dry_run=dry_run, prepare_only=prepare_only, show_config=show_config)
-        return
+    if not printed:
+        unattended()
     requests = Requests(raising=True)
-    with handled(requests.add):
+    with handled(requests.add, to_the_end=True):
         try:
-            from canzona_cli.commands.train_run import run  # takes a while, in which signals may come
-
             wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
-            run(
-                wanted,
-                recipes_dir or [],
-                requests,
-                dry_run=dry_run,
-                prepare_only=prepare_only,
-                as_json=as_json,
-                show_config=show_config,
-            )
+            # Both take a while to import, in which signals may come.
+            if sweep:
+                from canzona_cli.commands.train_sweep import sweep as train_swept
+
+                how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
+                train_swept(wanted, recipes_dir or [], requests, **how)
+            else:
+                from canzona_cli.commands.train_run import run
+
+                run(
+                    wanted,
+                    recipes_dir or [],
+                    requests,
+                    dry_run=dry_run,
+                    prepare_only=prepare_only,
+                    as_json=as_json,
+                    show_config=show_config,
+                )
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

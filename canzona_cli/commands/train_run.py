@@ -306,6 +306,16 @@ def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:
 
 
 def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
+    """Show how the run ended. It has, and what goes wrong here changes nothing of it."""
+    try:
+        _show_end(outcome, run, config, console)
+    except Exception as error:
+        show_failure(error)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
         # machine 0 has reported everything; both often write to one file
         if outcome.exit_code:
@@ -321,8 +331,6 @@ def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
     if again := said(outcome, run.files, config):
         console.print(again, markup=False, soft_wrap=True)
-    if outcome.exit_code:
-        raise typer.Exit(outcome.exit_code)
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:

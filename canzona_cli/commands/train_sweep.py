@@ -15,7 +15,7 @@ from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
-from canzona_cli.launch.stop import Requests, handled
+from canzona_cli.launch.stop import Requests
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.several import SeveralView
 from canzona_cli.run.compare import several_runs
@@ -26,9 +26,18 @@ _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 
 
 def sweep(
-    arguments: list[str], recipes_dirs: list[Path], *, dry_run: bool, prepare_only: bool, show_config: bool
+    arguments: list[str],
+    recipes_dirs: list[Path],
+    requests: Requests,
+    *,
+    dry_run: bool,
+    prepare_only: bool,
+    show_config: bool,
 ) -> None:
     """The whole command.
+
+    Args:
+        requests: what signals ask for; it raises while nothing runs.
 
     Raises:
         CanzonaError: a run cannot be composed; nothing was started.
@@ -46,16 +55,16 @@ def sweep(
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
             wanted = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-            train_run.run(_overrides(run, root), recipes_dirs, Requests(), **wanted)
+            train_run.run(_overrides(run, root), recipes_dirs, requests, **wanted)
         return
-    code = _train_all(runs, root, recipes_dirs)
+    code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
         _summarise(runs, root, stopped=code in _STOPPED)
     if code:
         raise typer.Exit(code)
 
 
-def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path]) -> int:
+def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
     """Each after the one before, whatever became of that, until somebody wants them to stop."""
     codes = [int(ExitCode.OK)]
     for number, run in enumerate(runs, 1):
@@ -64,24 +73,26 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path]) -
             tell(f"{where}: has been done before", "bold")
             continue
         tell(f"\n{where}", "bold")
-        codes.append(_train(_overrides(run, root), recipes_dirs))
+        codes.append(_train(_overrides(run, root), recipes_dirs, requests))
         if codes[-1] in _STOPPED:
             return codes[-1]
     return max(codes)
 
 
-def _train(overrides: list[str], recipes_dirs: list[Path]) -> int:
+def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -> int:
     """One run to its end; its exit code. A wish to stop that came too late for it is one for the sweep."""
-    requests, code = Requests(raising=True), int(ExitCode.OK)
-    with handled(requests.add):
-        try:
+    code = int(ExitCode.OK)
+    try:
+        requests.raising = True
+        if requests.reason is None:  # else somebody asked between two runs
             train_run.run(overrides, recipes_dirs, requests, dry_run=False)
-        except typer.Exit as end:
-            code = end.exit_code
-        except KeyboardInterrupt:
-            pass
-        except Exception as error:
-            code = show_failure(error)
+    except typer.Exit as end:
+        code = end.exit_code
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:
+        code = show_failure(error)
+    requests.raising = False
     if requests.reason is None or code in _STOPPED:
         return code
     return int(ExitCode.PREEMPTED if requests.reason == "preempted" else ExitCode.INTERRUPTED)

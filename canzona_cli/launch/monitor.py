@@ -1,12 +1,21 @@
 """Follows the files the workers write and passes each new line to the view of the run."""
 
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.codec import JsonLines, record_of
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss, describe, event_of
+from canzona_cli.run.files import RunFiles, try_append_json_line
+from canzona_cli.run.records import (
+    Incident,
+    RunStatus,
+    StageEvent,
+    StepMetrics,
+    ValidationLoss,
+    describe,
+    event_of,
+)
 
 
 class Monitor:
@@ -15,7 +24,7 @@ class Monitor:
     def __init__(self, files: RunFiles, view: TrainView) -> None:
         self.last_step: StepMetrics | None = None
         self.last_validation: ValidationLoss | None = None
-        self._view = view
+        self._files, self._view = files, view
         self._stage: object = None
         self._sources: tuple[tuple[JsonLines, Callable[[dict[str, object]], None]], ...] = (
             (JsonLines(files.events, only_new=True), self._event),
@@ -32,13 +41,24 @@ class Monitor:
     def poll(self) -> None:
         """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
 
-        Lines that are no records are skipped. A view that can no longer write, because its pipe or terminal has gone,
-        does not end the run.
+        Lines that are no records are skipped.
         """
         new = [(record, receive) for source, receive in self._sources for record in source.read()]
         for record, receive in sorted(new, key=lambda item: _time(item[0])):
-            with suppress(OSError, SystemExit):  # SystemExit is how rich reports a closed pipe
-                receive(record)
+            self._show(partial(receive, record))
+
+    def close(self, status: RunStatus, message: str) -> None:
+        """The run has ended, and is in `result.json`."""
+        self._show(partial(self._view.close, status, message))
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """A view that fails is a mistake of ours, and costs the run its display, nothing else."""
+        try:
+            show()
+        except Exception as error:
+            self._view = TrainView()
+            detail = f"the run can no longer be shown: {type(error).__name__}: {error}"
+            try_append_json_line(self._files.events, Incident(time=time.time(), event="view", detail=detail).line())
 
     def _event(self, line: dict[str, object]) -> None:
         event = event_of(line)

@@ -37,17 +37,19 @@ class Requests:
     first: float = 0.0
     """When that came, seconds of the monotonic clock."""
     interrupts: int = 0
-    """How often a person asked. Batch systems repeat themselves; a person who does is in a hurry."""
+    """How often a person pressed Ctrl-C: twice means a hurry. Batch systems repeat themselves, and so does the closing
+    of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
     raising: bool = False
-    """Whether a request ends at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no
-    workers yet who could be asked."""
+    """Whether the first request ends at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there
+    are no workers yet who could be asked."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "preempted" if number in _PREEMPTING else "interrupted"
             self.first = time.monotonic()
-        self.interrupts += number in _INTERRUPTING
+        self.interrupts += number == signal.SIGINT
         if self.raising:
+            self.raising = False  # what it leads to is not to be interrupted in its turn
             raise Preempted if self.reason == "preempted" else KeyboardInterrupt
 
 
@@ -89,8 +91,13 @@ def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Route all these signals to `handler`. One that is ignored stays ignored: nohup and `&` ask for it that way."""
+def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
+    """Route all these signals to `handler`. One that is ignored stays ignored: nohup and `&` ask for it that way.
+
+    Args:
+        to_the_end: what follows the block is the end of this process, in the way that is known by then: from there on
+            they are ignored, so that none of them changes how it ends.
+    """
     before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
     for number, previous in before.items():
         if previous is not signal.SIG_IGN:
@@ -99,7 +106,7 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         for number, previous in before.items():
-            signal.signal(number, previous)
+            signal.signal(number, signal.SIG_IGN if to_the_end else previous)
 
 
 def unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:

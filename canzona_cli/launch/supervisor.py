@@ -50,7 +50,8 @@ class Supervision:
     files: RunFiles
     """The run directory, its inputs written."""
     command: LaunchCommand
-    view: TrainView
+    view: InitVar[TrainView]
+    """Is fed, and closed."""
     _: KW_ONLY
     ranks: range
     """This machine's ranks, in local order."""
@@ -69,9 +70,9 @@ class Supervision:
     go_on: str | None = None
     """What to type to go on with the run, if it ends early."""
 
-    def __post_init__(self, machines: Machines | None) -> None:
+    def __post_init__(self, view: TrainView, machines: Machines | None) -> None:
         self._machines = machines or Machines(self.files)
-        self._monitor = Monitor(self.files, self.view)
+        self._monitor = Monitor(self.files, view)
         self._asked = False
         """The workers have been asked to stop."""
         self._forced = False
@@ -81,17 +82,17 @@ class Supervision:
     def run(self) -> Outcome:
         """Run the command to its end, feeding the view, and say how it ended.
 
-        Machine 0 writes `result.json` whatever happens, also when this method raises. The view is closed.
+        Machine 0 writes `result.json` whatever happens, also when this method raises, and before it is shown.
         """
         outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
         try:
             outcome = self._run_here()
             outcome = self._machines.conclude(outcome, settle=self._settle)
-            _close(self.view, outcome)
         finally:
             outcome = with_command(self._with_numbers(outcome), self.go_on)
             if self._machines.node_rank == 0:
                 _keep(self.files, outcome, self.say)
+            self._monitor.close(outcome.status, outcome.message)
         return outcome
 
     def _run_here(self) -> Outcome:
@@ -121,6 +122,10 @@ class Supervision:
     def _hangs(self, watch: HangWatch | None) -> bool:
         """Whether the ranks hang; then they have written their stacks."""
         hang = None if watch is None else watch.look()
+        if watch is not None and (waiting := watch.waits_for()) is not None:
+            detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
+            slow = Incident(time=time.time(), event="waiting", detail=detail, level="info")
+            try_append_json_line(self.files.events, slow.line())
         if watch is None or hang is None or (hang.elsewhere and self._machines.may_know_better()):
             return False
         self._hang = hang
@@ -251,8 +256,3 @@ def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None
         save(files.result, outcome.result)
     except OSError as error:
         say(f"{files.result} cannot be written ({error.strerror}): {outcome.status}, exit code {outcome.exit_code}")
-
-
-def _close(view: TrainView, outcome: Outcome) -> None:
-    with suppress(OSError, SystemExit):  # the terminal or pipe has gone; the run directory has everything
-        view.close(outcome.status, outcome.message)

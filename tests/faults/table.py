@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from textwrap import wrap
 from typing import Protocol
 
-from canzona_cli.errors import ExitCode
+from tests import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +24,7 @@ class RecordFault(Protocol):
     def __call__(self, *, fault: str, happened: str, exit_code: int | None, lost: str) -> None: ...
 
 
-TITLES = ("fault", "what happened", "exit code", "what was lost")
-WIDEST = 46
-
-
 def table_lines(rows: Sequence[FaultRow]) -> list[str]:
-    """The rows under their titles, columns aligned, long cells on several lines."""
-    table = [TITLES, *((row.fault, row.happened, _code(row.exit_code), row.lost) for row in rows)]
-    cells = [[wrap(cell, WIDEST) or [""] for cell in row] for row in table]
-    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(TITLES))]
-    lines = [
-        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-        for row in cells
-        for parts in zip_longest(*row, fillvalue="")
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
-
-
-def _code(code: int | None) -> str:
-    if code is None:
-        return "goes on"
-    known = next((one.name.lower() for one in ExitCode if one == code), None)
-    return f"{code} {known}" if known else str(code)
+    """The rows under their titles."""
+    cells = [(row.fault, row.happened, table.exit_words(row.exit_code), row.lost) for row in rows]
+    return table.table_lines(("fault", "what happened", "exit code", "what was lost"), cells)

@@ -20,7 +20,7 @@ from canzona_cli.run.files import RunFiles
 from tests.checkpoint.checkpoints import save
 
 
-def test_the_first_signal_says_why_and_only_people_are_counted() -> None:
+def test_the_first_signal_says_why_and_only_ctrl_c_is_counted() -> None:
     requests = Requests()
     with handled(requests.add):
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -28,9 +28,9 @@ def test_the_first_signal_says_why_and_only_people_are_counted() -> None:
     assert (requests.reason, requests.interrupts) == ("preempted", 1)
     by_hand = Requests()
     with handled(by_hand.add):
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert (by_hand.reason, by_hand.interrupts) == ("interrupted", 1)
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # a closed terminal's shell passes it on
+            os.kill(os.getpid(), number)
+    assert (by_hand.reason, by_hand.interrupts) == ("interrupted", 0)
 
 
 def test_what_the_launcher_was_started_to_ignore_stays_ignored() -> None:
@@ -45,12 +45,26 @@ def test_what_the_launcher_was_started_to_ignore_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_after_the_decision_they_are_ignored() -> None:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with handled(Requests().add, to_the_end=True):
+            pass
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, Preempted), (signal.SIGINT, KeyboardInterrupt)])
 def test_while_nobody_can_be_asked_a_signal_ends_what_is_done(number: int, error: type[BaseException]) -> None:
     requests = Requests(raising=True)
     with handled(requests.add), pytest.raises(KeyboardInterrupt) as raised:
         os.kill(os.getpid(), number)
     assert raised.type is error
+    requests.add(number, None)  # while what follows from the first is under way, the next one raises nothing
 
 
 def test_a_save_is_under_way_while_there_is_half_a_checkpoint_and_moves_while_it_grows(tmp_path: Path) -> None:

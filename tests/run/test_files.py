@@ -1,6 +1,8 @@
 """Files of a run directory: whole or absent for every reader, and valid JSON whatever the numbers."""
 
 import json
+import os
+import resource
 import threading
 from pathlib import Path
 
@@ -61,10 +63,22 @@ def test_a_reader_sees_whole_files_while_they_are_replaced(tmp_path: Path) -> No
 def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "rank.json"
     write_json_atomic(path, {"step": 1})
-    with pytest.raises(UnicodeEncodeError):
-        write_text_atomic(path, "\ud800")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_text_atomic(path, "more than that")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_json(path) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["rank.json"]
+
+
+def test_a_name_that_is_not_utf8_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_json_atomic(tmp_path / "a.json", {"log": name})
+    append_json_line(tmp_path / "a.jsonl", {"log": name})
+    assert read_json(tmp_path / "a.json") == read_json(tmp_path / "a.jsonl") == {"log": name}
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
@@ -111,17 +125,20 @@ def test_the_monitor_passes_records_on_in_the_order_they_were_written(tmp_path: 
     )
 
 
-@pytest.mark.parametrize("trouble", [BrokenPipeError(), SystemExit(1)])
-def test_a_view_that_cannot_write_any_more_does_not_end_the_run(tmp_path: Path, trouble: BaseException) -> None:
-    class Gone(Recorder):
+def test_a_view_that_fails_costs_the_run_its_display_and_is_put_on_record(tmp_path: Path) -> None:
+    class Failing(Recorder):
         def step(self, metrics: StepMetrics) -> None:
-            raise trouble
+            raise KeyError("colour")
 
-    files = RunFiles(tmp_path)
-    monitor = Monitor(files, Gone())
+    files, view = RunFiles(tmp_path), Failing()
+    monitor = Monitor(files, view)
     append_json_line(files.metrics, {"time": 1.0, "step": 7})
     monitor.poll()
-    assert monitor.last_step == StepMetrics(step=7, time=1.0)
+    append_json_line(files.validation, {"time": 2.0, "step": 7, "loss": 5.5})
+    monitor.poll()
+    assert (monitor.last_step, view.seen) == (StepMetrics(step=7, time=1.0), [])
+    assert monitor.last_validation == ValidationLoss(step=7, loss=5.5, time=2.0)
+    assert "the run can no longer be shown: KeyError" in files.events.read_text()
 
 
 def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch_wrote_is_not(tmp_path: Path) -> None:

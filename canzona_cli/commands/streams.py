@@ -1,0 +1,86 @@
+"""Standard output and error of the command, on which writing never fails.
+
+A terminal that was closed, a pipe without a reader, a full disk: each makes printing fail, at any line, in our code and
+in that of libraries. It is met here, once. What cannot be written is dropped, the command goes on to its end, and only
+then is it said that somebody did not get what was printed; of a run that trains, not even then (`unattended`).
+"""
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import TYPE_CHECKING, ClassVar, Final, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_PATIENCE_S: Final = 5.0
+"""How long a run waits for a reader that has stopped reading: a pager, a terminal stopped by Ctrl-S."""
+_GONE: Final = (errno.EPIPE, errno.EIO)
+"""The reader has seen what it wanted, or its terminal was closed."""
+
+
+class _Stream(io.FileIO):
+    """A file descriptor; what cannot be written to it is lost, and writing says that all is well."""
+
+    patience_s: ClassVar[float | None] = None
+    """How long to wait until it can be written to; None: for ever."""
+    lost: ClassVar[OSError | None] = None
+    """Why something was lost, the first time."""
+    _stuck = False
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        text, done = memoryview(data).cast("B"), 0
+        try:
+            # No more at once than what never blocks where there is room at all.
+            while done < len(text) and self._has_room():
+                done += super().write(text[done : done + select.PIPE_BUF]) or 0
+        except OSError as error:
+            _Stream.lost = _Stream.lost or error
+        return len(text)
+
+    def _has_room(self) -> bool:
+        """Wait for a reader, though not again for one who did not come back."""
+        wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
+        self._stuck = not select.select([], [self], [], wait_s)[1]
+        return not self._stuck
+
+
+def guard() -> None:
+    """Have everything this process prints from now on written so."""
+    for descriptor in range(3):  # a stream that is closed would be the next file that is opened
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
+
+
+def unattended() -> None:
+    """A run begins, which goes on whether anybody reads what it prints or not, and ends as it ends."""
+    _Stream.patience_s = _PATIENCE_S
+
+
+def unheard() -> OSError | None:
+    """Why somebody did not get what was printed, where that counts: not where nobody reads any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    lost = _Stream.lost
+    return None if lost is None or lost.errno in _GONE or _Stream.patience_s is not None else lost
+
+
+def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
+    encoding = "utf-8"
+    if stream is not None:
+        try:
+            if stream.fileno() != descriptor:
+                return stream
+        except (OSError, ValueError):  # no file: whoever put it there looks after it
+            return stream
+        encoding = stream.encoding
+    raw = _Stream(descriptor, "w", closefd=False)
+    # A name that is no text in this encoding is shown by its escapes.
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=descriptor == 2 or raw.isatty()
+    )

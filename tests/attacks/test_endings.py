@@ -1,0 +1,168 @@
+"""How a run ends is decided by what became of it: not by whether anybody can read what it prints, nor by what comes
+after the decision."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.verify import verify
+from canzona_cli.commands import streams
+from canzona_cli.run.files import RunFiles, read_json
+from tests.attacks.table import RecordAttack
+from tests.attacks.victim import FULL, Attack, Streams, Victim, attacked, steps
+
+
+@pytest.fixture
+def full() -> Iterator[Streams]:
+    """Standard output and error on a disk without room."""
+    disk, nothing = os.open(FULL, os.O_WRONLY), os.open(os.devnull, os.O_RDONLY)
+    yield Streams(stdin=nothing, stdout=disk, stderr=disk)
+    os.close(disk)
+    os.close(nothing)
+
+
+def assert_ended(files: RunFiles, victim: Victim, status: str, code: int) -> None:
+    """The run's own account of its end, the exit code and the checkpoint agree."""
+    result = read_json(files.result)
+    assert result is not None, f"no result.json; exit code {victim.code}"
+    assert (result["status"], result["exit_code"], victim.code) == (status, code, code)
+    newest = CheckpointStore(files.checkpoints).newest()
+    if status in ("interrupted", "preempted"):
+        assert newest is not None
+        assert newest.step == result["step"] == steps(files)
+        assert not verify(newest.path)[1]
+    else:
+        assert newest is None
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_closed_terminal_saves_the_run(
+    train: Attack, files: RunFiles, record_attack: RecordAttack, shell: bool
+) -> None:
+    """The kernel sends SIGHUP, and every line that is printed from then on fails; with `shell` the signal comes twice,
+    as an interactive shell passes it on to its jobs."""
+    master, slave = os.openpty()
+    victim = train(Streams(stdin=slave, stdout=slave, stderr=slave, terminal=True))
+    os.close(slave)
+    os.set_blocking(master, False)
+    shown = bytearray()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            shown.extend(os.read(master, 65536))
+
+    victim.until(lambda: steps(files) >= 3 and b"\x1b[" in shown, read)  # the live view is on the screen
+    os.close(master)
+    if shell:
+        victim.signal(signal.SIGHUP)
+    victim.finish()
+    assert_ended(files, victim, "interrupted", 130)
+    twice = ", SIGHUP also from its shell" if shell else ""
+    record_attack(attack=f"the terminal is closed{twice}", answer="saved, checkpoint verified", exit_code=130)
+
+
+ENDINGS = [
+    ("done", None, "done", 0),
+    ("crash", None, "failed", 70),
+    ("stopped", signal.SIGUSR2, "preempted", 75),
+    ("stopped", signal.SIGTERM, "preempted", 75),
+    ("stopped", signal.SIGINT, "interrupted", 130),
+]
+
+
+@pytest.mark.parametrize(("ending", "number", "status", "code"), ENDINGS)
+def test_output_on_a_full_disk_changes_no_ending(
+    train: Attack,
+    files: RunFiles,
+    full: Streams,
+    record_attack: RecordAttack,
+    ending: str,
+    number: signal.Signals | None,
+    status: str,
+    code: int,
+) -> None:
+    victim = train(full, ending=ending)
+    if number is not None:
+        victim.until(lambda: steps(files) >= 3)
+        victim.signal(number)
+    victim.finish()
+    assert_ended(files, victim, status, code)
+    name = f"{number.name}, saved" if number else {"done": "done", "crash": "a rank crashed"}[ending]
+    record_attack(attack=f"output on a full disk: {name}", answer="as it would be", exit_code=code)
+
+
+def test_output_on_a_full_disk_changes_no_mistake_either_and_a_page_that_is_lost_is_one(
+    train: Attack, files: RunFiles, full: Streams, tmp_path: Path, record_attack: RecordAttack
+) -> None:
+    assert train(full, "train.steps=-1").finish() == 2
+    assert not files.root.exists()
+    lost = attacked("plan", "recipe=qwen3-tiny", "gpus=1", "--json", "--dry-run", streams=full, cwd=tmp_path)
+    assert lost.finish() == 3
+    record_attack(attack="output on a full disk: a bad setting", answer="as it would be", exit_code=2)
+    record_attack(attack="output on a full disk: plan --json", answer="told, where that can be read", exit_code=3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_signals_after_the_decision_do_not_change_it(
+    train: Attack, files: RunFiles, record_attack: RecordAttack, number: signal.Signals
+) -> None:
+    """One every millisecond, from the first wish to stop until the process is gone."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    victim = train(Streams(stdin=nowhere, stdout=nowhere, stderr=nowhere))
+    os.close(nowhere)
+    victim.until(lambda: steps(files) >= 3)
+    sent, late = 0, 0
+    while not victim.ended():
+        victim.signal(number)
+        sent, late = sent + 1, late + files.result.exists()
+        time.sleep(0.001)
+    assert_ended(files, victim, "preempted", 75)
+    assert late > 3, f"none of {sent} came after the decision"
+    record_attack(attack=f"{number.name} again and again until the end", answer="saved as asked", exit_code=75)
+
+
+def test_with_all_streams_closed_nothing_is_printed_into_the_runs_files(
+    train: Attack, files: RunFiles, record_attack: RecordAttack
+) -> None:
+    victim = train(Streams(), ending="done")
+    victim.finish()
+    assert_ended(files, victim, "done", 0)
+    assert files.claim.read_text().split()[1] == str(victim.pid)
+    assert "elapsed" not in files.claim.read_text()
+    assert files.agent_log(0).read_text() == "the rank's own output\n"
+    record_attack(attack="stdin, stdout, stderr closed", answer="trained; nothing strays into files", exit_code=0)
+
+
+def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
+    train: Attack, files: RunFiles, record_attack: RecordAttack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`canzona train | less`, nobody at the keyboard: the pipe is full before the first line."""
+    monkeypatch.setattr(streams, "_PATIENCE_S", 0.1)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    victim = train(Streams(stdin=nothing, stdout=writer, stderr=writer))
+    victim.until(lambda: steps(files) >= 3)
+    victim.signal(signal.SIGTERM)
+    victim.finish()
+    assert_ended(files, victim, "preempted", 75)
+    record_attack(attack="SIGTERM, and nobody reads the output", answer="saved, checkpoint verified", exit_code=75)
+    os.close(reader)
+    with pytest.raises(OSError, match=os.strerror(errno.EPIPE)):
+        os.write(writer, b"?")
+    again = train(Streams(stdin=nothing, stdout=writer, stderr=writer), f"run.dir={files.root}-2", ending="done")
+    assert again.finish() == 0
+    record_attack(attack="the reader of the output has gone", answer="trained", exit_code=0)
+    os.close(writer)
+    os.close(nothing)

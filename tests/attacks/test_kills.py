@@ -1,0 +1,131 @@
+"""Killed at any moment, as often as it likes, a run ends with the very bits of one that never was."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.verify import verify
+from canzona_cli.run.files import RunFiles
+from canzona_cli.training.data import Batch
+from tests.attacks.table import RecordAttack
+from tests.faults.forked import forked_run
+from tests.faults.support import TrainingRun, alive
+
+KILLS = 3
+"""In every `make test`; the sweep has more, of whole launches."""
+SHORT = ("train.steps=12", "checkpoint.every_steps=2", "checkpoint.every_minutes=null", "schedule.warmup_steps=2")
+LONG = (
+    *("train.steps=100", "train.eval_interval=25", "train.eval_batches=1", "schedule.warmup_steps=2"),
+    *("checkpoint.every_steps=4", "checkpoint.every_minutes=null"),
+    *("gpus=2", "parallel.tp=1", "train.global_batch_size=2", "model.num_layers=1"),
+)
+LONGEST_S = 14.0
+"""After at most so many seconds a launch is killed: starting, training and saving all have their share of it."""
+
+Ending = tuple[dict[str, str], list[tuple[object, ...]], list[tuple[object, ...]]]
+
+
+def ending(root: Path) -> Ending:
+    """Hashes of the last checkpoint's tensors, every step, every validation."""
+    files = RunFiles(root)
+    newest = CheckpointStore(files.checkpoints).newest()
+    assert newest is not None
+    manifest, problems = verify(newest.path)
+    assert not problems
+    shards = {name: file.blake3 for name, file in manifest.files.items() if name.startswith("rank-")}
+    assert shards
+    steps = [json.loads(line) for line in files.metrics.read_text().splitlines()]
+    assert manifest.progress.step == len(steps)
+    validations = files.validation.read_text().splitlines() if files.validation.exists() else []
+    return (
+        shards,
+        [tuple(line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")) for line in steps],
+        [(line["step"], line["loss"]) for line in map(json.loads, validations)],
+    )
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    seed = int(os.environ.get("CANZONA_SEED", "0")) or time.time_ns() % 1_000_000
+    print(f"CANZONA_SEED={seed}")
+    return random.Random(seed)
+
+
+def seconds_of(root: Path) -> float:
+    """From the first step's end to the last one's."""
+    times = [float(json.loads(line)["time"]) for line in RunFiles(root).metrics.read_text().splitlines()]
+    return times[-1] - times[0]
+
+
+def test_ranks_killed_at_random_moments_cost_no_bit(
+    tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
+) -> None:
+    overrides = (*SHORT, f"data.cache_dir={corpus_cache}")
+    assert forked_run(tmp_path / "whole", *overrides).exit_code == 0
+    longest_s = seconds_of(tmp_path / "whole")
+    killed = 0
+    for _ in range(KILLS):
+        doomed, moment = chance.randrange(4), chance.uniform(0, longest_s / 2)
+
+        def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float = moment) -> Batch:
+            if rank == doomed and not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return batch
+
+        try:
+            forked_run(tmp_path / "broken", *overrides, spoil=doom)
+        except AssertionError as error:  # what `run_ranks` says of a rank that is gone
+            assert "died without a word" in str(error)  # noqa: PT017
+            killed += 1
+    assert killed
+    assert forked_run(tmp_path / "broken", *overrides).exit_code == 0
+    assert ending(tmp_path / "broken") == ending(tmp_path / "whole")
+    record_attack(
+        attack=f"SIGKILL of a rank at {killed} random moments, started again each time",
+        answer="ended bit for bit as an unbroken run",
+        exit_code=0,
+    )
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1500)
+def test_launches_killed_at_20_random_moments_cost_no_bit(
+    tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
+) -> None:
+    """The launcher, torchrun or a rank, while they start, train or save; a new run whenever one has come to its end."""
+    (tmp_path / "whole").mkdir()
+    code, output = TrainingRun(tmp_path / "whole", corpus_cache, *LONG).finish()
+    assert code == 0, output
+    kills: list[int] = []
+    runs = 0
+    while len(kills) < 20 or code != 0:
+        broken = tmp_path / f"broken-{runs}"
+        broken.mkdir(exist_ok=True)
+        run = TrainingRun(broken, corpus_cache, *LONG)
+        if len(kills) < 20:
+            time.sleep(chance.uniform(0.0, LONGEST_S))
+        if len(kills) < 20 and run.process.poll() is None:
+            family = run.processes()
+            chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)
+            kills.append(run.steps)
+            code, _ = run.finish()
+            assert not alive(family)
+        else:
+            code, output = run.finish()
+        if code == 0:
+            assert ending(run.files.root) == ending(tmp_path / "whole")
+            runs += 1
+    print(f"killed after steps {kills}, {runs} runs")
+    record_attack(
+        attack=f"SIGKILL at 20 random moments of {runs} runs, started again each time",
+        answer="ended bit for bit as an unbroken run",
+        exit_code=0,
+    )

@@ -1,0 +1,61 @@
+"""Whatever is sent to the ports that a run listens on, it trains on."""
+
+import random
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.attacks.table import RecordAttack
+from tests.faults.support import LaunchedRun, alive
+
+GARBAGE = (
+    b"",
+    b"GET / HTTP/1.1\r\nHost: run\r\n\r\n",
+    bytes(64),
+    b"\xff" * 4096,
+    (1 << 62).to_bytes(8, "little") * 8,
+)
+
+
+def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_attack: RecordAttack) -> None:
+    run = LaunchedRun(tmp_path / "run", "endless")
+    try:
+        run.wait_for_steps(2)
+        family = run.family()
+        listening = [
+            connection.laddr
+            for process in family
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert {address.ip for address in listening} == {"127.0.0.1"}
+        seeded, open_ = random.Random(15), []
+        for address in listening:
+            for garbage in (*GARBAGE, seeded.randbytes(100), seeded.randbytes(70_000)):
+                connection = socket.create_connection((address.ip, address.port), timeout=5)
+                connection.settimeout(1)
+                with suppress(OSError):
+                    connection.sendall(garbage)
+                open_.append(connection)
+        for connection in open_[::2]:
+            connection.close()
+        steps = run.files.metrics.read_text().count("\n")
+        run.wait_for_steps(steps + 5)
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish()
+        assert code == 130, output
+        assert run.result()["step"] == run.files.metrics.read_text().count("\n")
+        assert not alive(family)
+        for connection in open_[1::2]:
+            connection.close()
+    finally:
+        run.process.kill()
+        run.process.communicate()
+    record_attack(
+        attack=f"garbage to {len(listening)} listening ports, connections left open",
+        answer="trained on; stopped when asked",
+        exit_code=130,
+    )
