@@ -1,9 +1,11 @@
 """The error family of canzona: each class is one exit code, each problem is written for the person at the terminal."""
 
+import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class ExitCode(IntEnum):
@@ -72,6 +74,44 @@ def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str =
     """What the user named by `key` cannot be written, or `what` cannot be written there."""
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
+
+
+_FIXES: Final = {
+    errno.ENAMETOOLONG: "choose a shorter path: names of at most 255 bytes, 4,095 in all",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files: ulimit -f unlimited",
+    errno.EMFILE: "raise the limit on open files: ulimit -n 65536",
+    errno.ENFILE: "close other programs: the whole machine has too many files open",
+    errno.EAGAIN: "raise the limit on processes: ulimit -u 4096",
+    errno.EACCES: "choose a place that you may use, or ask for permission",
+    errno.EPERM: "choose a place that you may use, or ask for permission",
+    errno.EROFS: "choose a place that can be written",
+    errno.ELOOP: "mend the links: they lead in a circle",
+    errno.EIO: "look at the disk or the file server",
+    errno.ESTALE: "look at the file server",
+}
+
+
+def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
+    """What the operating system refused where no code expected it to; None for what is no such thing."""
+    if not isinstance(error, OSError):
+        return None
+    if isinstance(error, FileNotFoundError) and not _has_working_directory():
+        reason, fix = "it has been deleted, and paths are relative to it", "change to a directory that exists: cd"
+        return EnvironmentProblem(Problem(key="working directory", reason=reason, fix=fix))
+    if error.errno not in _FIXES:
+        return None
+    key = "this machine" if error.filename is None else os.fsdecode(error.filename)
+    return EnvironmentProblem(Problem(key=key, reason=error.strerror or str(error), fix=_FIXES[error.errno]))
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 class DoesNotFit(CanzonaError):

@@ -13,11 +13,13 @@ import psutil
 
 from canzona_cli.cluster.findings import TORCHRUN_VARIABLES, Finding, Status, info, judged
 from canzona_cli.cluster.gpu_needs import interface_problem
-from canzona_cli.cluster.machine import cpu_fact, processor_name
+from canzona_cli.cluster.machine import LOOPBACK, LOOPBACK_FIX, cpu_fact, loopback_problem, processor_name
 from canzona_cli.run.machine import cores, existing_folder
 
 _GIB = 2**30
 _MASTER_PORT = 29500
+_RANKS = 8
+"""How many try to meet: those of a machine with eight GPUs."""
 _RESOLVE_TIMEOUT_S = 3.0
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -132,15 +134,10 @@ def _place(name: str, path: Path, meaning: str, fix: str, *, unwritable: Status 
 
 def network() -> Iterator[Finding]:
     """Loopback, the port that runs over several machines meet at, and the resolution of this machine's name."""
-    problem = ""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            value = f"listening on 127.0.0.1 works (port {server.getsockname()[1]})"
-    except OSError as error:
-        value = problem = str(error)
-    fix = "allow this user to listen on 127.0.0.1 (sandbox, firewall, container network)"
+    problem = loopback_problem(_RANKS)
+    value = problem or f"{_RANKS} ranks can meet on {LOOPBACK}"
     meaning = "the ranks of one machine meet there"
-    yield judged("network", "loopback", not problem, value, meaning, fix, otherwise="fail")
+    yield judged("network", "loopback", problem is None, value, meaning, LOOPBACK_FIX, otherwise="fail")
     meaning = "torchrun's usual meeting point of several machines; a run on one machine takes any free port"
     try:
         socket.create_server(("127.0.0.1", _MASTER_PORT)).close()

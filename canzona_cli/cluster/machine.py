@@ -8,7 +8,9 @@ import hashlib
 import os
 import platform
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -25,6 +27,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _MACHINE_ID = Path("/etc/machine-id")
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one machine meet."""
+LOOPBACK_FIX = (
+    "bring the interface up (ip link set lo up), let this user listen there (sandbox, firewall, container network), "
+    "or free ports: net.ipv4.ip_local_port_range says which there are"
+)
+_ANSWER_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
@@ -122,6 +131,18 @@ def fingerprint() -> str:
     except OSError:
         identity = platform.node()
     return hashlib.sha256(f"canzona {identity} {processor_name()}".encode()).hexdigest()[:8]
+
+
+def loopback_problem(ranks: int) -> str | None:
+    """Why so many ranks, each with a port of its own, could not meet on this machine; None where they could."""
+    try:
+        with ExitStack() as sockets:
+            for _ in range(ranks + 1):  # torchrun's store has one, too
+                server = sockets.enter_context(socket.create_server((LOOPBACK, 0)))
+                sockets.enter_context(socket.create_connection(server.getsockname(), timeout=_ANSWER_S))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _differences(cluster: ClusterConfig) -> Iterator[str]:

@@ -51,7 +51,10 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     for argument in _joined(arguments, problems):
         key, equals, text = argument.partition("=")
         key, text = key.strip(), text.strip()
-        if not equals or not key:
+        if not _is_text(argument):
+            fix = "give the file or directory a name in UTF-8"
+            problems.append(Problem(key=key, value=text, reason="is not UTF-8, which a run's files are", fix=fix))
+        elif not equals or not key:
             problems.append(_not_an_override(argument))
         elif key[0] in "+~":
             problems.append(_not_a_change(key, text))
@@ -175,6 +178,14 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
         value = text.strip("'\"")  # `cluster.rdzv_id=0042` is a name that happens to look like a number
     return (value,)
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:  # bytes of the command line that Python could not decode
+        return False
+    return True
 
 
 def _takes_text(key: str) -> bool:

@@ -26,6 +26,7 @@ _LONGEST_LOOK_S: Final = 5.0
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
+_TOLD_AFTER_S: Final = 30.0
 _MOST_OTHERS: Final = 8
 _STATES: Final = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT resumes it)",
@@ -94,6 +95,7 @@ class HangWatch:
         self._began = self._looked = clock()
         self._newest = 0.0
         self._silent_s = 0.0
+        self._told = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -120,6 +122,15 @@ class HangWatch:
         found = blame(signs, now=now, began=self._began, state=self._state)
         # The machine that has the culprit speaks first.
         return None if found.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else found
+
+    def waits_for(self) -> str | None:
+        """What a start has waited for since half a minute, once for each such wait; else None. Call it after `look`."""
+        signs = self._beats.signs()
+        if self._silent_s < _TOLD_AFTER_S or any(sign.steps for sign in signs):
+            self._told = False
+            return None
+        told, self._told = self._told, True
+        return None if told else f"nothing has happened for {self._silent_s:.0f} s: {_others(signs)}"
 
     def write_stacks(self) -> None:
         """Have every rank write its Python stacks to its log, and give it the time."""

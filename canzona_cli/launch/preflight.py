@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 
 from canzona_cli.cluster.gpu_needs import backend_problem, driver_problem, fused_layers_problem, interface_problem
-from canzona_cli.cluster.machine import visible_gpus
+from canzona_cli.cluster.machine import LOOPBACK, LOOPBACK_FIX, loopback_problem, visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
@@ -93,6 +93,9 @@ def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield from list(_gpus(config)) or _beside_gpus(config)
     else:
         yield from _host_memory(config, layout)
+    if on_one_machine(config) and (apart := loopback_problem(ranks_per_node(config))) is not None:
+        reason = f"its ranks cannot meet there: {apart[:1].lower()}{apart[1:]}"
+        yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
     if config.cluster.transformer_engine and (fused := fused_layers_problem()) is not None:
         yield fused
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:

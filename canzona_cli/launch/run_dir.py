@@ -15,7 +15,15 @@ from canzona_cli.cluster.machine import installed_version, profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, ExitCode, Problem, unwritable
+from canzona_cli.errors import (
+    CanzonaError,
+    ConfigError,
+    EnvironmentProblem,
+    ExitCode,
+    Problem,
+    of_the_machine,
+    unwritable,
+)
 from canzona_cli.launch.attempts import set_aside
 from canzona_cli.launch.claim import hold, unsafe_place
 from canzona_cli.launch.going_on import with_command
@@ -135,7 +143,8 @@ class RunDirectory:
                 if isinstance(error, KeyboardInterrupt):
                     outcome = before_workers(self.files, error)
                 else:
-                    code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
+                    known = error if isinstance(error, CanzonaError) else of_the_machine(error)
+                    code = ExitCode.CRASH if known is None else known.exit_code
                     outcome = Outcome(
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
                     )

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from canzona_cli import __version__
 from canzona_cli.config.secrets import redacted, shown_value
-from canzona_cli.errors import CanzonaError, ExitCode, Problem
+from canzona_cli.errors import CanzonaError, ExitCode, Problem, of_the_machine
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
@@ -22,10 +22,11 @@ _LONGEST_VALUE = 200
 
 def show_failure(error: Exception) -> int:
     """Say what ended the command, on standard error; returns its exit code."""
-    if not isinstance(error, CanzonaError):
+    known = error if isinstance(error, CanzonaError) else of_the_machine(error)
+    if known is None:
         return _show_bug(error)
-    Console(stderr=True).print(ErrorView(error=error), soft_wrap=True)
-    return int(error.exit_code)
+    Console(stderr=True).print(ErrorView(error=known), soft_wrap=True)
+    return int(known.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def _show_bug(error: Exception) -> int:
     sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {redacted(str(error))}\n")
     try:
         descriptor, path = tempfile.mkstemp(prefix="canzona-bug-", suffix=".txt")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(header + redacted(" ".join(sys.argv)) + "\n\n" + report)
     except OSError:
         sys.stderr.write(report)

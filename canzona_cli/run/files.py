@@ -8,11 +8,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from canzona_cli.run.words import json_text, jsonable
 
 StopReason = Literal["interrupted", "preempted"]
+_NOT_UTF8: Final = "backslashreplace"
 
 
 def sweep_root(root: Path | str, name: str) -> Path:
@@ -110,7 +111,8 @@ class RunFiles:
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step, on disk before it is visible under its name.
 
-    Colleagues may read it as far as the umask lets them; nobody else may write it.
+    Colleagues may read it as far as the umask lets them; nobody else may write it. A name in it that is not UTF-8 has
+    escapes, as JSON has them.
 
     Raises:
         OSError: the folder cannot be written; no temporary file is left behind.
@@ -118,7 +120,7 @@ def write_text_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors=_NOT_UTF8) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -157,7 +159,7 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
     try:
         write_json_atomic(path, value)
     except OSError:
-        text = (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = _line(value)
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             if os.write(handle, text) < len(text):
@@ -167,13 +169,17 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
             os.close(handle)
 
 
+def _line(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode(errors=_NOT_UTF8)
+
+
 def append_json_line(path: Path, value: Mapping[str, object]) -> None:
     """Add one line to a .jsonl file with a single write, so that a reader sees whole lines and writers do not mix.
 
     Raises:
         OSError: the line is not in the file, nor is a part of it; or the file is a link.
     """
-    line = (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    line = _line(value)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         written = os.write(handle, line)

@@ -18,6 +18,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600
+"""For agents that are started by hand, one after the other."""
+_OWN_TIMEOUT_S = 60
+"""For one that only has to reach itself."""
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -32,13 +35,14 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         listener = socket.create_server((_HOST, port), backlog=2048) if rank == 0 else None
         if listener is not None:
             port = listener.getsockname()[1]
-        super().__init__(_HOST, port, rank=rank, world_size=agents, run_id=run_id, timeout=_TIMEOUT_S)
+        timeout_s = _OWN_TIMEOUT_S if agents == 1 else _TIMEOUT_S
+        super().__init__(_HOST, port, rank=rank, world_size=agents, run_id=run_id, timeout=timeout_s)
         self._loopback_store = TCPStore(
             _HOST,
             port,
             world_size=agents,
             is_master=listener is not None,
-            timeout=timedelta(seconds=_TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=False,
             master_listen_fd=None if listener is None else listener.detach(),

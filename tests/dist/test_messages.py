@@ -36,11 +36,12 @@ def work() -> tuple[list[Said], float, list[object]]:
     heard = gather(said(rank))
     odd = gather(Said(text="", number=math.inf, large=0, found={"x": math.nan}))[1 - rank]
     assert math.isnan(odd.found["x"])
+    own: object = [(None, False), ((("lr", 0.1 * rank),), True)]
     everyone: list[object] = [None, None]
     with without_pickles():
-        torch.distributed.all_gather_object(everyone, [(None, False), ((("lr", 0.1 * rank),), True)])
+        torch.distributed.all_gather_object(everyone, own)
     with pytest.raises(AssertionError, match="nothing by pickles"):
-        torch.distributed.all_gather_object([None, None], rank)
+        torch.distributed.all_gather_object([*everyone], own)
     return heard, odd.number, everyone
 
 

@@ -133,6 +133,23 @@ def test_only_a_later_step_is_held_to_the_limit_itself(hearts: tuple[Heartbeats,
     assert seconds_until_hang(watch, clock) - 10 in (1, 2)
 
 
+def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeats, list[Heart]]) -> None:
+    beats, (first, second) = hearts
+    clock = Clock()
+    watch = HangWatch(beats, timeout_s=600, clock=clock)
+    first.waits(True)
+    said = []
+    for _ in range(90):
+        watch.look()
+        said.append(watch.waits_for())
+        clock.now += 1
+    told = [text for text in said if text is not None]
+    assert told == ["nothing has happened for 30 s: rank 0 waiting in start workers, rank 1 at work in start workers"]
+    second.step(1)
+    watch.look()
+    assert watch.waits_for() is None, "it trains"
+
+
 def test_one_rank_that_goes_on_keeps_the_run_alive_and_one_that_has_ended_does_not_count(
     hearts: tuple[Heartbeats, list[Heart]],
 ) -> None:

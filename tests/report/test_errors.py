@@ -1,6 +1,8 @@
 """Every problem of an error reaches the reader whole, literally, and inside the width of the terminal."""
 
+import errno
 import io
+import os
 import re
 from pathlib import Path
 
@@ -103,7 +105,7 @@ def test_a_users_mistake_gives_its_own_exit_code_and_no_traceback(capsys: pytest
 
 def test_a_bug_is_one_line_with_the_traceback_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="odd") as caught:
-        raise ValueError("odd")
+        raise ValueError("odd") from FileNotFoundError(os.fsdecode(b"caf\xe9"))  # a name that is not UTF-8
     assert show_failure(caught.value) == 70
     told = capsys.readouterr().err
     assert "bug in canzona: ValueError: odd" in told
@@ -112,7 +114,14 @@ def test_a_bug_is_one_line_with_the_traceback_in_a_file(capsys: pytest.CaptureFi
     assert found is not None
     kept = Path(found[1])
     assert 'raise ValueError("odd")' in kept.read_text()
+    assert r"caf\udce9" in kept.read_text()
     kept.unlink()
+
+
+def test_what_the_system_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_failure(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "x" * 300)) == 3
+    assert "File name too long" in capsys.readouterr().err
+    assert show_failure(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ours.json")) == 70
 
 
 def test_what_several_places_have_in_common_is_told_once() -> None:
