@@ -302,7 +302,7 @@ def assumptions() -> tuple[str, ...]:
         "machine and 90% between machines, each hop adds the profile's latency.",
         "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them; "
         "every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
-        "host-bound launches, no data loading.",
+        "data loading, no host-bound launches but what a calibration found of them in forward and backward.",
         "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
         "bisection bandwidth.",

@@ -1,0 +1,57 @@
+"""What a rank makes of a turn that did not end well: it was in a process of its own."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.bench import layout_worker
+from canzona_cli.bench.layouts import prepare
+from canzona_cli.bench.sitting import BenchFiles, Turns
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.errors import ExitCode, WorkerCrashed
+from canzona_cli.run.files import RunFiles
+from canzona_cli.training.records import RankRecord
+
+Act = Callable[[RunFiles, int, int, str], None]
+
+
+def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act) -> str:
+    """How a rank ends whose turns do what `act` does, in two rounds of two layouts."""
+    entrants = prepare(["recipe=tiny", "gpus=2", "model.num_layers=2"], count=2, rounds=1, steps=1).entrants
+    names = tuple(entrants)[:2]
+    files = RunFiles(BenchFiles(folder).sitting(0))
+    files.root.mkdir()
+    for name in names:
+        BenchFiles(folder).config(name).write_text(dump_resolved(entrants[name].prepared.config), encoding="utf-8")
+    Turns(names=names, rounds=2, steps_per_turn=3).write(files)
+    monkeypatch.setattr(layout_worker, "_turn", act)
+    return layout_worker.layouts_rank(files, RankRecord(files, 0), 0)
+
+
+def test_every_layout_has_a_turn_in_each_round_each_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(files: RunFiles, rank: int, number: int, name: str) -> None:
+        (files.root / f"{number} {name}").write_text(str(os.getpid()))
+
+    assert taken(tmp_path, monkeypatch, note) == "done"
+    left = {path.name: path.read_text() for path in (tmp_path / "sitting-0").glob("? tp*")}
+    assert len(left) == 4
+    assert len({*left.values(), str(os.getpid())}) == 5
+
+
+def test_a_killed_turn_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerCrashed, match="signal 9 killed it in the turn of tp"):
+        taken(tmp_path, monkeypatch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_turn_that_was_asked_to_stop_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(files: RunFiles, rank: int, number: int, name: str) -> None:
+        (files.root / f"{number} {name}").touch()
+        os._exit(ExitCode.INTERRUPTED)
+
+    assert taken(tmp_path, monkeypatch, stop) == "interrupted"
+    assert len(list((tmp_path / "sitting-0").glob("? tp*"))) == 1
