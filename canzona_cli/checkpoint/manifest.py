@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from canzona_cli.config.schema.field import Count, CountOrZero, Finite, Range, Ranks
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
@@ -29,26 +31,26 @@ Scalar = bool | int | float | str | None
 class LossMemory:
     """What the guards remember of losses, so that a resumed run is judged as the unbroken one; nats per token."""
 
-    first: float | None = None
+    first: Finite | None = None
     """Of the first step."""
-    smooth: float | None = None
+    smooth: Finite | None = None
     """Exponential mean of the last steps."""
-    best: float | None = None
+    best: Finite | None = None
     """The least that mean has been."""
-    excess: float = 0.0
+    excess: Finite = 0.0
     """How far the losses have been too high, added up, in limits."""
-    since: int = 0
+    since: CountOrZero = 0
     """The first step of that."""
-    rise: float = 0.0
+    rise: Finite = 0.0
     """How far they have been above their best, added up."""
-    first_validation: float | None = None
-    sound: int = 0
+    first_validation: Finite | None = None
+    sound: CountOrZero = 0
     """The step of the last validation that was not worse than the first."""
-    worse: int = 0
+    worse: CountOrZero = 0
     """Validations since, which were."""
-    usual: tuple[float, ...] = ()
+    usual: tuple[Finite, ...] = ()
     """Recent losses that are part of no spike."""
-    high: tuple[float, ...] = ()
+    high: tuple[Finite, ...] = ()
     """Losses of the spike that goes on."""
 
 
@@ -56,27 +58,22 @@ class LossMemory:
 class Progress:
     """How far a run had come."""
 
-    step: int
-    samples: int
+    step: CountOrZero
+    samples: CountOrZero
     """Sequences consumed; where the data order goes on."""
-    tokens: int
-    skipped: int = 0
+    tokens: Annotated[int, Range(at_least=0, at_most=10**18)]
+    skipped: CountOrZero = 0
     """Steps so far that changed nothing because their gradients were not finite."""
-    fallbacks: int = 0
+    fallbacks: CountOrZero = 0
     """Matrix updates so far that were replaced by what their optimizer does when it fails."""
     losses: LossMemory = LossMemory()
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """All that is counted: none of it is negative."""
-        return self.step, self.samples, self.tokens, self.skipped, self.fallbacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
     """One file of a checkpoint."""
 
-    bytes: int
+    bytes: Annotated[int, Range(at_least=0, at_most=10**18)]
     blake3: str
 
 
@@ -85,12 +82,12 @@ class Piece:
     """Elements [start, end), row by row, of a rectangle of a unit."""
 
     unit: str
-    row: int
-    col: int
-    rows: int
-    cols: int
-    start: int
-    end: int
+    row: CountOrZero
+    col: CountOrZero
+    rows: Count
+    cols: Count
+    start: CountOrZero
+    end: CountOrZero
 
     @property
     def elements(self) -> int:
@@ -108,7 +105,7 @@ class StoredTensor:
     file: str
     dtype: str
     """As safetensors call it: F32, BF16, I64, U8, ..."""
-    shape: tuple[int, ...]
+    shape: tuple[CountOrZero, ...]
     piece: Piece | None = None
     """What of the whole it is, flat; None if it is the whole."""
 
@@ -125,9 +122,9 @@ class Header:
     optimizer: str
     strategy: str
     splitting: str
-    world_size: int
-    created: float
-    """Seconds since 1970."""
+    world_size: Ranks
+    created: Annotated[float, Range(at_least=0, below=253_402_300_800)]
+    """Seconds since 1970; before the year 10000."""
     canzona: str
     """Version of the program that wrote it."""
 

@@ -12,14 +12,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from canzona_cli.checkpoint.manifest import FORMAT, MANIFEST, READABLE, VERSION, Manifest, StoredTensor
 from canzona_cli.checkpoint.shard_file import ITEM_BYTES, tensor_bytes
 from canzona_cli.run.codec import parse
-
-LARGEST: Final = 1 << 30
-"""Bytes of a manifest that is read at all."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -68,17 +65,15 @@ def parse_manifest(text: bytes) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """What types do not tell: names stay inside the folder, sizes are sizes, tensors lie in files that are there."""
-    if manifest.world_size < 1 or min(manifest.progress.counts) < 0:
-        raise ValueError("it has a negative number of ranks, steps or samples")
     for name, file in manifest.files.items():
         check_file_name(name)
-        if file.bytes < 0 or not _HASH.fullmatch(file.blake3):
-            raise ValueError(f"files.{name}: not a size and a hash")
+        if not _HASH.fullmatch(file.blake3):
+            raise ValueError(f"files.{name}: not a hash")
     held = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         if tensor.file not in held:
             raise ValueError(f"tensors.{name}: it is in {tensor.file}, which is not among the files")
-        if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
+        if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a type and shape of a tensor")
         if not _fits(name, tensor):
             raise ValueError(f"tensors.{name}: it is no piece of a tensor")
@@ -93,7 +88,7 @@ def _fits(name: str, tensor: StoredTensor) -> bool:
     piece = tensor.piece
     if piece is None:
         return True
-    inside = min(piece.row, piece.col) >= 0 and 0 <= piece.start < piece.end <= piece.rows * piece.cols
+    inside = piece.start < piece.end <= piece.rows * piece.cols
     named = name == piece.name(tensor.whole(name).rpartition("/")[2])
     return inside and named and tensor.shape == (piece.elements,)
 

@@ -4,8 +4,10 @@ Weights are made from masters by the very path an update takes: rounded, sent to
 over the data-parallel ones.
 """
 
+import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -13,11 +15,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.manifest import Manifest, Piece, Scalar
+from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
 from canzona_cli.checkpoint.pieces import cut, paste, trimmed
-from canzona_cli.checkpoint.random_states import set_random_states
-from canzona_cli.checkpoint.snapshot import GROUP, MASTER, HeldPiece, held_pieces
-from canzona_cli.checkpoint.verify import read_manifest, table_problems, verify_file
+from canzona_cli.checkpoint.random_states import check_random_states, set_random_states
+from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces
+from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
@@ -28,9 +31,9 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
-ELEMENTWISE = ("adamw", "muon")
-"""Optimizers whose state is elementwise, so that it can be cut and put together differently."""
+_log = logging.getLogger(__name__)
 
 
 def verify_together(world: World, folder: Path) -> Manifest:
@@ -39,21 +42,13 @@ def verify_together(world: World, folder: Path) -> Manifest:
     Raises:
         CheckpointInvalid: on all ranks together, with every file that is not what the manifest says.
     """
-    problems: list[Problem] = []
-    manifest: Manifest | None = None
-    try:
+    with _together(world, folder):
         manifest = read_manifest(folder)
-    except CheckpointInvalid as error:
-        problems += error.problems
-    if manifest is not None:
         own = sorted(manifest.files)[world.rank :: world.world_size]
-        for name in own:
-            problem = verify_file(folder, name, manifest.files[name])
-            problems += [] if problem is None else [problem]
-        if not problems:
-            problems += table_problems(folder, manifest, own)
-    _refuse_together(problems)
-    assert manifest is not None
+        hashed = [verify_file(folder, name, manifest.files[name]) for name in own]
+        problems = [problem for problem in hashed if problem is not None]
+        if problems or (problems := table_problems(folder, manifest, own)):
+            raise CheckpointInvalid(*problems)
     return manifest
 
 
@@ -70,19 +65,20 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         CheckpointInvalid: on all ranks together: something that is needed is not in it.
     """
     world, config = trainee.world, trainee.config
-    problems: list[Problem] = []
-    try:
-        with Reader(folder, manifest, config.model) as reader:
-            pieces = held_pieces(held(trainee.optimizer, trainee.model), config.model, world)
-            for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
-                _restore_held(list(of_one), reader, weights_only=weights_only)
-            if isinstance(trainee.optimizer, CanzonaOptimizer):
-                _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
-            same = manifest.world_size == world.world_size and not weights_only
-            states = reader.random_states(world) if same else {}
-    except CheckpointInvalid as error:
-        problems += error.problems
-    _refuse_together(problems)
+    with _together(world, folder):
+        wrong = [problem_of(folder, MANIFEST, reason) for reason in content_problems(manifest, config.model)]
+        if wrong:
+            raise CheckpointInvalid(*shortened(wrong))
+    with _together(world, folder), Reader(folder, manifest, config.model) as reader:
+        pieces = held_pieces(held(trainee.optimizer, trainee.model), config.model, world)
+        for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
+            _restore_held(list(of_one), reader, weights_only=weights_only)
+        if isinstance(trainee.optimizer, CanzonaOptimizer):
+            _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
+        same = manifest.world_size == world.world_size and not weights_only
+        states = reader.random_states(world) if same else {}
+        if same:
+            check_random_states(states)
     masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
@@ -100,8 +96,21 @@ class _Problems:
     problems: tuple[Problem, ...]
 
 
-def _refuse_together(problems: list[Problem]) -> None:
-    """Raise CheckpointInvalid on all ranks if any of them has problems, each problem once. Collective."""
+@contextmanager
+def _together(world: World, folder: Path) -> Iterator[None]:
+    """Raises CheckpointInvalid on all ranks if reading the checkpoint failed on any, each problem once. Collective.
+
+    Whatever it was that failed: a rank that ended by itself would leave the others waiting for it.
+    """
+    problems: list[Problem] = []
+    try:
+        yield
+    except CheckpointInvalid as error:
+        problems += error.problems
+    except Exception as error:
+        _log.exception("rank %d cannot read %s", world.rank, folder)
+        reason = f"rank {world.rank} cannot read it: {type(error).__name__}: {error}"
+        problems.append(problem_of(folder, MANIFEST, reason))
     everyone = gather(_Problems(problems=tuple(problems)))
     if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs.problems}:
         raise CheckpointInvalid(*found.values())
@@ -168,9 +177,10 @@ class Reader:
         """
         if f"{name}/{field}" in self._pieces:
             shape = unit_shape(name, self.model)
-            return self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
+            whole = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
+            return self._sound(name, field, whole)
         tensor: torch.Tensor = self._open(f"{name}/{field}").get_tensor(f"{name}/{field}")  # type: ignore[no-untyped-call]
-        return tensor
+        return self._sound(name, field, tensor)
 
     def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
         """A rectangle of a unit, (rows, cols), on the host.
@@ -190,7 +200,7 @@ class Reader:
             missing -= last - first
         if missing:
             raise CheckpointInvalid(_lacking(f"{unit}/{field}"))
-        return found
+        return self._sound(unit, field, found)
 
     def step(self, unit: str) -> float | None:
         """Steps AdamW had made of a unit."""
@@ -202,8 +212,21 @@ class Reader:
         return self._scalars.get(name, {})
 
     def random_states(self, world: World) -> dict[str, torch.Tensor]:
-        name = f"random.{world.rank:05d}"
+        name = f"{RANDOM}{world.rank:05d}"
         return {field: self.whole(name, field) for field in self.fields(name)}
+
+    def problem(self, reason: str) -> Problem:
+        """Something that is stored and cannot be used."""
+        return problem_of(self._folder, MANIFEST, reason)
+
+    def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, if training can go on with it: weights are finite, and no optimizer of ours keeps NaN."""
+        bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
+        if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
+            what = "infinite or no numbers" if field == MASTER else "no numbers"
+            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements of {name}/{field} are {what}"
+            raise CheckpointInvalid(self.problem(reason))
+        return tensor
 
     def _stored(self, unit: str) -> Sequence[_Source]:
         if unit not in self._sources:
@@ -250,7 +273,10 @@ class Reader:
 def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
     """A master and its state from the parts of units it consists of."""
     item = pieces[0].held
-    fields = [MASTER] if weights_only else reader.unit_fields(pieces[0].piece.unit)
+    unit = pieces[0].piece.unit
+    fields = [MASTER] if weights_only else reader.unit_fields(unit)
+    if MASTER not in fields:
+        raise CheckpointInvalid(_lacking(f"{unit}/{MASTER}"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for found in pieces:
         piece = found.piece
@@ -261,7 +287,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
             )
             cut(region, piece, target[found.offset : found.offset + piece.elements])
     item.master.copy_(read.pop(MASTER).view(item.master.shape))
-    step = None if weights_only else reader.step(pieces[0].piece.unit)
+    step = None if weights_only else reader.step(unit)
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
 
@@ -272,7 +298,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
     problems: list[Problem] = []
     for group in optimizer.groups:
         for matrix in group.hosted:
-            fields = reader.fields(matrix.name)
+            fields, held_master = reader.fields(matrix.name), optimizer.masters[matrix.index]
             if fields:
                 wanted = [MASTER] if weights_only else fields
                 tensors = {field: reader.whole(matrix.name, field) for field in wanted}
@@ -281,25 +307,58 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             else:
                 problems.append(_other_splitting(matrix, manifest))
                 continue
-            if tuple(tensors[MASTER].shape) != (matrix.rows, matrix.cols):
-                problems.append(_lacking(f"{matrix.name}/{MASTER} of shape {(matrix.rows, matrix.cols)}"))
+            master = tensors.pop(MASTER, None)
+            if master is None or master.shape != held_master.shape:
+                problems.append(_lacking(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
                 continue
-            master = tensors.pop(MASTER)
             if weights_only:
-                optimizer.masters[matrix.index].copy_(master)
+                held_master.copy_(master)
                 continue
-            device = optimizer.masters[matrix.index].device
-            kept = {key: tensor.to(device) if tensor.dim() else tensor for key, tensor in tensors.items()}
             scalars = reader.scalars(matrix.name)
-            state[matrix.name] = {
-                "master": master,
-                "state": {**kept, **{key: value for key, value in scalars.items() if not key.startswith(GROUP)}},
-                "group": {k.removeprefix(GROUP): value for k, value in scalars.items() if k.startswith(GROUP)},
-            }
+            counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
+            shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
+            assert group.optimizer is not None
+            if wrong := _unlike(group.optimizer, held_master, tensors, counts, shared):
+                problems.append(reader.problem(f"{matrix.name}: {wrong}"))
+                continue
+            kept = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+            state[matrix.name] = {"master": master, "state": {**kept, **counts}, "group": shared}
     if problems:
         raise CheckpointInvalid(*problems)
     if not weights_only:
         optimizer.load_state_dict(state)
+
+
+def _unlike(
+    optimizer: torch.optim.Optimizer,
+    master: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    counts: Mapping[str, Scalar],
+    shared: Mapping[str, Scalar],
+) -> str:
+    """What of a matrix's stored state is not what its optimizer keeps; empty where it is, or where none is stored.
+
+    Args:
+        tensors, counts: of the matrix, without its master.
+        shared: of all matrices together.
+    """
+    for key, value in shared.items():
+        now = optimizer.param_groups[0].get(key, value)
+        if not isinstance(now, bool | int | float | str) or isinstance(now, str) != isinstance(value, str):
+            return f"{key} of a parameter group is no {type(value).__name__}"
+    expected = optimizer.kept(master) if isinstance(optimizer, MatrixOptimizer) else None
+    if expected is None or not (tensors or counts.keys() & expected.keys()):
+        return ""
+    for key in sorted(expected.keys() | tensors.keys()):
+        shape, found = expected.get(key), tensors.get(key)
+        if shape is None and key in expected:
+            if not isinstance(counts.get(key), int):
+                return f"{key} is no number of steps"
+        elif shape is None or found is None:
+            return f"{key} is {'missing' if found is None else 'nothing that its optimizer keeps'}"
+        elif found.dtype != torch.float32 or found.shape != shape:
+            return f"{key} is {found.dtype} {tuple(found.shape)}, and its optimizer keeps fp32 {shape}"
+    return ""
 
 
 def _from_units(matrix: Matrix, reader: Reader, *, weights_only: bool) -> dict[str, torch.Tensor]:

@@ -138,7 +138,9 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
         text = file.read(length)
     try:
         entries = json.loads(text)
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):  # the library is as strict
+            raise TypeError
         table = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         spans = sorted((*entry["data_offsets"], tensor_bytes(*table[name])) for name, entry in entries.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -12,6 +12,7 @@ from math import prod
 import psutil
 import torch
 
+from canzona_cli.checkpoint.contents import GROUP, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
 from canzona_cli.checkpoint.pieces import Holding, Writers, share
 from canzona_cli.checkpoint.random_states import random_states
@@ -26,9 +27,6 @@ from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, unit_shape
 
 _LOG = logging.getLogger(__name__)
 
-MASTER = "master"
-GROUP = "group:"
-"""Begins the key of what an optimizer counts for all its matrices."""
 PINNED_SHARE = 0.5
 """Of a machine's memory, all that its ranks pin for saves: pages that are pinned are lost to everybody else on it."""
 DTYPES = {
@@ -88,7 +86,7 @@ class Snapshots:
                     else:
                         scalars[f"{name}/{key}"] = value
         for key, state_of_rank in random_states().items():
-            name = f"random.{world.rank:05d}/{key}"
+            name = f"{RANDOM}{world.rank:05d}/{key}"
             saved[name] = self._copy(name, state_of_rank)
         for found in pieces:
             piece, shape = found.piece, unit_shape(found.piece.unit, model)

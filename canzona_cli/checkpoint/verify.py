@@ -13,8 +13,9 @@ from threading import Event
 from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, step_name, step_of
-from canzona_cli.checkpoint.manifest_file import LARGEST, parse_manifest
+from canzona_cli.checkpoint.manifest_file import parse_manifest
 from canzona_cli.checkpoint.shard_file import read_table
+from canzona_cli.config.reading import Absent, read_plain
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.run.machine import cores
 
@@ -81,13 +82,13 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
         else:
             if found != entry.blake3:
                 wrong = "damaged: its content does not have the hash that the manifest gives"
-    return None if wrong is None else _problem(folder, name, wrong)
+    return None if wrong is None else problem_of(folder, name, wrong)
 
 
 def size_problems(folder: Path, manifest: Manifest) -> list[Problem]:
     """Files that are missing, are not plain files, or differ in size from the manifest."""
     wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
-    return [_problem(folder, name, reason) for name, reason in wrong.items() if reason is not None]
+    return [problem_of(folder, name, reason) for name, reason in wrong.items() if reason is not None]
 
 
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
@@ -98,15 +99,15 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
         try:
             held, size = read_table(folder / name)
         except (OSError, ValueError) as error:
-            problems.append(_problem(folder, name, f"{error}"))
+            problems.append(problem_of(folder, name, f"{error}"))
             continue
         differing = sorted(key for key in held.keys() | said.keys() if held.get(key) != said.get(key))
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             reason = f"its tensors differ from the manifest's: {differing[0]}{more}"
-            problems.append(_problem(folder, name, reason))
+            problems.append(problem_of(folder, name, reason))
         elif size != manifest.files[name].bytes:
-            problems.append(_problem(folder, name, "there are bytes behind its tensors"))
+            problems.append(problem_of(folder, name, "there are bytes behind its tensors"))
     return problems
 
 
@@ -133,8 +134,8 @@ def previous_sound(folder: Path) -> Path | None:
     earlier = sorted((s for s in map(step_of, names) if s is not None and (step is None or s < step)), reverse=True)
     for candidate in (folder.parent / step_name(s) for s in earlier):
         try:
-            manifest = parse_manifest(_read_small(candidate / MANIFEST))
-        except (OSError, ValueError):
+            manifest = parse_manifest(read_plain(candidate / MANIFEST, follow=False))
+        except ValueError:
             continue
         if not any(_size_problem(candidate, *item) for item in manifest.files.items()):
             return candidate
@@ -155,24 +156,15 @@ def way_out(folder: Path, *, by_path: bool = False) -> str:
 
 def _parsed(folder: Path) -> Manifest:
     try:
-        manifest = parse_manifest(_read_small(folder / MANIFEST))
+        manifest = parse_manifest(read_plain(folder / MANIFEST, follow=False))
         if step_of(folder.name) in (None, manifest.progress.step):
             return manifest
         reason = f"it was saved at step {manifest.progress.step}: the folder has been renamed"
-    except FileNotFoundError:
+    except Absent:
         reason = "missing" if folder.is_dir() else "there is no such checkpoint"
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror or error}"
     except ValueError as error:
         reason = str(error)
-    raise CheckpointInvalid(_problem(folder, MANIFEST, reason))
-
-
-def _read_small(path: Path) -> bytes:
-    with open(_open(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > LARGEST:
-            raise ValueError(f"larger than {LARGEST >> 20} MiB, the most a manifest may have")
-        return file.read()
+    raise CheckpointInvalid(problem_of(folder, MANIFEST, reason))
 
 
 def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
@@ -209,5 +201,6 @@ def _key(folder: Path, name: str) -> str:
     return f"{folder.name}/{name}"
 
 
-def _problem(folder: Path, name: str, reason: str) -> Problem:
+def problem_of(folder: Path, name: str, reason: str) -> Problem:
+    """Something about one file of a checkpoint."""
     return Problem(key=_key(folder, name), reason=reason, fix=way_out(folder))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.errors import ConfigError, Problem, closest
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
@@ -78,7 +79,7 @@ def shown(path: Path) -> str:
     """A path as the user would write it: relative to here when it lies below, else absolute."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
-    except ValueError:
+    except (ValueError, RuntimeError):  # of a link to itself
         return str(path)
 
 
@@ -128,16 +129,10 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
 
 def read_yaml(path: Path) -> dict[str, object]:
     """One YAML file of settings. Raises ConfigError when it cannot be read or is no mapping."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(key=shown(path), reason=f"is not valid YAML: {_one_line(error)}")) from error
-    except OSError as error:
-        raise ConfigError(Problem(key=shown(path), reason=f"cannot be read: {error.strerror}")) from error
+        content = parse_yaml(read_plain(path, most=LARGEST_YAML))
+    except Unreadable as error:
+        raise ConfigError(Problem(key=shown(path), reason=f"{error}")) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(key=shown(path), reason="holds no settings", fix="write `key: value` lines"))
     return {str(key): value for key, value in content.items()}
@@ -171,7 +166,3 @@ def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> P
     else:
         fix = f"`canzona calibrate` writes one; there are {', '.join(group_options(group, dirs))}"
     return Problem(key=group, value=asked, reason="there is no such file", fix=fix)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

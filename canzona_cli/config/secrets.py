@@ -44,7 +44,8 @@ _DIRECTORIES = ("PWD", "OLDPWD")
 _SHORTEST = 8
 """Characters. A shorter value of an environment variable would be found in innocent words."""
 
-_REFERENCE = re.compile(r"\$\{\s*[\w.\[\]]+\s*\}")
+REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
+"""To another setting, by its name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
 """Settings that, or whose last part, become arguments of torchrun: a leading dash would make an option of them."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
@@ -163,7 +164,7 @@ def resolver_problem(key: str, value: str) -> Problem | None:
 
     Whatever is not plainly a reference is refused, because resolvers' names may be put together: `${oc.${name}:HOME}`.
     """
-    if "${" not in _REFERENCE.sub("", value):
+    if "${" not in REFERENCE.sub("", value):
         return None
     reason = (
         "only other settings can be referred to; environment variables and other resolvers would end up, "

@@ -82,15 +82,16 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
-    except HydraException:
+    except (HydraException, RecursionError, ValueError):
         return ()
     if not override.is_sweep_override():
         return ()
+    shuffled = getattr(override.value(), "shuffle", False)
     try:
-        found = tuple(override.sweep_string_iterator())
+        found = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
     except HydraException:  # of intervals and globs
         found = ()
-    if not found or getattr(override.value(), "shuffle", False):
+    if not found:
         reason = "is no list of values that comes out the same each time"
         problems.append(Problem(key=key, value=text, reason=reason, fix=f"name the values: {key}=A,B,C"))
         return ()

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from canzona_cli.config.recipes import (
     GROUPS,
@@ -16,10 +18,17 @@ from canzona_cli.config.recipes import (
     user_recipes_dirs,
 )
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.config.secrets import content_problems
+from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings
 from canzona_cli.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from hydra.plugins.config_source import ConfigSource
+
+SCHEME = "canzona"
+"""Of the folders that Hydra reads by `folder_source`."""
+_LONGEST = 10_000
+"""Characters that references may come to; a path has 4,096."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
 # What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
@@ -55,7 +64,6 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     found = []
     for name, path in group_options("recipe", dirs).items():
         try:
-            read_yaml(path)  # an empty file would compose
             given = {"recipe": path} if lies_flat(path) else {}
             (tree, _), error = composed({"recipe": name} if not given else {}, given, dirs), ""
         except ConfigError as problem:
@@ -98,12 +106,12 @@ def composed(
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
     from hydra._internal.defaults_list import create_defaults_list
+    from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     recipe = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     where = shown(recipe)
@@ -112,8 +120,9 @@ def composed(
     OmegaConf.clear_resolver("oc.env")
     Plugins.instance()  # registers the sources that Hydra reads from
     search = ConfigSearchPathImpl()
+    SourcesRegistry.instance().register(folder_source())
     for folder in dirs:
-        search.append("canzona", f"file://{folder}")
+        search.append("canzona", f"{SCHEME}://{folder}")
     search.append("schema", "structured://")
     with _stored(options, given):
         try:
@@ -124,7 +133,7 @@ def composed(
             used = create_defaults_list(repository, _PRIMARY, parsed, prepend_hydra=False, skip_missing=False).defaults
             merged = loader._compose_config_from_defaults_list(used, repository)
             container = OmegaConf.to_container(merged, resolve=False)
-        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_composition_problem(error, where)) from error
         except RecursionError as error:  # Hydra follows a defaults list that leads back to its own file for ever
             reason = "builds on itself: its `defaults:` name a recipe, or group file, that leads back to it"
@@ -141,6 +150,28 @@ def composed(
     if unsafe:
         raise ConfigError(*unsafe)
     return tree, files
+
+
+@cache
+def folder_source() -> "type[ConfigSource]":
+    """What Hydra reads the files of a folder with: as its own, by `read_yaml`, which knows bounds."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra.plugins.config_source import ConfigResult
+    from omegaconf import OmegaConf
+
+    class Folder(FileConfigSource):  # type: ignore[misc]
+        @staticmethod
+        def scheme() -> str:
+            return SCHEME
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            path = Path(self.path, self._normalize_file_name(config_path))
+            content = OmegaConf.create(read_yaml(path))
+            with path.open(encoding="utf-8") as file:
+                header = self._get_header_dict(file.read(512))
+            return ConfigResult(config=content, path=self.full_path(), provider=self.provider, header=header)
+
+    return Folder
 
 
 @contextmanager
@@ -228,8 +259,14 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     resolved: dict[str, object] = {}
-    for key, value in leaves({str(name): part for name, part in raw.items()}):
+    written = dict(leaves({str(name): part for name, part in raw.items()}))
+    texts = {key: f"{value}" for key, value in written.items()}
+    for key, value in written.items():
         if value == _MISSING:
+            continue
+        if _stands_for(key, texts, ()) > _LONGEST:
+            reason = "its references lead back to it, or stand for a text that nobody could read"
+            problems.append(Problem(key=key, value=value, reason=reason, fix="write what is meant"))
             continue
         try:
             found = OmegaConf.select(config, key, throw_on_resolution_failure=True)
@@ -242,6 +279,23 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             continue
         put(resolved, key, found)
     return resolved
+
+
+def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
+    """Characters of a setting, or of a section, once its references are filled in; too many where that has no end.
+
+    Args:
+        within: what is being filled in with it.
+    """
+    found = 0
+    for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
+        text = texts[key]
+        found += len(text) if "${" in text or within else 0
+        for reference in REFERENCE.findall(text):
+            if key in within or found > _LONGEST:
+                return _LONGEST + 1
+            found += _stands_for(reference, texts, (*within, key))
+    return found
 
 
 def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:

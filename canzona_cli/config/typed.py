@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
+from canzona_cli.config.settings import Setting, sections, setting_of, settings
 from canzona_cli.errors import Problem, closest
 
 _EXAMPLE_OPTIONS = {
@@ -30,7 +30,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         texts: how values were typed on the command line, by dotted key; shown in problems.
         where: what the other values came from, for problems: a file.
     """
-    hints = get_type_hints(RunConfig)
+    hints = get_type_hints(RunConfig, include_extras=True)
     problems = list(_unknown(tree, where))
     parts: dict[str, object] = {}
     for field in fields(RunConfig):
@@ -55,7 +55,9 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                     if isinstance(whole, Mapping):
                         key, whole = f"{key}.{detail['loc'][1]}", whole[detail["loc"][1]]
                     if all(problem.key != key for problem in problems):  # somewhere inside a list: said once
-                        problems.append(_bad_inside(key, whole, texts, where))
+                        bound = _bound(detail["type"], detail.get("ctx", {}))
+                        inside = f"has {detail['input']}, and that must be {bound}" if bound else ""
+                        problems.append(_bad_inside(key, whole, inside, texts, where))
         elif name in sections():
             try:  # a section nobody mentions is made of its defaults, if it has them all
                 parts[name] = TypeAdapter(kind).validate_json("{}", strict=True)
@@ -63,29 +65,27 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 problems.append(_missing_section(name))
         elif settings()[name].required:
             problems.append(_missing(name, where))
-    told = {problem.key for problem in problems}
-    problems += [problem for problem in _out_of_range(tree, texts, where) if problem.key not in told]
     return problems or RunConfig(**parts)  # type: ignore[arg-type]
 
 
-def _out_of_range(tree: Mapping[str, object], texts: Mapping[str, str], where: str) -> Iterator[Problem]:
-    for key, value in leaves(tree):
-        setting = settings().get(key)
-        if setting is None or isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        place = "" if key in texts else f" (in {where})"
-        shown = texts.get(key, value)
-        if not math.isfinite(value):
-            yield Problem(key=key, value=shown, reason=f"is not a finite number{place}", fix=_in_range(setting))
-        elif value not in setting.range:
-            yield Problem(key=key, value=shown, reason=f"must be {setting.range}{place}", fix=_in_range(setting))
+_BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+"""pydantic's name of an error, and of the bound that was crossed."""
 
 
-def _in_range(setting: Setting) -> str:
-    null = ", or null to have it chosen" if setting.optional else ""
-    if math.isfinite(setting.range.at_least) and math.inf == setting.range.below == setting.range.at_most:
-        return f"use {setting.key}={setting.range.at_least:g} or more{null}"
-    return _example(setting) + null
+def _bound(error: str, context: Mapping[str, object]) -> str:
+    """The bound that a number inside a list or a mapping is beyond; empty where something else is wrong."""
+    if error not in _BOUNDS:
+        return ""
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    name = _BOUNDS[error]
+    return f"{words[name]} {context[name]:.16g}"
+
+
+def _out_of_range(setting: Setting, value: object, shown: object, place: str) -> Problem:
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    reason = f"must be {setting.range}{place}" if finite else f"is not a finite number{place}"
+    fix = _example(setting) + (", or null to have it chosen" if setting.optional else "")
+    return Problem(key=setting.key, value=shown, reason=reason, fix=fix)
 
 
 def _optimizer_type(tree: Mapping[str, object]) -> type | None:
@@ -134,8 +134,10 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     place = "" if key in texts else f" (in {where})"
     if value is None:
         return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
+    if error in _BOUNDS:
+        return _out_of_range(setting, value, shown, place)
     if setting.kind == "list":
-        return _bad_inside(key, value, texts, where)
+        return _bad_inside(key, value, "", texts, where)
     null = ", or null to have it chosen" if setting.optional else ""
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     wanted, fix = {
@@ -147,15 +149,19 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {wanted}{place}", fix=fix)
 
 
-def _bad_inside(key: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    """A list with an entry, or an entry of a mapping with a value, of the wrong type."""
+def _bad_inside(key: str, value: object, found: str, texts: Mapping[str, str], where: str) -> Problem:
+    """A list with an entry, or an entry of a mapping with a value, of the wrong type.
+
+    Args:
+        found: what is wrong with it, where more is known than that.
+    """
     setting = setting_of(key)
     assert setting is not None
     typed = any(text == key or key.startswith(f"{text}.") for text in texts)
     wanted = "a list of valid entries"
     if setting.kind == "mapping":
         wanted = "a number, text, true, false, or a list of them"
-    reason = f"is not {wanted}{'' if typed else f' (in {where})'}"
+    reason = f"{found or f'is not {wanted}'}{'' if typed else f' (in {where})'}"
     fix = _example(setting)
     return Problem(key=key, value=texts.get(key, "null" if value is None else value), reason=reason, fix=fix)
 

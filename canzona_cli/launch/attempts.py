@@ -1,13 +1,13 @@
 """Puts away what an earlier launch left in a run directory, so that the files there are of one run again."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.launch.resume import Resumption
-from canzona_cli.run.files import RunFiles, write_text_atomic
+from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 
 
 def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
@@ -65,16 +65,15 @@ def _move(path: Path, folder: Path) -> None:
 
 def _cut(path: Path, folder: Path, keeps: Callable[[Mapping[str, object]], bool]) -> None:
     """Move the lines of a .jsonl file that are not kept, half a line of a killed writer among them."""
-    if not path.exists():
+    try:
+        text = read_plain(path, most=None).decode("utf-8", errors="replace")
+    except Unreadable:
         return
     kept: list[str] = []
     cut: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        (kept if isinstance(value, dict) and line.endswith("\n") and keeps(value) else cut).append(line)
+    for line in text.splitlines(keepends=True):
+        value = json_object(line.encode())
+        (kept if value is not None and line.endswith("\n") and keeps(value) else cut).append(line)
     if cut:
         write_text_atomic(folder / path.name, "".join(cut))
         write_text_atomic(path, "".join(kept))

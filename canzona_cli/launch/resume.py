@@ -6,12 +6,13 @@ The content of big files is not read here: the workers hash them together, once,
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import Manifest, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
-from canzona_cli.checkpoint.verify import read_manifest, verify_file
+from canzona_cli.checkpoint.verify import read_manifest, verify_file, way_out
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
@@ -224,14 +225,29 @@ def _read(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     ]
     if found:
         raise CheckpointInvalid(*found)
-    return manifest, load_resolved(checkpoint / "config.yaml")
+    with _of_checkpoint(checkpoint):
+        saved = load_resolved(checkpoint / "config.yaml")
+    return manifest, saved
+
+
+@contextmanager
+def _of_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """What cannot be read of the run that was saved is wrong with the checkpoint, not with what was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        fix = way_out(checkpoint)
+        raise CheckpointInvalid(
+            *(replace(problem, key=f"{checkpoint.name}: {problem.key}", fix=fix) for problem in error.problems)
+        ) from None
 
 
 def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
     manifest, saved = _read(checkpoint)
     progress = manifest.progress
     between = changes(saved, config, step=progress.step)
-    before = layout_words(read_layout(checkpoint / "layout.json"))
+    with _of_checkpoint(checkpoint):
+        before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not own):

@@ -179,6 +179,15 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     return (model.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else model.hidden_size,)
 
 
+def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
+    """Shape of what a tensor of that name is the whole of: a unit, or a matrix of any splitting."""
+    layer, part = _layer_of(name)
+    if head := _HEAD.fullmatch(part):
+        return model.head_dim, unit_shape(f"{layer}{head[1]}", model)[1]
+    fused = next((weight for weight in layer_weights(model) if weight.kind == part), None)
+    return unit_shape(name, model) if fused is None else (fused.rows, fused.cols)
+
+
 def _blocks(whole: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
     """`whole` as TP rank `rank` stores it."""
     stored, row = whole.stored(tp), 0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from canzona_cli.config.schema.field import CountOrZero, Side
+
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
 
 
@@ -10,23 +12,23 @@ Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other
 class Matrix:
     """A logical, full 2-D weight that the optimizer treats as one."""
 
-    index: int
+    index: CountOrZero
     """Position in the plan's list."""
     name: str
     """layers.3.gate; layers are numbered over the whole model."""
     kind: Kind
-    layer: int
-    stage: int
+    layer: CountOrZero
+    stage: CountOrZero
     """Pipeline stage."""
-    rows: int
-    cols: int
+    rows: Side
+    cols: Side
     shard_dim: Literal[0, 1] | None
     """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
     parameter: str
     """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
-    unit: int
+    unit: CountOrZero
     """Matrices of one unit must have the same owner: q, k and v lie interleaved in one range of the buffer."""
-    home: int | None = None
+    home: CountOrZero | None = None
     """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
 
     @property

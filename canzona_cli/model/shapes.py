@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import LayerBlock, LayerMatrix, number
@@ -103,17 +104,10 @@ def load_shapes(path: Path) -> ModelShapes:
     Raises:
         ConfigError: it cannot be read, or what it says is incomplete or impossible; carries every problem.
     """
-    import yaml
-
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"cannot be read: {reason}")) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"is not YAML{line}")) from None
+        tree = parse_yaml(read_plain(path, most=LARGEST_YAML))
+    except Unreadable as error:
+        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"{error}")) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(
             Problem(

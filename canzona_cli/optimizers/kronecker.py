@@ -107,6 +107,13 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """What `p` moves along; may be scratch."""
 
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        return {"step": None, **self._squares(p, "")}
+
+    def _squares(self, p: torch.Tensor, prefix: str) -> dict[str, tuple[int, ...] | None]:
+        """Shapes of what there is one of for each side that has a factor."""
+        return {f"{prefix}{side}": (p.size(SIDES.index(side)),) * 2 for side in self._sides(p)}
+
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         state = self.state[p]
         if not state:

@@ -52,6 +52,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
+        """What the state of matrix `p` (rows, cols) has from its first step on: shapes of fp32 tensors by name, None
+        for a count of steps. None for all of it where a class does not say: a checkpoint may then hold anything."""
+        return None
+
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         for p in matrices:
             assert p.grad is not None

@@ -140,6 +140,9 @@ class Muon(MatrixOptimizer):
                 block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)
             weight.mul_(decay).add_(block, alpha=alpha)
 
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        return {"momentum_buffer": tuple(p.shape)}
+
     def _average(self, p: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
         if not state:

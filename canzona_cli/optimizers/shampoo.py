@@ -1,6 +1,7 @@
 """Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018, arXiv:1802.09568),
 with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal, Unpack
 
@@ -56,6 +57,10 @@ class Shampoo(KroneckerOptimizer):
         for side in self._sides(p):
             length = p.size(0 if side == "L" else 1)
             state[f"root_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
+        return {**super().kept(p), **self._squares(p, "root_"), **dict.fromkeys(moments, tuple(p.shape))}
 
     def _refresh(self, p: torch.Tensor, side: Side) -> None:
         state = self.state[p]

@@ -1,5 +1,6 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -31,6 +32,9 @@ class SOAP(KroneckerOptimizer):
         for side in self._sides(p):
             length = p.size(0 if side == "L" else 1)
             state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        return {**super().kept(p), **self._squares(p, "Q_"), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
     def _refresh(self, p: torch.Tensor, side: Side) -> None:
         state = self.state[p]

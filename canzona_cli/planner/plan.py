@@ -4,6 +4,7 @@ executes it. Frozen, versioned, and with a hash over its whole content that is t
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -20,6 +21,7 @@ from canzona_cli.config.schema import (
     Splitting,
     Strategy,
 )
+from canzona_cli.config.schema.field import CountOrZero, NotNegative, Ranks, Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
@@ -94,9 +96,9 @@ class Range(NamedTuple):
     A tuple, as it is in a plan's file.
     """
 
-    start: int
-    end: int
-    owner: int
+    start: CountOrZero
+    end: CountOrZero
+    owner: CountOrZero
     matrices: tuple[int, ...]
 
 
@@ -104,11 +106,11 @@ class Range(NamedTuple):
 class Bucket:
     """One unit of gradient reduction and parameter gathering of one stage's matrix buffer."""
 
-    index: int
-    stage: int
-    elements: int
+    index: CountOrZero
+    stage: CountOrZero
+    elements: CountOrZero
     """Of the buffer, padding included."""
-    padding: int
+    padding: CountOrZero
     reduction: Reduction = "reduce"
     """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
     gathering: Gathering = "broadcast"
@@ -123,9 +125,9 @@ class Bucket:
 class MicroGroup:
     """Matrices of one owner whose fragments travel in one fused all-to-all over the owner's TP group."""
 
-    stage: int
-    owner: int
-    index: int
+    stage: CountOrZero
+    owner: CountOrZero
+    index: CountOrZero
     """Order of execution."""
     matrices: tuple[int, ...]
 
@@ -151,10 +153,10 @@ class PlanSettings:
 class Mesh:
     """The ranks a plan is for."""
 
-    tp: int
-    pp: int
-    cp: int
-    dp: int
+    tp: Ranks
+    pp: Ranks
+    cp: Ranks
+    dp: Ranks
 
     @classmethod
     def of(cls, layout: Layout) -> "Mesh":
@@ -369,9 +371,9 @@ def _lines(content: Mapping[str, object]) -> Iterator[str]:
 class _MatrixEntry(Matrix):
     """A matrix in a file."""
 
-    seconds: float
-    owner: int
-    host: int
+    seconds: Seconds
+    owner: CountOrZero
+    host: CountOrZero
     execution: Literal["hosted"]
     """How it is updated; there is one way so far."""
 
@@ -382,7 +384,7 @@ class _Content:
 
     version: int
     subject: Subject
-    lower_bounds: tuple[float, ...]
+    lower_bounds: tuple[NotNegative, ...]
     matrices: tuple[_MatrixEntry, ...]
     buckets: tuple[Bucket, ...]
     micro_groups: tuple[MicroGroup, ...]
@@ -393,6 +395,10 @@ def _check(plan: Plan) -> None:
     micro-group of its owner.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
+    if len(plan.lower_bounds) != mesh.pp:
+        raise ValueError(f"it has {len(plan.lower_bounds)} lower bounds for {mesh.pp} stages")
+    if twice := [name for name, count in Counter(matrix.name for matrix in plan.matrices).items() if count > 1]:
+        raise ValueError(f"it has two matrices called {twice[0]}")
     for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
         if matrix.index != index or not 0 <= matrix.stage < mesh.pp:
             raise ValueError(f"matrix {matrix.name} is out of place")

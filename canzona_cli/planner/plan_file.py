@@ -1,15 +1,15 @@
 """Plan files: their default place, and reading one back for the run it was made for and no other."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
-from canzona_cli.planner.planner import make_plan, subject
+from canzona_cli.planner.planner import make_plan, planned_matrices, subject, update_costs
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
@@ -22,15 +22,14 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
     return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
 
 
-def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Path | None:
-    """The plan file of a run in `folder`: the newest that `load_plan` accepts; None when there is none."""
+def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obtained | None":
+    """The plan of a run in `folder`: the newest file's that `load_plan` accepts; None when there is none."""
     found = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
-    for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name), reverse=True):
+    for path in sorted(found, key=_written, reverse=True):
         try:
-            load_plan(path, config, layout)
+            return Obtained(plan=load_plan(path, config, layout), path=path)
         except ConfigError:
             continue
-        return path
     return None
 
 
@@ -39,7 +38,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
 
     Raises:
         ConfigError: it cannot be read, was altered, is of another version, or is for another model, layout, optimizer,
-            setting or profile; every difference is named.
+            setting or profile; every difference is named. Or it is of this run and has matrices of another.
     """
     plan = read_plan(path)
     wanted = subject(config, layout, shapes)
@@ -55,6 +54,11 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             f"plan {plan.name} is for another {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
+    if (plan.matrices, plan.costs) != (
+        matrices := planned_matrices(config, layout, shapes),
+        update_costs(config, matrices),
+    ):
+        raise _refused(path, "has other matrices than this run, or other costs of them", _MAKE_ANEW)
     return plan
 
 
@@ -65,11 +69,9 @@ def read_plan(path: Path) -> Plan:
         ConfigError: it cannot be read, was altered or is of another version.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}", _MAKE_ANEW) from None
-    except ValueError as error:
-        raise _refused(path, f"is not JSON: {error}", _MAKE_ANEW) from None
+        content = parse_json(read_plain(path))
+    except Unreadable as error:
+        raise _refused(path, f"{error}", _MAKE_ANEW) from None
     if not isinstance(content, dict) or "matrices" not in content or "version" not in content:
         raise _refused(path, "is not a plan made by canzona", _MAKE_ANEW)
     if content["version"] != VERSION:
@@ -82,6 +84,14 @@ def read_plan(path: Path) -> Plan:
         return Plan.from_content(content)
     except ValueError as error:
         raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
+
+
+def _written(path: Path) -> tuple[float, str]:
+    """When, and under which name; a link that leads nowhere long ago."""
+    try:
+        return path.stat().st_mtime, path.name
+    except OSError:
+        return 0.0, path.name
 
 
 def _shown(value: object) -> str:
@@ -115,10 +125,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
             return Obtained(plan=load_plan(path, config, layout), path=path)
         except ConfigError as error:
             raise ConfigError(*(_of_setting(problem) for problem in error.problems)) from None
-    found = find_plan(config, layout, folder)
-    if found is not None:
-        return Obtained(plan=load_plan(found, config, layout), path=found)
-    return Obtained(plan=make_plan(config, layout), path=None)
+    return find_plan(config, layout, folder) or Obtained(plan=make_plan(config, layout), path=None)
 
 
 def _of_setting(problem: Problem) -> Problem:

@@ -77,7 +77,7 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 @lru_cache(maxsize=8)
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
-    members = _matrices(config, layout, shapes)
+    members = planned_matrices(config, layout, shapes)
     free = plan_unbounded(config, layout, shapes)
     for careful in (False, True):
         memory_cap = _memory_cap(config, layout, members, careful=careful)
@@ -116,7 +116,7 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
 @lru_cache(maxsize=8)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    return _plan(config, layout, shapes, _matrices(config, layout, shapes), None)
+    return _plan(config, layout, shapes, planned_matrices(config, layout, shapes), None)
 
 
 def _most_held(plan: Plan) -> int:
@@ -189,7 +189,8 @@ def update_costs(
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
-def _matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
+def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
+    """What a plan of the run assigns, in its order."""
     if shapes is not None:
         return shapes.matrices(layout)
     return matrices_of(config.model, layout, config.engine.splitting)

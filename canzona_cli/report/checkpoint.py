@@ -209,6 +209,8 @@ class AllVerified(Page):
 
     root: str
     each: tuple[Verified, ...]
+    removed: tuple[str, ...] = ()
+    """Names of those that went while they were read: a run that goes on keeps its newest ones."""
 
     @property
     def problems(self) -> list[Problem]:
@@ -229,6 +231,7 @@ class AllVerified(Page):
             "version": VERSION,
             "root": self.root,
             "sound": not self.problems,
+            "removed": list(self.removed),
             "checkpoints": [
                 {
                     **_judged(verified.found, verified.problems),
@@ -252,6 +255,8 @@ class AllVerified(Page):
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
                 yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")
+        if self.removed:
+            yield wrapped(f"removed meanwhile, as newer ones were saved: {', '.join(map(clean, self.removed))}", "dim")
 
 
 def verify_all(chosen: Chosen) -> AllVerified:
@@ -266,11 +271,15 @@ def verify_all(chosen: Chosen) -> AllVerified:
     )
     with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(bytes_written(found.path) for found in chosen.found))
-        each = tuple(_verified(found, partial(bar.advance, task)) for found in chosen.found)
-    return AllVerified(root=str(chosen.root), each=each)
+        read = [(found, _verified(found, partial(bar.advance, task))) for found in chosen.found]
+    removed = tuple(found.name for found, verified in read if verified is None)
+    if len(removed) == len(read):
+        raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
+    return AllVerified(root=str(chosen.root), each=tuple(one for _, one in read if one is not None), removed=removed)
 
 
-def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified:
+def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified | None:
+    """One checkpoint; None where it has gone meanwhile."""
     read: list[int] = []  # appending is safe from several threads
     began = time.perf_counter()
 
@@ -282,7 +291,11 @@ def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified:
     try:
         manifest, problems = verify(found.path, on_bytes=count)
         foreign = foreign_files(found.path, manifest)
+    except FileNotFoundError:
+        return None
     except CheckpointInvalid as error:
         problems = list(error.problems)
+    if not found.path.exists():
+        return None
     seconds = time.perf_counter() - began
     return Verified(found=found, bytes=sum(read), seconds=seconds, problems=tuple(problems), foreign=foreign)

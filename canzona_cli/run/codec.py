@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import json_object, read_json, write_json_atomic, write_text_atomic
 
@@ -84,21 +85,18 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
         ConfigError: it cannot be read, is damaged, or has another version.
     """
     try:
-        content = json.loads(path.read_bytes())
-        _check_version(content, getattr(kind, "VERSION", None))
+        content = _versioned(parse_json(read_plain(path)), getattr(kind, "VERSION", None))
         return parse(kind, content if inside is None else content[inside])
-    except FileNotFoundError:
+    except Absent:
         raise
+    except Unreadable as error:
+        reason = f"{path.name} {error}"
     except Damaged as error:
         reason = f"{path.name} is damaged: {error}"
-    except OSError as error:
-        reason = f"{path.name} cannot be read: {error.strerror or error}"
     except KeyError as error:
         reason = f"{path.name} is damaged: it has no {error}"
     except _OtherVersion as error:
         reason, fix = f"{path.name} {error}", "read it with the canzona that wrote it"
-    except ValueError as error:
-        reason = f"{path.name} cannot be read: {error}"
     raise ConfigError(Problem(key=key, value=path if value is None else value, reason=reason, fix=fix))
 
 
@@ -137,8 +135,8 @@ class JsonLines:
 def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
     """The records of a whole file, and how many of its lines are damaged; nothing where there is no file."""
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
+        lines = read_plain(path, most=None).splitlines()
+    except Unreadable:
         return [], 0
     found = [record for line in lines if (record := record_of(kind, json_object(line))) is not None]
     return found, len(lines) - len(found)
@@ -156,16 +154,16 @@ class _OtherVersion(Exception):
     pass
 
 
-def _check_version(content: object, version: int | None) -> None:
+def _versioned(content: object, version: int | None) -> Mapping[str, object]:
+    """The content of a file, if it is an object of this version."""
     if not isinstance(content, Mapping):
         raise Damaged("expected a JSON object")
-    if version is None:
-        return
     found = content.get("version")
-    if found is None:
+    if version is not None and found is None:
         raise Damaged("it has no version number")
-    if found != version:
+    if version is not None and found != version:
         raise _OtherVersion(f"has version {found}, this canzona reads version {version}")
+    return content
 
 
 @cache

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
+from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.run.words import json_text, jsonable
 
 StopReason = Literal["interrupted", "preempted"]
@@ -204,15 +205,15 @@ def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | N
 def read_json(path: Path) -> dict[str, object] | None:
     """The JSON object in `path`; None when there is no such file or no such object in it."""
     try:
-        return json_object(path.read_bytes())
-    except OSError:
+        return json_object(read_plain(path))
+    except Unreadable:
         return None
 
 
 def json_object(text: bytes) -> dict[str, object] | None:
     """The JSON object in a file or a line; None where it is none."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text)
+    except Unreadable:
         return None
     return value if isinstance(value, dict) else None

@@ -62,7 +62,7 @@ def test_what_did_not_run_is_said_to_be_missing() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "cannot be read"),
+        ("{", "is not JSON"),
         ("[]", "expected a JSON object"),
         ('{"version": 99, "result": {}}', "version 99"),
         ('{"version": 1, "result": {"rounds": "many"}}', "recipe: field required"),

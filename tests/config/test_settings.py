@@ -1,13 +1,16 @@
 """Every setting says at its field what it means, which numbers it admits, and what a change of it affects."""
 
 import math
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
+from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
 
 import pytest
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
 from canzona_cli.config.schema.field import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from canzona_cli.config.settings import Setting, affecting, settings
 from canzona_cli.config.typed import build
@@ -38,7 +41,8 @@ def test_a_number_has_a_range_that_its_default_is_in(setting: Setting) -> None:
     if setting.kind not in ("integer", "number"):
         assert setting.range == Range()
         return
-    assert setting.range != Range(), f"{setting.key} admits every number"
+    lowest, highest = max(setting.range.above, setting.range.at_least), min(setting.range.below, setting.range.at_most)
+    assert -math.inf < lowest < highest < math.inf, f"{setting.key} admits numbers that no arithmetic is made for"
     if setting.default is not None:
         assert isinstance(setting.default, int | float)
         assert setting.default in setting.range
@@ -50,8 +54,8 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
     too_low = limits.above if math.isfinite(limits.above) else limits.at_least - 1
     too_high = limits.below if math.isfinite(limits.below) else limits.at_most + 1
     section, _, name = setting.key.rpartition(".")
-    for value in (too_low, *([too_high] if math.isfinite(too_high) else [])):
-        value = int(value) if setting.kind == "integer" else value
+    for value in (too_low, too_high, -(10**400), 10**400):
+        value = value if setting.kind == "number" or abs(value) > 10**300 else int(value)
         own = TREE[section] if section else {}
         assert isinstance(own, dict)
         found = build(TREE | ({section: own | {name: value}} if section else {name: value}), texts={}, where="a file")
@@ -60,7 +64,47 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
         assert (problem.key, problem.value) == (setting.key, value)
         assert problem.reason == f"must be {limits} (in a file)"
         assert f"{setting.key}=" in problem.fix
-        assert math.isinf(too_high) == ("or more" in problem.fix) or math.isfinite(limits.above)
+
+
+def _numbers(hint: object, bounded: bool = False) -> Iterator[bool]:
+    """Of each number in a type, whether it has a range."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        yield from _numbers(inner, bounded or any(isinstance(mark, Range) for mark in marks))
+    elif hint in (int, float):
+        yield bounded
+    else:
+        yield from (found for part in get_args(hint) for found in _numbers(part))
+
+
+def test_numbers_inside_lists_and_mappings_have_ranges_too() -> None:
+    own = {
+        f"{owner.__name__}.{name}"
+        for owner in (*(get_type_hints(RunConfig).values()), *OPTIMIZERS.values(), Layout)
+        if is_dataclass(owner) and isinstance(owner, type)
+        for name, hint in get_type_hints(owner, include_extras=True).items()
+        if get_origin(hint) is not ClassVar and not all(_numbers(hint))
+    }
+    assert own == {"CustomConfig.options", "ClusterConfig.measured_on"}, "a user's own class judges what it is given"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cluster.matmul_tflops=[[2048,1e300]]", "has 1e+300, and that must be at most 1000000000"),
+        ("cluster.collectives=[[all_reduce,2,1024,0,1]]", "has 0, and that must be at least 1e-12"),
+        ("cluster.step_factors={exchange:0}", "has 0, and that must be at least 1e-06"),
+        ("cluster.step_factors={exchange:-1}", "has -1, and that must be at least 1e-06"),
+        ("cluster.step_factors={exchange:nan}", "has nan, and that must be at most 1000000"),
+        ("run.trace_steps=[0,5]", "has 0, and that must be at least 1"),
+    ],
+)
+def test_a_number_inside_a_list_or_mapping_is_refused_with_its_bound(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=tiny", override])
+    (problem,) = caught.value.problems
+    assert problem.key.startswith(override.partition("=")[0])
+    assert problem.reason == said
 
 
 def test_what_a_recipe_itself_gives_out_of_range_hides_nothing(tmp_path: Path) -> None:

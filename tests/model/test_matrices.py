@@ -210,7 +210,7 @@ blocks:
         (("name: up", "name: gate"), "matrices.5.name: is the name of two matrices"),
         (("matrices:", "matrices: []\nunused:"), "matrices: is not a list of matrices"),
         ((OWN, "- a\n- b"), "is not a mapping"),
-        ((OWN, "a: [b"), "is not YAML"),
+        ((OWN, "a: [b"), "is not valid YAML"),
     ],
 )
 def test_mistakes_in_a_file_of_shapes_are_named_by_their_place(

@@ -45,6 +45,31 @@ def test_deleting_a_state_restarts_that_matrix_alone(
     assert not torch.equal(params[1], undisturbed[1])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        *MAKES.values(),
+        lambda p: Shampoo(p, 0.02, grafting="none"),
+        lambda p: SOAP(p, 0.02, max_preconditioner_dim=10),
+        lambda p: Shampoo(p, 0.02, max_preconditioner_dim=5),
+    ],
+)
+def test_an_optimizer_says_what_it_keeps_of_each_matrix(
+    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
+) -> None:
+    """A checkpoint is compared with this before anything in it is used."""
+    params = reference.weights(SHAPES)
+    optimizer = make(params)
+    reference.step_through(optimizer, params, reference.gradients(SHAPES, 2))
+    for p in params:
+        kept = {
+            key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            for key, value in optimizer.state[p].items()
+        }
+        assert optimizer.kept(p) == kept
+        assert {value.dtype for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)} == {p.dtype}
+
+
 @every
 def test_state_is_tensors_and_ints_and_goes_through_a_checkpoint(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],

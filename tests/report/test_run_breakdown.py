@@ -132,8 +132,8 @@ def _with_phase(value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "cannot be read"),
-        ('{"version": 1, "strat', "cannot be read"),
+        ("", "is not JSON"),
+        ('{"version": 1, "strat', "is not JSON"),
         ("[1, 2]", "expected a JSON object"),
         ({"lr": 3}, "has no version"),
         ({**fixture(), "version": 99}, "version 99"),

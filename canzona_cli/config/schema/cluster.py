@@ -7,11 +7,17 @@ from canzona_cli.config.schema.field import (
     NOTHING,
     PLAN,
     SPREAD,
+    Bytes,
     Count,
     CountOrZero,
     Example,
+    Factor,
+    Finite,
     NotNegative,
     Positive,
+    Ranks,
+    Seconds,
+    Side,
     Unit,
 )
 
@@ -28,7 +34,7 @@ class ClusterConfig:
 
     name: Annotated[str, "Name of the profile.", PLAN]
     device: Annotated[Device, "What a rank computes on.", PLAN]
-    gpus_per_node: Annotated[Count, "Ranks on one machine (GPUs, or CPU processes).", PLAN]
+    gpus_per_node: Annotated[Ranks, "Ranks on one machine (GPUs, or CPU processes).", PLAN]
     memory_gib: Annotated[Positive, "Memory of one GPU, or of one CPU rank.", Unit("GiB"), Example("80"), PLAN]
     reserved_gib: Annotated[
         NotNegative,
@@ -63,7 +69,7 @@ class ClusterConfig:
     ] = 10.0
     inter_node_latency_us: Annotated[NotNegative, "The same between machines.", Unit("microseconds"), PLAN] = 20.0
     matmul_tflops: Annotated[
-        tuple[tuple[int, float], ...],
+        tuple[tuple[Side, Positive], ...],
         "Rates that bf16 products of n by n matrices reach: pairs of n, ascending, and a rate; empty: guessed.",
         Unit("TFLOP/s"),
         Example("[[2048,540],[8192,800]]"),
@@ -107,7 +113,7 @@ class ClusterConfig:
         PLAN,
     ] = True
     measured_updates: Annotated[
-        tuple[tuple[str, int, int, float], ...],
+        tuple[tuple[str, Side, Side, Seconds], ...],
         "Measured updates, used instead of the cost model: algorithm (soap, muon/standard/5), rows, columns, "
         "seconds. A name that begins with megatron/ is Megatron's own implementation, which sc and layerwise run.",
         Example("[[muon/standard/5,4096,4096,0.004]]"),
@@ -121,7 +127,7 @@ class ClusterConfig:
         PLAN,
     ] = None
     collectives: Annotated[
-        tuple[tuple[str, int, float, float, float], ...],
+        tuple[tuple[str, Ranks, Bytes, Seconds, NotNegative], ...],
         "Measured collectives inside a machine, used instead of bandwidth and latency: kind, ranks, bytes, "
         "seconds, and the processor cores they kept busy meanwhile (0 on GPUs). Bytes are those of the whole "
         "buffer for all_reduce, all_gather and reduce_scatter, of the message for reduce, broadcast and send (on GPUs, "
@@ -137,13 +143,13 @@ class ClusterConfig:
         NOTHING,
     ] = None
     crowding: Annotated[
-        Positive,
+        Factor,
         "Measured time of steps whose ranks outnumber the cores, over the time that even shares of the cores would"
         " give: ranks that take turns on a core find its caches full of each other's data.",
         NOTHING,
     ] = 1.0
-    forward_factor: Annotated[Positive, "Measured time of forward passes over their modelled time.", NOTHING] = 1.0
-    backward_factor: Annotated[Positive, "Measured time of backward passes over their modelled time.", NOTHING] = 1.0
+    forward_factor: Annotated[Factor, "Measured time of forward passes over their modelled time.", NOTHING] = 1.0
+    backward_factor: Annotated[Factor, "Measured time of backward passes over their modelled time.", NOTHING] = 1.0
     forward_module_us: Annotated[
         NotNegative,
         "Measured time of the forward pass of one weight's module that does not depend on how much it computes: what"
@@ -153,13 +159,13 @@ class ClusterConfig:
     ] = 0.0
     backward_module_us: Annotated[NotNegative, "The same of the backward pass.", Unit("microseconds"), NOTHING] = 0.0
     step_factors: Annotated[
-        dict[str, float],
+        dict[str, Factor],
         "Measured time of a phase in whole steps over the sum of its parts, by phase (norm_clip, exchange, "
         "matrix_update, adamw_update, grad_reduce, param_gather); megatron/PHASE for Megatron's own strategies.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
-        dict[str, str | int | float],
+        dict[str, str | int | Finite],
         "The machine `canzona calibrate` measured (processor, cores, torch, ...), and when; empty for a profile "
         "written by hand.",
         NOTHING,
@@ -169,7 +175,7 @@ class ClusterConfig:
         "Parts that an interrupted calibration did not reach and took from the profile it started from.",
         NOTHING,
     ] = ()
-    nodes: Annotated[Count | None, "Machines; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
+    nodes: Annotated[Ranks | None, "Machines; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
     node_rank: Annotated[CountOrZero | None, "This machine's number when several are started by hand.", NOTHING] = None
     rdzv_endpoint: Annotated[
         str | None, "host:port that every machine can reach; needed when nodes > 1.", Example("node0:29500"), NOTHING

@@ -6,9 +6,13 @@ run with the one that was saved, and the planner's choice of what a plan depends
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+if TYPE_CHECKING:
+    from annotated_types import BaseMetadata
 
 
 class Affects(Flag):
@@ -40,12 +44,22 @@ PLAN = Affects.PLAN
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers a setting admits. They are finite in any case."""
+    """The numbers that a setting, an entry of it, or a field of a record admits. pydantic checks it wherever a type is
+    annotated with it, as it does the grouped bounds of `annotated_types`."""
+
+    __is_annotated_types_grouped_metadata__: ClassVar = True
 
     above: float = -math.inf
     at_least: float = -math.inf
     below: float = math.inf
     at_most: float = math.inf
+
+    def __iter__(self) -> Iterator["BaseMetadata"]:
+        from annotated_types import Ge, Gt, Le, Lt
+
+        for kind, bound in ((Gt, self.above), (Ge, self.at_least), (Lt, self.below), (Le, self.at_most)):
+            if math.isfinite(bound):
+                yield kind(int(bound) if float(bound).is_integer() else bound)
 
     def __contains__(self, value: float) -> bool:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
@@ -69,8 +83,21 @@ class Example:
     value: str
 
 
-Positive = Annotated[float, Range(above=0)]
-NotNegative = Annotated[float, Range(at_least=0)]
+# No quantity of a run or a machine is beyond these, whatever its unit, and what is computed from a few of them is still
+# a number.
+Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
+NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]
-Count = Annotated[int, Range(at_least=1)]
-CountOrZero = Annotated[int, Range(at_least=0)]
+Epsilon = Annotated[float, Range(at_least=1e-37, at_most=1)]
+"""Beside a number of fp32, which has none below it but denormal ones."""
+Factor = Annotated[float, Range(at_least=1e-6, at_most=1e6)]
+"""Something measured over what it should have been."""
+Seconds = Annotated[float, Range(at_least=1e-12, at_most=1e9)]
+Finite = Annotated[float, Range(at_least=-1e300, at_most=1e300)]
+Count = Annotated[int, Range(at_least=1, at_most=10**12)]
+CountOrZero = Annotated[int, Range(at_least=0, at_most=10**12)]
+Bytes = Annotated[float, Range(at_least=0, at_most=1e15)]
+"""Of a message or a buffer."""
+Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
+"""Rows or columns of a weight."""
+Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]

@@ -11,10 +11,13 @@ from canzona_cli.config.schema.field import (
     PLAN,
     SPREAD,
     Count,
+    Epsilon,
     Example,
     NotNegative,
     Positive,
+    Range,
     Share,
+    Side,
 )
 
 OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
@@ -48,7 +51,7 @@ class OptimizerBase:
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
     beta1: Annotated[Share, "AdamW's decay of the first moment.", CURVE] = 0.9
     beta2: Annotated[Share, "AdamW's decay of the second moment.", CURVE] = 0.95
-    eps: Annotated[Positive, "AdamW's term in the denominator.", Example("1e-8"), CURVE] = 1e-8
+    eps: Annotated[Epsilon, "AdamW's term in the denominator.", Example("1e-8"), CURVE] = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class MuonConfig(OptimizerBase):
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
-    ns_steps: Annotated[Count, "Newton-Schulz iterations.", CURVE | PLAN] = 5
+    ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
     coefficients: Annotated[
         Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
         "Polynomial of the Newton-Schulz iteration.",
@@ -97,7 +100,7 @@ class _KroneckerFactors(OptimizerBase):
         "Steps between refreshes of what is derived from the factors: Shampoo's inverse roots, SOAP's eigenbases.",
         CURVE | PLAN,
     ] = 10
-    max_preconditioner_dim: Annotated[Count, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
+    max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
     stagger: Annotated[
         bool, "Spread refreshes of different matrices over the period, so that no step has all of them.", CURVE
     ] = True
@@ -117,7 +120,7 @@ class ShampooConfig(_KroneckerFactors):
         Literal["none", "sgd", "adam"], "The method whose update's norm a Shampoo update is given.", CURVE | PLAN
     ] = "adam"
     shampoo_eps: Annotated[
-        Positive,
+        Epsilon,
         "Added to the factors' eigenvalues, relative to the largest; none counts below sqrt(n) * 2^-23 of that.",
         Example("1e-12"),
         CURVE,

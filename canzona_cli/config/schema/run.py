@@ -14,6 +14,7 @@ from canzona_cli.config.schema.field import (
     Example,
     Positive,
     Range,
+    Ranks,
     Unit,
 )
 from canzona_cli.config.schema.optimizer import OptimizerConfig
@@ -151,14 +152,14 @@ class RunSettings:
         NOTHING,
     ] = 0
     trace_steps: Annotated[
-        tuple[int, int] | None,
+        tuple[Count, Count] | None,
         "First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two "
         "steps are kept for `canzona report --trace`.",
         Example("[5,7]"),
         NOTHING,
     ] = None
     profile_steps: Annotated[
-        tuple[int, int] | None,
+        tuple[Count, Count] | None,
         "First and last step to record with torch's profiler, on every rank of up to 8, else on rank 0; it slows "
         "those steps, which the breakdown leaves out.",
         Example("[5,7]"),
@@ -171,7 +172,7 @@ class RunConfig:
     """Everything `canzona train` needs to know."""
 
     name: Annotated[str, "The recipe's name.", NOTHING]
-    gpus: Annotated[Count, "Ranks in all (GPUs, or CPU processes on a CPU cluster profile).", SPREAD | PLAN]
+    gpus: Annotated[Ranks, "Ranks in all (GPUs, or CPU processes on a CPU cluster profile).", SPREAD | PLAN]
     model: ModelConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -189,15 +190,15 @@ class RunConfig:
 class Layout:
     """A resolved spread of one job over its ranks; all numbers concrete, `gpus == tp * pp * cp * dp`."""
 
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    micro_batch_size: int
+    tp: Ranks
+    pp: Ranks
+    cp: Ranks
+    dp: Ranks
+    micro_batch_size: Count
     """Sequences."""
-    num_microbatches: int
+    num_microbatches: Count
     """Micro-batches of one step on one data-parallel rank (gradient accumulation)."""
-    global_batch_size: int
+    global_batch_size: Count
     """Sequences; `dp * micro_batch_size * num_microbatches`."""
     recompute: Recompute
     sequence_parallel: bool

@@ -12,11 +12,16 @@ from canzona_cli.config.schema.field import (
     SPREAD,
     Count,
     CountOrZero,
+    Epsilon,
     Positive,
     Range,
+    Ranks,
     Share,
+    Side,
 )
 
+Layers = Annotated[int, Range(at_least=1, at_most=2048)]
+Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
@@ -36,16 +41,16 @@ class ModelConfig:
     """A decoder-only transformer of the Qwen3 family (RMSNorm, QK-norm, SwiGLU, GQA, RoPE, no bias)."""
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
-    num_layers: Annotated[Count, "Transformer layers.", MODEL | PLAN]
-    hidden_size: Annotated[Count, "Width of the residual stream.", MODEL | PLAN]
-    ffn_hidden_size: Annotated[Count, "Width of the feed-forward layers.", MODEL | PLAN]
-    num_attention_heads: Annotated[Count, "Query heads.", MODEL | PLAN]
-    num_query_groups: Annotated[Count, "Key/value heads (GQA groups).", MODEL | PLAN]
-    head_dim: Annotated[Count, "Width of one attention head.", MODEL | PLAN]
-    vocab_size: Annotated[Count, "Rows of the embedding.", MODEL | PLAN]
+    num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
+    hidden_size: Annotated[Side, "Width of the residual stream.", MODEL | PLAN]
+    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers.", MODEL | PLAN]
+    num_attention_heads: Annotated[Heads, "Query heads.", MODEL | PLAN]
+    num_query_groups: Annotated[Heads, "Key/value heads (GQA groups).", MODEL | PLAN]
+    head_dim: Annotated[Side, "Width of one attention head.", MODEL | PLAN]
+    vocab_size: Annotated[Side, "Rows of the embedding.", MODEL | PLAN]
     tied_embeddings: Annotated[bool, "Whether the output layer shares the embedding's weight.", MODEL | PLAN]
-    rope_base: Annotated[Positive, "Base of the rotary embedding.", CURVE] = 1_000_000.0
-    norm_eps: Annotated[Positive, "Epsilon of the RMSNorms.", CURVE] = 1e-6
+    rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
+    norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys, head by head.", MODEL] = True
     init_std: Annotated[
         Positive,
@@ -58,9 +63,9 @@ class ModelConfig:
 class ParallelConfig:
     """How one model is spread over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
 
-    tp: Annotated[Count | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
-    pp: Annotated[Count | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
-    cp: Annotated[Count | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
+    tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
+    pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
+    cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     sequence_parallel: Annotated[
         bool | None,
         "Shard activations of norms over TP ranks. It needs Transformer Engine; null: on where there is one and tp"
@@ -79,7 +84,7 @@ class TrainConfig:
     """The job: how long, on how much data a step, in which precision."""
 
     steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
-    seq_length: Annotated[Count, "Tokens in a sequence.", CURVE]
+    seq_length: Annotated[Side, "Tokens in a sequence.", CURVE]
     batch_tokens: Annotated[Count, "Tokens per optimizer step to aim for when `global_batch_size` is null.", NOTHING]
     global_batch_size: Annotated[
         Count | None,
@@ -171,7 +176,7 @@ class DataConfig:
     ]
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
     tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
-    tokenizer_vocab_size: Annotated[Count, "Entries of a bpe trained on the spot.", CURVE] = 16384
+    tokenizer_vocab_size: Annotated[Side, "Entries of a bpe trained on the spot.", CURVE] = 16384
     validation_fraction: Annotated[Share, "Share of the documents held out, from the end.", CURVE] = 0.02
     cache_dir: Annotated[
         str | None,

@@ -1,0 +1,138 @@
+"""Whether what a manifest lists is what a run of a model could have saved: names, types, shapes, places and counts.
+
+The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a checkpoint
+is judged as a whole before a tensor of it is opened.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Final
+
+from canzona_cli.checkpoint.manifest import Manifest, Piece, Scalar, StoredTensor
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
+
+MASTER: Final = "master"
+GROUP: Final = "group:"
+"""Begins the key of what an optimizer counts for all its matrices."""
+ELEMENTWISE: Final = ("adamw", "muon")
+"""Optimizers whose state is elementwise, so that it can be cut and put together differently."""
+RANDOM: Final = "random."
+"""Begins the name of a rank's random states."""
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""State with an element for each of the weight, whoever updates it."""
+_RANDOM_TYPES: Final = ("U8", "I64", "F64")
+_LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
+_HEAD: Final = re.compile(r"[qkv]\.(\d+)")
+
+
+def content_problems(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
+    """What is wrong with the tables of a manifest, a sentence for each entry."""
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for stored, tensor in manifest.tensors.items():
+        whole = tensor.whole(stored)
+        name, _, field = whole.rpartition("/")
+        wrong = _wrong_tensor(name, field, tensor, manifest, model)
+        if wrong:
+            yield f"tensors.{stored}: {wrong}"
+        elif tensor.piece is not None:
+            pieces[whole].append(tensor.piece)
+    for whole, found in pieces.items():
+        if whole in manifest.tensors or not _tiled(found, *_rectangle(whole_shape(whole.rpartition("/")[0], model))):
+            yield f"tensors.{whole}: its pieces overlap, or leave gaps"
+    for stored, value in manifest.scalars.items():
+        if wrong := _wrong_scalar(stored, value, manifest):
+            yield f"scalars.{stored}: {wrong}"
+
+
+def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
+    if name.startswith(RANDOM):
+        known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
+        return "" if known else f"{_words(tensor)} is no state of a random generator"
+    if not _in_model(name, model):
+        return "the model has nothing of that name"
+    shape = whole_shape(name, model)
+    own = _own_optimizers(name, manifest.optimizer)
+    if field != MASTER and own is None:
+        return ""
+    if field not in (MASTER, *_MOMENTS) and own != "matrix":
+        return "no optimizer keeps that"
+    if tensor.dtype != "F32":
+        return f"it is {tensor.dtype}, and all that is kept of a weight is F32"
+    if field not in (MASTER, *_MOMENTS):
+        return "" if tensor.piece is None else "it is no element of a weight, so it has no pieces"
+    if tensor.piece is None:
+        return "" if tensor.shape == shape else f"it is {tensor.shape}, and the model has {shape}"
+    rows, cols = _rectangle(shape)
+    piece = tensor.piece
+    inside = piece.unit == name and piece.row + piece.rows <= rows and piece.col + piece.cols <= cols
+    return "" if inside else f"its piece is not inside of the model's {shape}"
+
+
+def _own_optimizers(name: str, optimizer: str) -> str | None:
+    """Who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix), or one that may
+    keep anything (None)."""
+    if name.endswith("weight") or optimizer in ELEMENTWISE:
+        return "element"
+    return None if optimizer == "custom" else "matrix"
+
+
+def _in_model(name: str, model: ModelConfig) -> bool:
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
+    part = name.split(".", 2)[2]
+    kinds = {kind for weight in layer_weights(model) for kind in (weight.kind, *(band.kind for band in weight.parts))}
+    known = part in kinds or part.endswith("norm.weight")
+    if head := _HEAD.fullmatch(part):
+        of_queries = part.startswith("q")
+        known = int(head[1]) < (model.num_attention_heads if of_queries else model.num_query_groups)
+    return known and int(layer[1]) < model.num_layers
+
+
+def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns; a vector is one row."""
+    return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+
+
+def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
+    """Whether pieces are every element of a whole, once: bands of rows, cut into columns, each in consecutive runs."""
+    rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for piece in pieces:
+        rectangles[piece.row, piece.rows, piece.col, piece.cols].append((piece.start, piece.end))
+    for (_, rows, _, cols), runs in rectangles.items():
+        if not _consecutive(runs, rows * cols):
+            return False
+    bands = [list(band) for _, band in groupby(sorted(rectangles), key=lambda rectangle: rectangle[:2])]
+    across = all(_consecutive([(col, col + cols) for _, _, col, cols in band], all_cols) for band in bands)
+    return across and _consecutive([(band[0][0], band[0][0] + band[0][1]) for band in bands], all_rows)
+
+
+def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
+    """Whether runs lie one behind the other, from 0 to `end`."""
+    reached = 0
+    for first, last in sorted(runs):
+        if first != reached:
+            return False
+        reached = last
+    return reached == end
+
+
+def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
+    key = stored.rpartition("/")[2]
+    if manifest.optimizer == "custom":
+        reserved = key.removeprefix(GROUP) in ("params", "lr", "weight_decay")
+        return "canzona sets that itself" if key.startswith(GROUP) and reserved else ""
+    if key != "step":
+        return f"{manifest.optimizer} keeps no such number"
+    counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not counted or not 0 <= float(value or 0) <= manifest.progress.step or float(value or 0) % 1:
+        return f"{value} is no number of steps up to {manifest.progress.step}"
+    return ""
+
+
+def _words(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {tensor.shape}"

@@ -1,0 +1,227 @@
+"""Files that are no files, or hold what no program writes, are told in words or passed over, wherever one is read."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run, load_resolved
+from canzona_cli.config.reading import MOST_VALUES
+from canzona_cli.config.tree import list_recipes
+from canzona_cli.errors import CanzonaError, ConfigError
+from canzona_cli.model.shapes import load_shapes
+from canzona_cli.planner.plan import Plan, content_hash
+from canzona_cli.planner.plan_file import obtain_plan, read_plan
+from canzona_cli.run.codec import load_if_sound, read_lines
+from canzona_cli.run.records import RunResult, StepMetrics, read_layout
+from tests.commands.support import canzona
+
+RUN = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2"]).config
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11)
+)
+"""531 bytes that stand for a hundred thousand million values."""
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def holding(text: str | bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return write
+
+
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "a link to nothing": nowhere,
+    "a link to itself": to_itself,
+    "a folder": folder,
+    "a pipe": os.mkfifo,
+    "a terabyte": huge,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+NO_JSON = {
+    "nothing": holding(""),
+    "half of it": holding('{"version": 3, "mat'),
+    "a number that is none": holding('{"version": 3, "matrices": [], "hash": NaN}'),
+    "infinity in digits": holding('{"version": 3, "matrices": [], "hash": 1e999}'),
+    "400 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 400 + "}"),
+    "10,000 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 10_000 + "}"),
+    "1,500 levels": holding('{"version": 3, "matrices": ' + "[" * 1500 + "]" * 1500 + "}"),
+    "a million levels": holding('{"version": 3, "matrices": ' + "[" * 1_000_000),
+    "half a character": holding('{"version": 3, "matrices": "\\ud800"}'),
+    "bytes": holding(bytes(range(256)) * 8),
+    "a list": holding("[1, 2]"),
+}
+NO_YAML = {
+    "nothing": (holding(""), "holds no settings"),
+    "a billion laughs": (holding(LAUGHS), f"stands for more than {MOST_VALUES:,} values"),
+    "laughs in merges": (
+        holding(
+            "a0: &a0 {k: 1}\n"
+            + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}]}}\n" for n in range(1, 12))
+        ),
+        f"stands for more than {MOST_VALUES:,} values",
+    ),
+    "itself": (holding("name: &a [x, *a]\n"), "refers to itself"),
+    "1,500 brackets": (holding("name: " + "[" * 1500 + "]" * 1500), "levels deep"),
+    "500 levels": (holding("".join(" " * n + f"k{n}:\n" for n in range(500))), "levels deep"),
+    "200 aliases in a row": (
+        holding("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 200))),
+        "levels deep",
+    ),
+    "400 digits": (holding("name: 1" + "0" * 400), "has an integer of 401 digits"),
+    "10,000 digits": (holding("name: 1" + "0" * 10_000), "is not valid YAML"),
+    "a set": (holding("name: !!set {a, b}"), "neither text nor a number: set"),
+    "bytes of a picture": (holding("name: !!binary R0lGODlhAQABAIAAAAUEBA=="), "neither text nor a number: bytes"),
+    "a key of bytes": (holding("name: {!!binary R0lG: 1}"), "neither text nor a number: bytes"),
+    "bytes": (holding(bytes(range(256)) * 8), "is not UTF-8 text"),
+    "zeros": (holding("name: \0\0\0"), "is not valid YAML"),
+    "a key twice": (holding("name: a\nname: b"), "duplicate key"),
+}
+
+
+@pytest.mark.parametrize("kind", [*NO_FILES, *NO_JSON])
+def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
+    config, layout = resolve(RUN)
+    name = f"{config.name}-{config.gpus}gpus"
+    ({**NO_FILES, **NO_JSON}[kind])(tmp_path / f"{name}-odd.json")
+    found = obtain_plan(config, layout, tmp_path)
+    assert found is not None
+    assert found.path is None
+    good = tmp_path / f"{name}-good.json"
+    good.write_text(found.plan.to_json())
+    os.utime(good, (1, 1))
+    again = obtain_plan(config, layout, tmp_path)
+    assert again is not None
+    assert again.path == good, "the odd one is newer, and passed over"
+    with pytest.raises(ConfigError) as refused:
+        read_plan(tmp_path / f"{name}-odd.json")
+    assert [problem.key for problem in refused.value.problems] == ["plan"]
+
+
+@pytest.mark.parametrize("kind", [*NO_FILES, *NO_JSON])
+def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "layout.json"
+    ({**NO_FILES, **NO_JSON}[kind])(path)
+    assert load_if_sound(path, RunResult) is None
+    with pytest.raises((ConfigError, FileNotFoundError)):
+        read_layout(path)
+    if kind != "a terabyte":  # a run's own lines have no largest size
+        assert read_lines(path, StepMetrics)[0] == []
+
+
+@pytest.mark.parametrize("kind", [*NO_FILES, *NO_YAML])
+def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    write, said = (NO_FILES[kind], "") if kind in NO_FILES else NO_YAML[kind]
+    write(path)
+    (tmp_path / "recipe").mkdir()
+    write(tmp_path / "recipe" / "mine.yaml")
+    readers: dict[str, Callable[[], object]] = {
+        "recipe": lambda: compose_run([f"recipe={path}"]),
+        "cluster": lambda: compose_run(["recipe=tiny", f"cluster={path}"]),
+        "a run's own": lambda: load_resolved(path),
+        "shapes": lambda: load_shapes(path),
+    }
+    if kind not in NO_FILES:
+        readers["recipe of a name"] = lambda: compose_run(["recipe=mine"], recipes_dirs=[tmp_path])
+    for reader, read in readers.items():
+        with pytest.raises(CanzonaError) as refused:
+            read()
+        if reader != "shapes" or said != "holds no settings":
+            assert said in str(refused.value), reader
+    if kind not in NO_FILES:
+        (mine,) = (info for info in list_recipes([tmp_path]) if info.name == "mine")
+        assert said in mine.error
+
+
+def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(LAUGHS)
+    assert len(LAUGHS) < 700
+    done = canzona("validate", f"recipe={path}")
+    assert (done.returncode, "stands for more than" in done.stderr) == (2, True)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("model.num_layers=10000000", "model.num_layers"),
+        ("model.num_layers=1" + "0" * 400, "model.num_layers"),
+        ("model.num_layers=1" + "0" * 5000, "model.num_layers"),
+        ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
+        ("gpus=1" + "0" * 30, "gpus"),
+        ("train.steps=1" + "0" * 400, "train.steps"),
+        ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
+        ("optimizer.lr=1e-400", "optimizer.lr"),
+        ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),
+        ("checkpoint.every_minutes=-5", "checkpoint.every_minutes"),
+        ("cluster.bf16_tflops=1e300", "cluster.bf16_tflops"),
+        ("cluster.memory_gb_per_s=1e-300", "cluster.memory_gb_per_s"),
+        ("cluster.launch_us=1e300", "cluster.launch_us"),
+        ("cluster.step_factors={exchange:0}", "cluster.step_factors.exchange"),
+        ("cluster.step_factors={exchange:nan}", "cluster.step_factors.exchange"),
+        ("description=${description}", "description"),
+        ("description=${data.path} data.path=${description}", "description"),
+        (
+            "name=aaaaaaaaaa description="
+            + "${name}" * 20
+            + " run.root="
+            + "${description}" * 20
+            + " run.dir="
+            + "${run.root}" * 20,
+            "run.dir",
+        ),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_values_that_no_run_has_are_refused_at_once(overrides: str, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(compose_run(["recipe=tiny", *overrides.split()]).config)
+    assert key in {problem.key for problem in refused.value.problems}
+
+
+def _sealed(content: dict[str, object]) -> str:
+    return json.dumps({**content, "hash": content_hash(content)})
+
+
+def test_a_forged_plan_with_the_right_hash_is_told_from_the_runs_own(tmp_path: Path) -> None:
+    config, layout = resolve(RUN)
+    found = obtain_plan(config, layout, tmp_path)
+    assert found is not None
+    path = tmp_path / "forged.json"
+
+    def refusal(change: Callable[[list[dict[str, object]]], None]) -> str:
+        content = json.loads(found.plan.to_json())
+        change(content["matrices"])
+        path.write_text(_sealed({key: value for key, value in content.items() if key != "hash"}))
+        with pytest.raises(ConfigError) as refused:
+            obtain_plan(*resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"engine.plan={path}"]).config))
+        return refused.value.problems[0].reason
+
+    assert "two matrices called layers.0.proj" in refusal(lambda m: m[1].update(name=m[0]["name"]))
+    assert "other matrices" in refusal(lambda m: m[1].update(name="layers.0.x"))
+    assert "other costs" in refusal(lambda m: m[1].update(seconds=1e-6))
+    assert "seconds" in refusal(lambda m: m[1].update(seconds=0))
+    assert "rows" in refusal(lambda m: m[1].update(rows=-1))
+    assert Plan.from_content(found.plan.content()) == found.plan
