@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import lzma
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -191,7 +190,7 @@ class Reader:
 def open_source(source: Source) -> io.BufferedReader:
     """The bytes of a source as they are on disk. Closing it leaves standard input open."""
     if source.path is None:
-        return open(sys.stdin.fileno(), "rb", closefd=False)
+        return open(0, "rb", closefd=False)
     return open(source.path, "rb")
 
 

@@ -244,7 +244,7 @@ def quoted(word: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
     escaped = "".join(
-        c if c.isprintable() and c not in "\\'" else "".join(f"\\x{b:02x}" for b in c.encode()) for c in word
+        c if c.isprintable() and c not in "\\'" else "".join(f"\\x{b:02x}" for b in os.fsencode(c)) for c in word
     )
     return f"$'{escaped}'"
 

@@ -27,9 +27,6 @@ LONG = (
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null"),
     *("gpus=2", "parallel.tp=1", "train.global_batch_size=2", "model.num_layers=1"),
 )
-LONGEST_S = 14.0
-"""After at most so many seconds a launch is killed: starting, training and saving all have their share of it."""
-
 Ending = tuple[dict[str, str], list[tuple[object, ...]], list[tuple[object, ...]]]
 
 
@@ -96,14 +93,16 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_launches_killed_at_20_random_moments_cost_no_bit(
     tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
 ) -> None:
     """The launcher, torchrun or a rank, while they start, train or save; a new run whenever one has come to its end."""
     (tmp_path / "whole").mkdir()
+    begun = time.monotonic()
     code, output = TrainingRun(tmp_path / "whole", corpus_cache, *LONG).finish()
     assert code == 0, output
+    longest_s = time.monotonic() - begun
     kills: list[int] = []
     runs = 0
     while len(kills) < 20 or code != 0:
@@ -111,7 +110,7 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
         broken.mkdir(exist_ok=True)
         run = TrainingRun(broken, corpus_cache, *LONG)
         if len(kills) < 20:
-            time.sleep(chance.uniform(0.0, LONGEST_S))
+            time.sleep(chance.uniform(0.0, longest_s))
         if len(kills) < 20 and run.process.poll() is None:
             family = run.processes()
             chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster import check_machine
-from canzona_cli.run.files import RunFiles
+from canzona_cli.run.files import RunFiles, read_json
 from tests.attacks.table import RecordAttack
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 
@@ -194,3 +194,15 @@ def test_ranks_that_cannot_meet_are_found_before_they_start(
     attacked("doctor", streams=heard.streams, cwd=heard.path.parent, before=doctor).finish()
     assert json.loads(heard.path.read_text()) == "fail"
     record_attack(attack=attack, answer="refused before the start, and by doctor", exit_code=3)
+
+
+def test_in_a_directory_whose_name_is_not_utf8_a_run_trains(
+    train: Attack, tmp_path: Path, heard: Heard, record_attack: RecordAttack
+) -> None:
+    here = tmp_path / NOT_UTF8
+    here.mkdir()
+    assert train(heard.streams, "run.dir=run", ending="done", cwd=here).finish() == 0, heard.text
+    result = read_json(RunFiles(here / "run").result)
+    assert result is not None
+    assert result["status"] == "done"
+    record_attack(attack="a working directory whose name is not UTF-8", answer="trained", exit_code=0)
