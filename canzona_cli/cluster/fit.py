@@ -12,6 +12,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.model.routing import routing
 from canzona_cli.planner.memory import GIB, estimate
 
 H200_GIB = 140.4
@@ -23,9 +24,10 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     """Choose every null of `config` and return it filled in, with its layout. Resolving the result changes nothing.
 
     Raises:
-        ConfigError: what is set is impossible; carries every problem.
+        ConfigError: what is set is impossible, or leaves a matrix optimizer no matrix; carries every problem.
         DoesNotFit: no possible layout fits the profile's memory; says what would.
     """
+    routing(config)
     best = choose(config)
     if best is None:
         raise DoesNotFit(_does_not_fit(config))

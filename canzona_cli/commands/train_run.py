@@ -28,6 +28,7 @@ from canzona_cli.launch.slurm import adopt, current_step
 from canzona_cli.launch.stop import Preempted, Requests, before_workers
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
+from canzona_cli.model.routing import routing
 from canzona_cli.planner.memory import estimate
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
@@ -175,6 +176,7 @@ def _write_inputs(
         command=torchrun.build(config, run.path),
         plan=None if plan is None else plan.plan.to_json(),
         predicted=predicted,
+        routing=routing(config),
     )
 
 

@@ -32,6 +32,7 @@ from canzona_cli.launch.resume import Resumption, holds_run, next_free, resumpti
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
+from canzona_cli.model.routing import Routing
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.corpus import PreparedCorpus
@@ -161,12 +162,14 @@ class RunDirectory:
         command: LaunchCommand,
         plan: str | None = None,
         predicted: Prediction | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """Write what the workers read and what a person needs to repeat the run.
 
         Args:
             plan: the plan the run executes, as a file's text; None for a run that executes none.
             predicted: of its step; None where nothing was predicted.
+            routing: which of its parameters are matrices; None where nobody asks.
 
         Raises:
             EnvironmentProblem: the disk is full, or went away.
@@ -179,6 +182,8 @@ class RunDirectory:
                 write_text_atomic(self.files.plan, plan)
             if predicted is not None:
                 save(self.files.predicted, predicted)
+            if routing is not None:
+                save(self.files.routing, routing)
             write_json_atomic(self.files.environment, describe_environment())
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:

@@ -56,7 +56,7 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     Raises:
         ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
     """
-    return number((LayerBlock(layers=model.num_layers, matrices=_layer(model, splitting)),), layout)
+    return number((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
 
 
 def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
@@ -103,7 +103,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
 @lru_cache(maxsize=64)
 def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of one layer's matrices, in registration order."""
-    return tuple((matrix.rows, matrix.cols) for matrix in _layer(model, splitting))
+    return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
@@ -120,7 +120,8 @@ _SPLIT: Mapping[Splitting, Container[Kind]] = {
 """Parameters whose parts are matrices of their own; the others are one matrix each."""
 
 
-def _layer(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
+def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
+    """One layer's, in registration order."""
     found: list[LayerMatrix] = []
     unit = 0
     for parameter in geometry.layer_weights(model):

@@ -46,9 +46,22 @@ class ParameterCount:
         return self.non_embedding + self.embedding + self.output
 
 
+FINAL_NORM = "decoder.final_layernorm.weight"
+
+
+def layer_norms(model: ModelConfig) -> dict[str, int]:
+    """Elements of the RMSNorm weights of one layer, by Megatron's name; q and k norms have one per head dimension."""
+    heads = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    return {
+        "input_layernorm.weight": model.hidden_size,
+        **(dict.fromkeys(heads, model.head_dim) if model.qk_norm else {}),
+        "pre_mlp_layernorm.weight": model.hidden_size,
+    }
+
+
 def norm_parameters(model: ModelConfig) -> int:
-    """The two norms of one layer, and its q and k norms (one weight per head dimension)."""
-    return 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    """Elements of all norms of one layer."""
+    return sum(layer_norms(model).values())
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:

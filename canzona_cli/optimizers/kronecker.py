@@ -13,6 +13,9 @@ from .workspace import Workspace
 Side = Literal["L", "R"]
 """L: rows, from G G^T. R: columns, from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
+LONGEST = 2.0
+"""What an update may be, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
+are all alike they are 1, of others less, and with the usual decays never above 1.2."""
 OnFallback = Callable[[torch.Tensor, str], None]
 """Called with the matrix, and a text on what failed and what was used instead."""
 
@@ -67,8 +70,8 @@ class KroneckerOptimizer(MatrixOptimizer):
             max_preconditioner_dim: A side longer than this is left as it is.
             refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a period of
                 them, when (steps it has made + offset) is a multiple of the period. No sooner: after one step SOAP's
-                second moment is rounding off the diagonal, and a new basis would turn the first moment onto that.
-            on_fallback: Called when a decomposition failed.
+                second moment has nothing off the diagonal, and a new basis would turn the first moment onto that.
+            on_fallback: Called when a decomposition failed, or an update would have been too long.
             precision: Of products; decompositions are fp32 always.
             workspace: Scratch to share with other optimizers.
 
@@ -103,6 +106,9 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _refresh(self, p: torch.Tensor, side: Side) -> None:
         """Renew what is made of a factor; if that fails, leave it as it was."""
 
+    def _refreshed(self, p: torch.Tensor) -> None:
+        """Behind the refresh of all sides."""
+
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """What `p` moves along; may be scratch."""
@@ -135,6 +141,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             if done == 0 or (done >= period and (done + self._offsets[p]) % period == 0):
                 for side in self._sides(p):
                     self._refresh(p, side)
+                self._refreshed(p)
             direction = self._direction(p, grad)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 

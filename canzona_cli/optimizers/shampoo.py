@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .decompositions import inverse_root, with_fallback
-from .kronecker import KroneckerOptimizer, KroneckerSettings, Side
+from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
 from .matrix_optimizer import products
 
 Grafting = Literal["none", "sgd", "adam"]
@@ -70,6 +70,15 @@ class Shampoo(KroneckerOptimizer):
         if root is not None:
             state[f"root_{side}"].copy_(root)
 
+    def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
+        """With roots of all gradients that the momentum is of, no singular value is above what Adam's update can be
+        (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
+        most = LONGEST * min(p.shape) ** 0.5
+        size = float(torch.linalg.vector_norm(direction))
+        if size > most:
+            direction.mul_(most / size)
+            self._report(p, f"its roots would have made the update {size / most:.3g} times the longest; bounded")
+
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
         beta1, beta2 = self.betas
@@ -86,6 +95,8 @@ class Shampoo(KroneckerOptimizer):
             return grafted
         norm = torch.linalg.vector_norm(grafted)
         direction = self._sandwich(p, "root", mean)
-        if self.grafting != "none":
+        if self.grafting == "none":
+            self._bound(p, direction)
+        else:
             direction.mul_(norm / torch.linalg.vector_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
         return direction

@@ -5,8 +5,11 @@ from functools import partial
 
 import torch
 
-from .decompositions import eigenbasis, orthonormal, with_fallback
-from .kronecker import KroneckerOptimizer, Side
+from .decompositions import eigenbasis, orthonormal, rounding, with_fallback
+from .kronecker import LONGEST, KroneckerOptimizer, Side
+
+RESOLVED = torch.finfo(torch.float32).eps ** 0.5
+"""Singular values below this share of the largest have no eigenvectors of their own: their squares are rounding."""
 
 
 class SOAP(KroneckerOptimizer):
@@ -20,7 +23,9 @@ class SOAP(KroneckerOptimizer):
     The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with columns in
     the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a refresh the first is
     turned to the new one, and the second follows the order of columns, as in the paper. Refreshed at every step it is
-    the same rule as emerging-optimizers' SOAP.
+    the same rule as emerging-optimizers' SOAP, but for what rounding decides there: no update is longer than `LONGEST`,
+    directions that no gradient has are left alone, and what is rounding is not divided by rounding. So two runs whose
+    gradients differ by rounding stay close, where they drift apart by most of their way.
 
     Settings are KroneckerOptimizer's; `betas` and `eps` are Adam's. State besides its own: `exp_avg`, `exp_avg_sq`,
     `Q_L`, `Q_R`.
@@ -46,8 +51,12 @@ class SOAP(KroneckerOptimizer):
                 basis.copy_(new)
             return
         powered = torch.mm(factor, basis, out=self.workspace.like("square", factor))
-        order = torch.linalg.vecdot(basis, powered, dim=0).argsort(descending=True)
-        new = with_fallback(orthonormal, powered[:, order], f"the QR of {side}", report)
+        sizes = torch.linalg.vecdot(basis, powered, dim=0)
+        # Columns whose size is rounding stay in the order they have.
+        sizes = sizes.where(sizes > rounding(len(sizes)) * sizes.max(), 0)
+        order = sizes.argsort(descending=True, stable=True)
+        compute = partial(orthonormal, previous=basis[:, order])
+        new = with_fallback(compute, powered[:, order], f"the QR of {side}", report)
         if new is None:
             return
         first, second, turned = state["exp_avg"], state["exp_avg_sq"], self.workspace.like("adam", p)
@@ -59,13 +68,42 @@ class SOAP(KroneckerOptimizer):
             second.copy_(second[:, order])
         basis.copy_(new)
 
+    def _refreshed(self, p: torch.Tensor) -> None:
+        """Let no update after the refresh be longer than Adam's.
+
+        The first moment is turned into the new basis, and the second is not: where that one has seen next to nothing
+        along a new direction, updates would be thousands of learning rates long. It is raised there to the least that
+        gradients of that average can have, and from there on Adam's own bound holds.
+        """
+        state = self.state[p]
+        done: int = state["step"] - 1
+        if not done:
+            return
+        size = float(self._adam(p, done).square().mean().sqrt())
+        if size > LONGEST:
+            beta1, beta2 = self.betas
+            least = state["exp_avg"].square().mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2)
+            torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
+            self._report(p, f"new bases would have made its update {size:.3g} learning rates long; bounded")
+
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
         beta1, beta2 = self.betas
         step: int = state["step"]
         grad = self._sandwich(p, "Q", grad, transpose="L")
-        first = state["exp_avg"].lerp_(grad, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = torch.div(second, 1 - beta2**step, out=self.workspace.like("adam", p)).sqrt_().add_(self.eps)
-        adam = torch.div(first, root, out=root).div_(1 - beta1**step)
-        return self._sandwich(p, "Q", adam, transpose="R")
+        if step == 1 and self._sides(p):
+            # In its own eigenvectors a gradient is diagonal, as far as squares in fp32 can tell them apart.
+            grad.masked_fill_(grad.abs() <= RESOLVED * grad.abs().max(), 0.0)
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return self._sandwich(p, "Q", self._adam(p, step), transpose="R")
+
+    def _adam(self, p: torch.Tensor, steps: int) -> torch.Tensor:
+        """Adam's update in the eigenbasis from moments of `steps` gradients; scratch."""
+        state = self.state[p]
+        beta1, beta2 = self.betas
+        root = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()
+        if self._sides(p):  # what turning a gradient rounds off is no gradient
+            root.add_(torch.linalg.vector_norm(root).mul_(torch.finfo(root.dtype).eps))
+        root.add_(self.eps)
+        return torch.div(state["exp_avg"], root, out=root).div_(1 - beta1**steps)

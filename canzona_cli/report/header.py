@@ -4,6 +4,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
 from canzona_cli.launch.view import Earlier
+from canzona_cli.model.routing import Routed, routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply
@@ -94,6 +95,21 @@ def describe_plan(obtained: Obtained) -> str:
     )
 
 
+def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Which parameters are matrices and which are AdamW's: count and elements by name."""
+    found = routing(config)
+    return [(label, _routed(own)) for label, own in (("matrices", found.matrices), ("adamw", found.adamw)) if own]
+
+
+def _routed(named: tuple[Routed, ...]) -> str:
+    """`28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
+    names = ", ".join(
+        f"{one.count:,} {one.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(one.elements)})"
+        for one in named
+    )
+    return f"{sum(one.count for one in named):,} with {count(sum(one.elements for one in named))} elements: {names}"
+
+
 def header_rows(
     config: RunConfig,
     layout: Layout,
@@ -114,6 +130,7 @@ def header_rows(
     return [
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
+        *routing_rows(config),
         ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length, times=times)),

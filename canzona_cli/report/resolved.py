@@ -5,6 +5,7 @@ from dataclasses import asdict
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError
+from canzona_cli.model.routing import routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 
@@ -23,6 +24,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> d
         "layout": {**asdict(layout), "world_size": layout.world_size},
         "tokens_per_step": layout.global_batch_size * config.train.seq_length,
         "plan": None if plan is None else _plan(plan),
+        "routing": asdict(routing(config)),
         "settings": asdict(config),
     }
 

@@ -24,6 +24,7 @@ from canzona_cli.report.header import (
     describe_plan,
     outlook_rows,
     rank_word,
+    routing_rows,
 )
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.resolved import resolved_json
@@ -78,6 +79,7 @@ class DryRun(Page):
             **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
             "data": describe_data(self.config, self.corpus),
             **({} if read is None else {"epochs": read.words}),
+            **dict(routing_rows(self.config)),
             "memory": self._memory(),
             **dict(outlook_rows(self.config, self.ahead)),
         }

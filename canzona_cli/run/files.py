@@ -41,6 +41,8 @@ class RunFiles:
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
         """What strategies canzona and asc execute; the others have none."""
+        self.routing = root / "routing.json"
+        """Which parameters the optimizer updates as matrices, and which AdamW updates."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"

@@ -2,15 +2,20 @@
 
 import logging
 import math
+import re
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from canzona_cli.config.schema import ModelConfig
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import ModelConfig, RunConfig
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import build_model
 from canzona_cli.model.geometry import weight_of
+from canzona_cli.model.routing import routing
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
@@ -27,6 +32,8 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
         model = build_model(config, world)
         _assert_geometry(model, config.model, layout.tp)
+        if layout.world_size == 1:
+            _assert_routing(model, config)
         return part_of(model, world)
 
     return run_ranks(layout.world_size, build), config.model
@@ -40,6 +47,21 @@ def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> Non
         if parameter is not None:
             stored = parameter.stored(tp)
             assert (stored.rows, stored.cols) == tuple(param.shape), name
+
+
+def _assert_routing(model: torch.nn.Module, config: RunConfig) -> None:
+    """The table that a run prints has Megatron's parameters in it, all and no other, with their elements."""
+    counts, elements = Counter[str](), Counter[str]()
+    for name, param in global_parameters(model):
+        pattern = re.sub(r"layers\.\d+\.", "layers.*.", name)
+        counts[pattern] += 1
+        elements[pattern] += param.numel()
+    found = routing(config)
+    assert {one.pattern: (one.count, one.elements) for one in found.adamw} == {
+        pattern: (counts[pattern], elements[pattern]) for pattern in counts
+    }
+    muon = routing(replace(config, optimizer=compose_run(["recipe=tiny", "optimizer=muon"]).config.optimizer))
+    assert sum(one.elements for one in (*muon.matrices, *muon.adamw)) == elements.total()
 
 
 def _whole(gpus: int, *overrides: str) -> Weights:
