@@ -22,6 +22,7 @@ from canzona_cli.errors import ExitCode, Problem, WorkerCrashed
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import AGENT_VARIABLE, die_with_parent
 from canzona_cli.run.records import Ending
+from canzona_cli.run.words import plural
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
@@ -38,7 +39,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     # The thread that waits for signals holds nothing that the fork would need.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
-    Journal(files, writes=rank == 0).stage("train", f"{turns.rounds} rounds of {len(turns.names)} layouts")
+    length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
+    Journal(files, writes=rank == 0).stage("train", length)
     ordered = [(number, name) for number in range(turns.rounds) for name in turns.order(number)]
     for number, name in ordered:
         process = start(target=_turn, args=(files, rank, number, name))

@@ -75,7 +75,7 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
 def _setting(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
     import yaml
 
-    if isinstance(value, list | tuple):  # a table stays on one line
+    if isinstance(value, list | tuple | dict):  # a table stays on one line
         line = f"{indent}{name}: " + yaml.safe_dump(value, width=10_000, default_flow_style=True).rstrip("\n")
     else:
         line = indent + yaml.safe_dump({name: value}, width=10_000).rstrip("\n")

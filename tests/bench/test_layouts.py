@@ -7,11 +7,13 @@ import pytest
 
 from canzona_cli.bench.layout_results import layout_name
 from canzona_cli.bench.layouts import Tuning, prepare, tuned_recipe
+from canzona_cli.calibrate.profile_file import profile_text
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
 from tests.bench.test_layout_results import one, result
+from tests.calibrate.calibrations import calibration
 
 TINY = ("recipe=tiny", "gpus=2", "model.num_layers=2")
 
@@ -63,7 +65,9 @@ def test_mistakes_are_told_together() -> None:
 
 
 def test_the_recipe_trains_the_layout_that_was_fastest_and_leaves_the_rest_open(tmp_path: Path) -> None:
-    config = compose_run(TINY).config
+    profile = tmp_path / "here.yaml"
+    profile.write_text(profile_text(calibration()), encoding="utf-8")
+    config = compose_run([*TINY, f"cluster={profile}", "cluster.step_factors.exchange=1.5"]).config
     slow, *_, last = (found.layout for found in candidates(config))
     fast = replace(last, recompute="none")
     measured = result(one(slow, 2.0, predicted=1.0), one(fast, 1.0, predicted=1.5), chosen=slow)
@@ -73,4 +77,5 @@ def test_the_recipe_trains_the_layout_that_was_fastest_and_leaves_the_rest_open(
     assert resolve(again)[1] == fast
     assert (again.name, again.gpus) == ("mine", config.gpus)
     assert (again.schedule, again.run, again.optimizer) == (config.schedule, config.run, config.optimizer)
+    assert again.cluster == config.cluster, "a measured profile with its tables"
     assert "1 s a step" in file.read_text(encoding="utf-8")
