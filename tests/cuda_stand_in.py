@@ -52,7 +52,11 @@ class Access:
         (first, last, dense), (others_first, others_last, others_dense) = self.reach, other.reach
         if last < others_first or others_last < first:
             return False
-        return (dense and others_dense) or bool(np.intersect1d(self.bytes(), other.bytes()).size)
+        if dense and others_dense:
+            return True
+        touched = np.zeros(max(last, others_last) + 1, dtype=bool)
+        touched[self.bytes()] = True
+        return bool(touched[other.bytes()].any())
 
     @cached_property
     def reach(self) -> tuple[int, int, bool]:

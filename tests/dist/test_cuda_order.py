@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
@@ -163,7 +164,9 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
     """A trainee on the stand-in, before its first step."""
     plan = in_every_way(make_plan(config, layout))
     world = replace(join(config, layout), device=DEVICE)
-    with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
+    # Compiling is not what is looked at, and its look at every function called takes long.
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
         patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)  # as on CUDA
         trainee = assemble(config, world, plan)
         megatron = get_model_config(trainee.model)
