@@ -15,7 +15,10 @@ from canzona_cli.planner.plan_file import read_plan
 from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona, importable
 
-RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64")
+RUN = (
+    *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64"),
+    *("train.micro_batch_size=2", "train.global_batch_size=4"),
+)
 
 
 @pytest.fixture(scope="module")

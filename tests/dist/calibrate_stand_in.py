@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from canzona_cli.calibrate import worker
 from canzona_cli.calibrate.measurement import Measurement, Recorder
 from canzona_cli.run.codec import plain
 from canzona_cli.run.files import RunFiles, append_json_line
@@ -20,6 +21,7 @@ from canzona_cli.training.records import RankRecord
 from tests.waiting import PATIENCE_S, wait_until
 
 MODULE = "tests.dist.calibrate_stand_in"
+SLOW_IMPORTS = worker.SLOW_IMPORTS if os.environ.get("CANZONA_TEST_BEHAVIOUR") == "hasty" else ("canzona_cli.megatron",)
 
 
 def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -38,7 +40,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    from canzona_cli.calibrate import compute, team, worker
+    from canzona_cli.calibrate import compute, team
 
     compute.SIZES["cpu"] = replace(compute.SIZES["cpu"], products=(64, 128), exact=128, symmetric=128)
     team.LEAST = 1

@@ -32,7 +32,10 @@ from tests.dist.ranks import run_ranks
 from tests.waiting import PATIENCE_S
 
 HASTY = Effort(item_s=0.001, sizes=(8, 4096), large=None)
-SMALL = ("recipe=tiny", "model.num_layers=1", "train.seq_length=64", "train.micro_batch_size=1")
+SMALL = (
+    *("recipe=tiny", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=192"),
+    *("train.seq_length=64", "train.micro_batch_size=1", "parallel.tp=1", "parallel.pp=1"),
+)
 CPU = torch.device("cpu")
 
 
