@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,7 +45,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
                 continue
             try:
-                parts[name] = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+                parts[name] = _adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
                     key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
@@ -60,12 +61,18 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                         problems.append(_bad_inside(key, whole, inside, texts, where))
         elif name in sections():
             try:  # a section nobody mentions is made of its defaults, if it has them all
-                parts[name] = TypeAdapter(kind).validate_json("{}", strict=True)
+                parts[name] = _adapter(kind).validate_json("{}", strict=True)
             except ValidationError:
                 problems.append(_missing_section(name))
         elif settings()[name].required:
             problems.append(_missing(name, where))
     return problems or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+@cache
+def _adapter(kind: type[object]) -> TypeAdapter[object]:
+    """Made once: that takes longer than all it then reads."""
+    return TypeAdapter(kind)
 
 
 _BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}

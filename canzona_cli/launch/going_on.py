@@ -1,6 +1,5 @@
 """The command that goes on with a run which ended early: what was typed, and the directory that the run got."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +15,10 @@ from canzona_cli.launch.slurm import current_step
 from canzona_cli.launch.slurm_job import quoted
 from canzona_cli.launch.torchrun import node_count
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.machine import tool_output
 
 _CHANGED_FIRST = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 """How a run ends that ends so again, started as it was."""
-_LONGEST_JOB_S = 366 * 86_400
-"""A job that ends later has no time limit."""
 
 
 def command_again(
@@ -75,11 +73,12 @@ def _is_replaced(text: str) -> bool:
 def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
     if current_step(environment) is None:
         yield from ("canzona", "train")
-    elif environment.get("ENVIRONMENT") == "BATCH":  # as sbatch sets it, and what runs in the job inherits it
+    elif environment.get("ENVIRONMENT") == "BATCH":
+        # Of batch scripts alone, in all versions of Slurm, though no manual has it; what runs in the job inherits it.
         yield from ("canzona", "slurm", "--submit")
-        start, end = (environment.get(f"SLURM_JOB_{moment}_TIME", "") for moment in ("START", "END"))
-        if start.isdecimal() and end.isdecimal() and 0 < int(end) - int(start) < _LONGEST_JOB_S:
-            yield f"--time={math.ceil((int(end) - int(start)) / 60)}"
+        limit = tool_output("squeue", "--noheader", "--format=%l", f"--jobs={environment['SLURM_JOB_ID']}") or ""
+        if limit[:1].isdigit():  # it may be UNLIMITED
+            yield f"--time={limit.strip()}"
         for name in ("partition", "account", "qos"):
             if value := environment.get(f"SLURM_JOB_{name.upper()}"):
                 yield f"--{name}={value}"

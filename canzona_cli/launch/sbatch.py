@@ -12,7 +12,7 @@ _NOT_OF_A_SCRIPT = "is for sbatch's own command line: print the script, without 
 _OWN_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _OURS = {
-    **{name: f"write --{name}" for name in _OWN_OPTIONS},
+    **{name: f"give it to canzona slurm itself: --{name}" for name in _OWN_OPTIONS},
     "time-min": "write --time: the job saves, and queues again, before its limit",
     "signal": "write --signal-before S",
     **dict.fromkeys(("requeue", "no-requeue"), "write --requeues N; 0: never"),
@@ -39,7 +39,9 @@ def directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[P
         if name is None or not directive.isprintable():
             reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
         elif name in _OURS and not (shared and name in _MEMORY):
-            reason, fix = "contradicts what canzona sets", _OURS[name]
+            assert found is not None
+            value = found[2] or "" if name in _OWN_OPTIONS else ""
+            reason, fix = "contradicts what canzona sets", f"{_OURS[name]}{value}"
         elif name in seen:
             reason, fix = "is given twice", "keep one of them"
         else:

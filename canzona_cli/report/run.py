@@ -35,7 +35,7 @@ class RunView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
-        if summary.errors:
+        if summary.errors and summary.status != "diverged":  # of all ranks together; the status says it
             yield from self._error()
             yield Text()
         yield from labelled(self._rows(screen.arrow), 11)

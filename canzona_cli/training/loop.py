@@ -73,7 +73,7 @@ class Training:
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
         self._lost: Divergence | None = None
-        """The newest reason for which training was lost, with train.divergence=warn."""
+        """Why training is lost, since when it first was, with train.divergence=warn."""
 
     def run(self) -> Ending:
         """Make the steps of the recipe that are left.
@@ -193,7 +193,7 @@ class Training:
         """Say it; whether it ends the run."""
         facts = {"step": found.step, "since": found.since, "rule": found.rule}
         self.journal.incident("divergence", detail=found.words, level="warning", **facts)
-        if found.lost:
+        if found.lost and (self._lost is None or not self._divergence.goes_on(self._lost)):
             self._lost = found
         return found.lost and self.trainee.config.train.divergence == "stop"
 

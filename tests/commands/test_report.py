@@ -73,6 +73,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     done = canzona("report", str(files.root))
     assert done.returncode == 0
     assert "diverged, exit code 70" in done.stdout
+    assert "rank 0" not in done.stdout, "it was nobody's fault"
     assert json.loads(canzona("report", str(files.root), "--json").stdout)["status"] == "diverged"
 
 

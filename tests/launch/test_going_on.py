@@ -1,5 +1,6 @@
 """The command that a run leaves is what was typed, means the same to a shell, and names the run's directory."""
 
+import os
 import shlex
 import subprocess
 from dataclasses import replace
@@ -27,8 +28,6 @@ BATCH = STEP | {
     "ENVIRONMENT": "BATCH",
     "SLURM_JOB_PARTITION": "h100",
     "SLURM_JOB_ACCOUNT": "us",
-    "SLURM_JOB_START_TIME": "1700000000",
-    "SLURM_JOB_END_TIME": "1700003601",
 }
 TWO_NODES = run_config(nodes=2)
 
@@ -53,9 +52,16 @@ def test_where_it_began_once_is_not_where_it_goes_on() -> None:
     assert command == "canzona train checkpoint.resume=runs/other gpus=2 run.dir=/runs/old"
 
 
-def test_slurm_gets_another_job_with_the_limits_of_this_one_and_an_allocation_a_step() -> None:
-    job = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment=BATCH)
-    assert job == "canzona slurm --submit --time=61 --partition=h100 --account=us gpus=2 run.dir=/r"
+def test_slurm_gets_another_job_with_the_limits_of_this_one_and_an_allocation_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue, where = tmp_path / "squeue", os.environ["PATH"]
+    for limit, words in (("1:01:00", "--time=1:01:00 "), ("UNLIMITED", "")):
+        squeue.write_text(f'#!/bin/sh\n[ "$3" = --jobs=7 ] && echo {limit}\n')
+        squeue.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{where}")
+        job = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment=BATCH)
+        assert job == f"canzona slurm --submit {words}--partition=h100 --account=us gpus=2 run.dir=/r"
     step = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment=STEP)
     assert step == "srun --nodes=2 --ntasks-per-node=1 canzona train gpus=2 run.dir=/r"
     login = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment={"SLURM_JOB_ID": "7"})

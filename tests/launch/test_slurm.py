@@ -205,6 +205,8 @@ def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_what_to
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == ("--sbatch", directive)
     assert problem.fix
+    if directive.startswith("--nod"):
+        assert problem.fix == "give it to canzona slurm itself: --nodes=4"
 
 
 def test_every_directive_of_canzonas_own_script_is_its_own() -> None:

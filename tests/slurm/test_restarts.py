@@ -17,11 +17,11 @@ from tests.slurm.test_jobs import CANZONA, SMALL, environment, submit
 from tests.slurm.test_requeue import steps_done, wait_for_steps
 from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]  # five starts on one machine
 __all__ = ["environment"]  # the fixture
 
-STEPS = 400
-FAULTS = ((signal.SIGKILL, 20), (signal.SIGSTOP, 60), (signal.SIGKILL, 100))
+STEPS = 150
+FAULTS = ((signal.SIGKILL, 10), (signal.SIGSTOP, 30), (signal.SIGKILL, 50))
 """What happens to rank 1, and after how many steps of the run."""
 
 
@@ -37,7 +37,7 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     slurm: Slurm, here: Path, environment: dict[str, str]
 ) -> None:
     job_id = submit(
-        *(slurm, here, environment, *SMALL, "--time=20", f"train.steps={STEPS}", "checkpoint.every_steps=10"),
+        *(slurm, here, environment, *SMALL, "--time=20", f"train.steps={STEPS}", "checkpoint.every_steps=5"),
         *("run.restarts=2", "run.hang_timeout_s=20"),
     )
     files = RunFiles(here / "runs" / f"qwen3-tiny-{job_id}")
@@ -62,7 +62,7 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     assert last.go_on in log
 
     program, *words = shlex.split(last.go_on)
-    assert [program, *words[:4]] == ["canzona", "slurm", "--submit", "--time=20", "--partition=main"]
+    assert [program, *words[:4]] == ["canzona", "slurm", "--submit", "--time=20:00", "--partition=main"]
     done = slurm.command(str(CANZONA), *words, cwd=here, environment=environment)
     assert done.returncode == 0, done.stderr
     again = done.stdout.split("\n", 1)[0].removeprefix("job").strip().split(",")[0]
