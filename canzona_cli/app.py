@@ -123,8 +123,8 @@ def canzona(
 
 def main() -> None:
     """Runs the command line and exits with one of `canzona_cli.errors.ExitCode`."""
-    from canzona_cli.commands.streams import guard, unheard
     from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, prepare_completion_options
+    from canzona_cli.run.streams import guard, unheard
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)

@@ -6,8 +6,8 @@ import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 from canzona_cli.commands.output import tell
-from canzona_cli.commands.streams import unattended
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.streams import unattended
 
 
 def train(

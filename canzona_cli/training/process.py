@@ -15,6 +15,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import STACKS_SIGNAL
 from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.run.records import FIRST_STAGE, Ending
+from canzona_cli.run.streams import guard
 from canzona_cli.run.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
@@ -34,6 +35,7 @@ the first sign of life."""
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
     """Do this rank's work and exit; the exit code is also in the rank's result file."""
     os.umask(os.umask(0o077) | 0o002)  # nothing of a run is for everybody to write, its logs and traces included
+    guard()
     logging.basicConfig(level=logging.WARNING)
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     die_with_parent()

@@ -13,7 +13,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.commands import streams
+from canzona_cli.run import streams
 from canzona_cli.run.files import RunFiles, read_json
 from tests.attacks.table import RecordAttack
 from tests.attacks.victim import FULL, Attack, Streams, Victim, attacked, steps
@@ -49,7 +49,7 @@ def test_a_closed_terminal_saves_the_run(
     """The kernel sends SIGHUP, and every line that is printed from then on fails; with `shell` the signal comes twice,
     as an interactive shell passes it on to its jobs."""
     master, slave = os.openpty()
-    victim = train(Streams(stdin=slave, stdout=slave, stderr=slave, terminal=True))
+    victim = train(Streams(stdin=slave, stdout=slave, stderr=slave, terminal=True), ending="slow")
     os.close(slave)
     os.set_blocking(master, False)
     shown = bytearray()
@@ -61,6 +61,7 @@ def test_a_closed_terminal_saves_the_run(
     victim.until(lambda: steps(files) >= 3 and b"\x1b[" in shown, read)  # the live view is on the screen
     os.close(master)
     if shell:
+        victim.until(files.stop.exists)
         victim.signal(signal.SIGHUP)
     victim.finish()
     assert_ended(files, victim, "interrupted", 130)

@@ -100,7 +100,8 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
     """The launcher, torchrun or a rank, while they start, train or save; a new run whenever one has come to its end."""
     (tmp_path / "whole").mkdir()
     begun = time.monotonic()
-    code, output = TrainingRun(tmp_path / "whole", corpus_cache, *LONG).finish()
+    whole = TrainingRun(tmp_path / "whole", corpus_cache, *LONG)
+    code, output = whole.finish()
     assert code == 0, output
     longest_s = time.monotonic() - begun
     kills: list[int] = []
@@ -115,12 +116,13 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
             family = run.processes()
             chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)
             kills.append(run.steps)
+            print(f"kill {len(kills)} after step {run.steps} of run {runs}", flush=True)
             code, _ = run.finish()
             assert not alive(family)
         else:
             code, output = run.finish()
         if code == 0:
-            assert ending(run.files.root) == ending(tmp_path / "whole")
+            assert ending(run.files.root) == ending(whole.files.root)
             runs += 1
     print(f"killed after steps {kills}, {runs} runs")
     record_attack(

@@ -115,7 +115,7 @@ def attacked(
         return Victim(pid)
     code = 1
     try:
-        _become([str(argument) for argument in arguments], streams, cwd, environment or {}, before)
+        become([str(argument) for argument in arguments], streams, cwd, environment or {}, before)
         canzona_cli.app.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -137,13 +137,14 @@ def steps(files: RunFiles) -> int:
     return files.metrics.read_text().count("\n") if files.metrics.exists() else 0
 
 
-def _become(
+def become(
     argv: list[str],
     streams: Streams,
     cwd: Path,
     environment: Mapping[str, str | None],
-    before: Callable[[], None],
+    before: Callable[[], None] = lambda: None,
 ) -> None:
+    """Make this process one that has been started with these words, streams and surroundings."""
     if streams.terminal:
         os.setsid()
         assert streams.stdin is not None

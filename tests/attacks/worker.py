@@ -1,5 +1,5 @@
 """Stands in for torchrun and a run's one rank, without torch: RUN_DIR. Quick steps until somebody asks it to stop, and
-then a checkpoint; or the end that the variable ENDING names."""
+then a checkpoint (of `slow`, after a while); or the end that the variable ENDING names."""
 
 import os
 import sys
@@ -13,6 +13,8 @@ from canzona_cli.run.records import RankError, RankResult, StageEvent, StepMetri
 from tests.checkpoint.checkpoints import save as save_checkpoint
 
 STEP_S = 0.01
+WHILE_S = 0.6
+"""Longer than the launcher takes to look again."""
 STEPS = 3
 """Of a run that nobody stops."""
 
@@ -22,12 +24,13 @@ def main(files: RunFiles) -> int:
     append_json_line(files.events, plain(StageEvent(time=time.time(), stage="train")))
     print("the rank's own output")
     step = 0
-    while (step < STEPS or ending == "stopped") and not files.stop_requested():
+    while (step < STEPS or ending in ("stopped", "slow")) and not files.stop_requested():
         step += 1
         append_json_line(files.metrics, plain(StepMetrics(step=step, loss=1 / step, step_s=STEP_S, time=time.time())))
         time.sleep(STEP_S)
     state = RankResult(rank=0, pid=os.getpid(), status="done", exit_code=0, step=step, loss=1 / step, time=time.time())
     if files.stop_requested():
+        time.sleep(WHILE_S if ending == "slow" else 0)
         save_checkpoint(files.checkpoints, step)
         reason, code = files.stop_reason(), ExitCode.INTERRUPTED
         code = ExitCode.PREEMPTED if reason == "preempted" else code

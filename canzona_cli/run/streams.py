@@ -1,4 +1,4 @@
-"""Standard output and error of the command, on which writing never fails.
+"""Standard output and error of the command and of its ranks, on which writing never fails.
 
 A terminal that was closed, a pipe without a reader, a full disk: each makes printing fail, at any line, in our code and
 in that of libraries. It is met here, once. What cannot be written is dropped, the command goes on to its end, and only
@@ -72,15 +72,16 @@ def unheard() -> OSError | None:
 
 def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     encoding = "utf-8"
+    at_once = False
     if stream is not None:
         try:
             if stream.fileno() != descriptor:
                 return stream
         except (OSError, ValueError):  # no file: whoever put it there looks after it
             return stream
-        encoding = stream.encoding
+        encoding, at_once = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
-    # A name that is no text in this encoding is shown by its escapes.
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=descriptor == 2 or raw.isatty()
-    )
+    by_line = descriptor == 2 or raw.isatty()
+    # A name that is no text in this encoding is shown by its escapes. What a rank says is written before it may die.
+    buffer = raw if at_once else io.BufferedWriter(raw)
+    return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once)

@@ -1,0 +1,35 @@
+"""What a rank says decides nothing of how it ends, either."""
+
+import os
+
+import canzona_cli.megatron  # noqa: F401 - which the rank, a fork of this process, need not import then
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import Ending, read_rank
+from canzona_cli.training.process import run_rank
+from canzona_cli.training.records import RankRecord
+from tests.attacks.table import RecordAttack
+from tests.attacks.victim import FULL, Streams, Victim, become
+
+
+def talkative(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    for line in range(100):
+        print("a library says something", line, flush=True)
+    return "done"
+
+
+def test_a_rank_whose_log_lies_on_a_full_disk_works_on(files: RunFiles, record_attack: RecordAttack) -> None:
+    files.ranks.mkdir(parents=True)
+    disk = os.open(FULL, os.O_WRONLY)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ranked = {"RANK": "0", "WORLD_SIZE": "1", "CANZONA_AGENT_PID": None}
+            become([], Streams(stdin=disk, stdout=disk, stderr=disk), files.root, ranked)
+            run_rank(files.root, talkative)
+        finally:
+            os._exit(120)
+    os.close(disk)
+    rank = Victim(pid)
+    assert rank.finish() == 0
+    assert read_rank(files, 0).status == "done"
+    record_attack(attack="a rank's log on a full disk", answer="worked on", exit_code=0)
