@@ -55,13 +55,14 @@ def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
         output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return output, partial(mean, batch["loss_mask"])
 
-    trainee.model.zero_grad_buffer()
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     layout = trainee.world.layout
     get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches,
-        model=[trainee.model],
+        model=list(trainee.chunks),
         num_microbatches=layout.num_microbatches,
         seq_length=trainee.config.train.seq_length,
         micro_batch_size=layout.micro_batch_size,

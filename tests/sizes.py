@@ -109,10 +109,11 @@ def run(
     )
 
 
-def layout(*, tp: int = 1, pp: int = 1, dp: int = 1, micro: int = 1, count: int = 1) -> Layout:
+def layout(*, tp: int = 1, pp: int = 1, vpp: int = 1, dp: int = 1, micro: int = 1, count: int = 1) -> Layout:
     return Layout(
         tp=tp,
         pp=pp,
+        vpp=vpp,
         cp=1,
         dp=dp,
         micro_batch_size=micro,

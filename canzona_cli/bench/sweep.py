@@ -126,8 +126,9 @@ def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ..
         largest = config.cluster.gpus_per_node
         return tuple(str(1 << power) for power in range(1, largest.bit_length()) if 1 << power <= largest)
     if kind == "layers":
-        whole = config.model.num_layers // layout.pp
-        return tuple(str(layout.pp * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
+        parts = layout.pp * layout.vpp
+        whole = config.model.num_layers // parts
+        return tuple(str(parts * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
     # From groups of one largest matrix to groups of eight, and the capacity that the planner finds.
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
     return (*(f"{times * largest / _MIB:.6g}" for times in (1, 2, 4, 8)), _AUTO)

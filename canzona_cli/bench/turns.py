@@ -99,8 +99,9 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
 def tensor_bytes(trainee: Trainee) -> int:
     """Bytes that this rank's tensors take from step to step: buffers, masters, optimizer state, messages, scratch."""
     optimizer = trainee.optimizer
-    tensors = [tensor for buffer in trainee.model.buffers for tensor in (buffer.param_data, buffer.grad_data)]
-    tensors += list(trainee.model.parameters())
+    buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
+    tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    tensors += [parameter for chunk in trainee.chunks for parameter in chunk.parameters()]
     extra = 0
     for leaf in leaves(optimizer):
         if isinstance(optimizer, CanzonaOptimizer) and leaf is optimizer.matrices:
@@ -132,6 +133,6 @@ def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[
         if step.stop:
             return False
     # Otherwise it would run during the next strategy's steps.
-    finish_gathering(trainee.model)
+    finish_gathering(trainee.chunks)
     torch.distributed.barrier()
     return True

@@ -98,7 +98,7 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
     Args:
         config: `profile.shortened`.
     """
-    wrapped = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
+    [wrapped] = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
     if not team.member:
         return
     sizes = (1, max(2, world.layout.micro_batch_size))

@@ -70,7 +70,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         if wrong:
             raise CheckpointInvalid(*shortened(wrong))
     with _together(world, folder), Reader(folder, manifest, config.model) as reader:
-        pieces = held_pieces(held(trainee.optimizer, trainee.model), config.model, world)
+        pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world)
         for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
             _restore_held(list(of_one), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
@@ -82,7 +82,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
-    gather_parameters(trainee.model)
+    gather_parameters(trainee.chunks)
     if not weights_only:
         trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
     if states:

@@ -71,7 +71,7 @@ class Snapshots:
         """
         world, model = self._trainee.world, self._trainee.config.model
         wholes = _wholes(self._trainee)
-        pieces = held_pieces(held(self._trainee.optimizer, self._trainee.model), model, world)
+        pieces = held_pieces(held(self._trainee.optimizer, self._trainee.chunks), model, world)
         if not world.is_first_stage and model.tied_embeddings:
             # The last stage's copy of tied embeddings.
             pieces = [found for found in pieces if found.piece.unit != EMBEDDING]

@@ -43,7 +43,8 @@ def choose(config: RunConfig) -> Candidate | None:
         ConfigError: what is set is impossible.
     """
     parallel, train = config.parallel, config.train
-    typed = None not in (parallel.tp, parallel.pp, parallel.cp, train.micro_batch_size, train.recompute)
+    vpp = 1 if parallel.pp == 1 else parallel.vpp
+    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
     found = () if typed else search(config).best
     if found:
         return Candidate(layout=found[0].layout, memory=estimate(config, found[0].layout))
@@ -59,10 +60,11 @@ def _does_not_fit(config: RunConfig) -> Problem:
     ways = [way.override for way in suggestions(config)]
     # A narrow miss must not read as "needs 73.6 and has 73.6".
     digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
+    chunks = f" vpp={layout.vpp}" if layout.vpp > 1 else ""
     needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
     reason = (
         f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
-        f"{has}; that is with tp={layout.tp} pp={layout.pp} dp={layout.dp}, micro-batch "
+        f"{has}; that is with tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}, micro-batch "
         f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
     fix = (
@@ -101,9 +103,9 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
 def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     """Ladders of changes; the first rung of each that fits is suggested."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
-    pinned = [f"parallel.{name}=null" for name in ("tp", "pp", "cp") if getattr(parallel, name) is not None]
+    pinned = [f"parallel.{name}=null" for name in ("tp", "pp", "vpp", "cp") if getattr(parallel, name) is not None]
     if pinned:
-        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None, cp=None)))]
+        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None, vpp=None, cp=None)))]
     if train.micro_batch_size not in (None, 1):
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):

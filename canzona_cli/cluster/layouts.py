@@ -61,7 +61,12 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
     return replace(
         config,
         parallel=replace(
-            config.parallel, tp=layout.tp, pp=layout.pp, cp=layout.cp, sequence_parallel=layout.sequence_parallel
+            config.parallel,
+            tp=layout.tp,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            cp=layout.cp,
+            sequence_parallel=layout.sequence_parallel,
         ),
         train=replace(
             config.train,
@@ -78,18 +83,19 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
     parallel, train = config.parallel, config.train
     micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
     recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
-    for tp, pp, cp, dp in _meshes(config):
+    for tp, pp, vpp, cp, dp in _meshes(config):
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
             sequence_parallel = tp > 1 and config.cluster.transformer_engine and train.seq_length % (tp * cp) == 0
         for micro in micro_batches:
-            batch = _global_batch(config, dp * micro)
+            batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:
                 continue
             for recompute in recomputes:
                 yield Layout(
                     tp=tp,
                     pp=pp,
+                    vpp=vpp,
                     cp=cp,
                     dp=dp,
                     micro_batch_size=micro,
@@ -100,8 +106,13 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
                 )
 
 
-def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, cp, dp) that multiply to the GPUs. tp * cp crosses machines only when the user says so."""
+def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
+    """What a global batch is a multiple of. Model chunks take turns in groups of `pp` micro-batches."""
+    return dp * micro * (pp if vpp > 1 else 1)
+
+
+def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
+    """(tp, pp, vpp, cp, dp), whose ranks multiply to the GPUs. tp * cp crosses machines only when the user says so."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
@@ -116,7 +127,14 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int]]:
                 continue
             for pp in pps:
                 if config.gpus % (tp * pp * cp) == 0:
-                    yield tp, pp, cp, config.gpus // (tp * pp * cp)
+                    for vpp in _model_chunks(config, pp):
+                        yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
+
+
+def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
+    """Of each of `pp` stages."""
+    possible = divisors(config.model.num_layers // pp) if pp > 1 else (1,)
+    return tuple(vpp for vpp in possible if vpp == (config.parallel.vpp or 1))
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
@@ -132,12 +150,11 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 def _no_batch(config: RunConfig) -> Problem:
     """Why no layout can share out the batch: the only thing left once the rules hold."""
     train = config.train
-    dps = sorted({dp for *_, dp in _meshes(config)})
-    if not dps:
+    micro = train.micro_batch_size or 1
+    steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
+    if not steps:
         reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
         return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
-    micro = train.micro_batch_size or 1
-    steps = [dp * micro for dp in dps]
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
         reason = f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})"

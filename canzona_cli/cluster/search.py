@@ -137,6 +137,7 @@ def _try(config: RunConfig, candidate: Candidate) -> _Simulated | None:
     return _Simulated(candidate=candidate, run=run, plan=plan, result=simulate_run(run, layout, plan))
 
 
-def _plain(layout: Layout) -> tuple[int, int, int, int, int]:
+def _plain(layout: Layout) -> tuple[int, ...]:
     """The plainest of layouts that take the same time is the least."""
-    return layout.pp, layout.cp, layout.tp, RECOMPUTE.index(layout.recompute), -layout.micro_batch_size
+    again = RECOMPUTE.index(layout.recompute)
+    return layout.pp, layout.vpp, layout.cp, layout.tp, again, -layout.micro_batch_size

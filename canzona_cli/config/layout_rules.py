@@ -2,7 +2,8 @@
 
 Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
 Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
-stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence).
+stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence),
+`forward_backward_pipelining_with_interleaving` (micro-batches in groups of as many as there are stages).
 """
 
 import math
@@ -36,6 +37,17 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], c
         yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal {called}", fix=fix)
 
 
+def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
+    """What keeps `layers` from being cut into `pp` stages of `vpp` model chunks each."""
+    uneven = list(uneven_problems("parallel.pp", pp, [(layers, "layers")], "stages"))
+    yield from uneven
+    if vpp > 1 and pp == 1:
+        reason = "model chunks take turns with those of other pipeline stages, and with parallel.pp=1 there are none"
+        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
+    elif not uneven:
+        yield from uneven_problems("parallel.vpp", vpp, [(layers // pp, "layers of a stage")], "chunks")
+
+
 def layout_problems(config: RunConfig) -> list[Problem]:
     """Everything about the parallelism, the machines and the batch of a run that cannot work; empty when it can."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
@@ -61,7 +73,9 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
     if tp is not None:
         yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
     if pp is not None:
-        yield from uneven_problems("parallel.pp", pp, [(model.num_layers, "layers")], "stages")
+        yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
+    elif parallel.vpp is not None:
+        yield from uneven_problems("parallel.vpp", parallel.vpp, [(model.num_layers, "layers")], "chunks")
     spread = (tp or 1) * (pp or 1) * cp
     if config.gpus % spread:
         used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
@@ -117,9 +131,13 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         dp = config.gpus // spread if config.gpus % spread == 0 else 1
     else:
         dp = 1  # still open: the fit looks for one that divides the batch
-    step = dp * (micro or 1)
+    pp = parallel.pp if (parallel.vpp or 1) > 1 else None
+    factors = [
+        (name, n) for name, n in (("dp", dp), ("micro-batch", micro), ("pp (with vpp > 1)", pp)) if n is not None
+    ]
+    step = math.prod(n for _, n in factors)
     if batch % step:
-        what = " * ".join(f"{name} {n}" for name, n in (("dp", dp), ("micro-batch", micro)) if n is not None and n > 1)
+        what = " * ".join(f"{name} {n}" for name, n in factors if n > 1)
         above = -(-batch // step) * step
         reason = f"is not a multiple of {what}" + (f" = {step}" if " * " in what else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")

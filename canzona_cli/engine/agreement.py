@@ -1,6 +1,6 @@
 """Before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,13 @@ class PlanRefused(ConfigError):
     headline = "The plan does not fit this run"
 
 
-def agree_on_plan(plan: Plan | None, model: torch.nn.Module, world: World) -> Plan:
+def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
     """This rank's plan, once every rank has found it to be the same and to fit. Collective.
 
     Raises:
         PlanRefused: on all ranks together, with the first difference that each refusing rank found.
     """
-    everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, model, world)))
+    everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, chunks, world)))
     problems = [found.problem for found in everyone if found.problem is not None]
     if not problems and len({found.digest for found in everyone}) > 1:
         problems = _disagreement(plan, everyone)
@@ -88,12 +88,12 @@ class _Content:
     plan: Mapping[str, object]
 
 
-def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Problem | None:
+def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Problem | None:
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
         return Problem(key="plan", reason="there is no plan, and strategies canzona and asc need one", fix=fix)
     planned, found = plan.subject.layout, Mesh.of(world.layout)
-    for name in ("tp", "pp", "cp", "dp"):
+    for name in ("tp", "pp", "vpp", "cp", "dp"):
         here, there = getattr(found, name), getattr(planned, name)
         if here != there:
             return Problem(
@@ -103,7 +103,7 @@ def _own_problem(plan: Plan | None, model: torch.nn.Module, world: World) -> Pro
                 fix=fix,
             )
     try:
-        named_matrix_parameters(model, plan, world.pp_rank)
+        named_matrix_parameters(chunks, plan, world.pp_rank)
     except PlanMismatch as mismatch:
         return Problem(key="plan", value=plan.name, reason=str(mismatch), fix=fix)
     return None

@@ -1,5 +1,7 @@
 """Puts the engine of one rank together: by a plan, or, for strategy sc, with everything on every rank."""
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
@@ -25,12 +27,12 @@ from canzona_cli.planner.plan import Plan
 
 
 def build_engine(
-    model: DistributedDataParallel, config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
+    chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
 ) -> CanzonaOptimizer:
     """The optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
     Args:
-        model: wrapped with the plan's buffers, or without sharding where there is no plan.
+        chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
         plan: of strategies canzona and asc; None for sc, where every rank updates all matrices of its stage.
 
     Raises:
@@ -38,13 +40,13 @@ def build_engine(
     """
     if plan is not None:
         matrices, own = plan.matrices, hosted_matrices(plan, world)
-        parameters = named_matrix_parameters(model, plan, world.pp_rank)
+        parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         matrices = matrices_of(config.model, world.layout, config.engine.splitting)
         own = list(stage_matrices(matrices, world.pp_rank))
-        named = dict(global_parameters(model))
+        named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
-        tag_matrices(model, parameters)
+        tag_matrices(chunks, parameters)
     masters = {
         matrix.index: torch.nn.Parameter(
             torch.empty(matrix.rows, matrix.cols, dtype=torch.float32, device=world.device)
@@ -66,13 +68,13 @@ def build_engine(
     )
     updater: MasterOptimizer
     if plan is not None:
-        updater = PlannedOptimizer(config, model, world, plan, wiring, fallbacks)
+        updater = PlannedOptimizer(config, chunks, world, plan, wiring, fallbacks)
     else:
-        updater = RedundantOptimizer(config, model, world, own, wiring, fallbacks)
+        updater = RedundantOptimizer(config, chunks, world, own, wiring, fallbacks)
     return CanzonaOptimizer(
-        build_adamw(model, world, adamw_settings(config)),
+        build_adamw(chunks, world, adamw_settings(config)),
         updater,
-        model,
+        chunks,
         # With a plan every gradient element is reduced on one rank; without, data-parallel ranks have equal gradients.
         stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,

@@ -1,6 +1,7 @@
 """The optimizer of a run: a `MasterOptimizer` for the matrices, Megatron's AdamW for everything else."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +54,13 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self,
         adamw: MegatronOptimizer,
         matrices: MasterOptimizer,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         stats_group: torch.distributed.ProcessGroup,
         timer: PhaseTimer,
         non_finite: NonFinite,
     ) -> None:
         super().__init__([adamw, matrices])
-        self._adamw, self.matrices, self._model = adamw, matrices, model
+        self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
         self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
         self.skipped = 0
         """Steps skipped so far for non-finite gradients, the same on every rank."""
@@ -85,7 +86,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         if not math.isfinite(norm):
             self.skipped += 1
             # Every rank has its parameters as they were.
-            nothing_to_gather(self._model)
+            nothing_to_gather(self._chunks)
             return False, norm, None
         clip = self.config.clip_grad
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0
@@ -100,8 +101,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """AdamW, its gathering, the matrices."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
-        if self._model.ddp_config.overlap_param_gather:
-            for group in adamw_groups(self._model):
+        if self._chunks[0].ddp_config.overlap_param_gather:
+            for group in adamw_groups(self._chunks):
                 group.start_param_sync()
         return self.matrices.step_with_ready_grads()
 
@@ -142,7 +143,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     def _culprits(self) -> list[Problem]:
         """The parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
         gradients = (
-            (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._model)
+            (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )
         own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         members = torch.distributed.get_process_group_ranks(self._stats_group)

@@ -35,13 +35,13 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def __init__(
         self,
         config: MegatronOptimizerConfig,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         masters: Mapping[int, torch.nn.Parameter],
         device: torch.device,
     ) -> None:
         self.config = config
         self.is_stub_optimizer = False
-        self.model_chunks = [model]
+        self.model_chunks = list(chunks)
         self.masters = masters
         self._device = device
         self._scale = 1.0

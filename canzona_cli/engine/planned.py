@@ -37,19 +37,19 @@ class PlannedOptimizer(MasterOptimizer):
     def __init__(
         self,
         config: RunConfig,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         world: World,
         plan: Plan,
         wiring: Wiring,
         fallbacks: Fallbacks,
     ) -> None:
-        super().__init__(adamw_settings(config), model, wiring.masters, wiring.device)
-        self._model, self._wiring, self._fallbacks = model, wiring, fallbacks
+        super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
+        self._chunks, self._wiring, self._fallbacks = chunks, wiring, fallbacks
         self._tp = world.layout.tp
         self._hosts = {
             matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         }
-        self._overlap = bool(model.ddp_config.overlap_param_gather)
+        self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
         stage, owner = world.pp_rank, world.owner
         batches = self._batches(plan, stage, owner)
         self._owned = tuple(matrix for batch in batches for matrix in batch)
@@ -81,7 +81,7 @@ class PlannedOptimizer(MasterOptimizer):
             )
             for number, finite in enumerate(parts)
         ]
-        self._slices = self._gradient_slices(plan, stage, owner)
+        self._slices = self._gradient_slices()
 
     # --- one step ---
 
@@ -119,7 +119,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     def _gather(self) -> None:
         """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""
-        buckets = matrix_groups(self._model)
+        buckets = matrix_groups(self._chunks)
         for bucket in reversed(buckets) if not self._overlap else buckets[-1:]:
             bucket.start_param_sync()
 
@@ -210,17 +210,16 @@ class PlannedOptimizer(MasterOptimizer):
     def _from_hosts(self, batch: Sequence[Matrix]) -> Route:
         return from_hosts(batch, [self._hosts[m.index] for m in batch], rank=self._wiring.rank, tp=self._tp)
 
-    def _gradient_slices(self, plan: Plan, stage: int, owner: int) -> list[torch.Tensor]:
+    def _gradient_slices(self) -> list[torch.Tensor]:
         """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
         fragments = self._wiring.fragments
         if any(matrix.replicated and self._tp > 1 for matrix in self._owned):
             held = [m for m in self._owned if self._wiring.rank in m.holders(self._tp)]
             return [fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
-        buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
         found = []
-        for bucket, group in zip(buckets, matrix_groups(self._model), strict=True):
+        for group in matrix_groups(self._chunks):
             data = group.buckets[0].grad_data
-            found += [data[part.start : part.end] for part in bucket.ranges if part.owner == owner]
+            found += [data[part.start : part.end] for part in group.owned]
         return found
 
     @property

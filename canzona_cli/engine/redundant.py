@@ -121,13 +121,13 @@ class RedundantOptimizer(MasterOptimizer):
     def __init__(
         self,
         config: RunConfig,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         world: World,
         matrices: Sequence[Matrix],
         wiring: Wiring,
         fallbacks: Fallbacks,
     ) -> None:
-        super().__init__(adamw_settings(config), model, wiring.masters, wiring.device)
+        super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
         self._matrices, self._wiring, self._fallbacks = matrices, wiring, fallbacks
         self._gathering = FragmentGather(wiring, matrices)
         # Every rank of a stage does the same fallbacks; one of each replica counts.

@@ -4,6 +4,8 @@ Megatron's `DistributedOptimizer` on the buffers that hold no matrices, or its p
 where every rank updates everything.
 """
 
+from collections.abc import Sequence
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     OptimizerConfig,
@@ -23,8 +25,11 @@ _MATRICES = "canzona"
 """Name under which Megatron groups parameters that AdamW leaves alone."""
 
 
-def build_adamw(model: DistributedDataParallel, world: World, megatron_config: OptimizerConfig) -> MegatronOptimizer:
-    """AdamW on every parameter of `model` that `tag_matrices` did not mark; norms and biases without weight decay.
+def build_adamw(
+    chunks: Sequence[DistributedDataParallel], world: World, megatron_config: OptimizerConfig
+) -> MegatronOptimizer:
+    """AdamW on every parameter of a rank's model chunks that `tag_matrices` did not mark; norms and biases without
+    weight decay.
 
     All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs. Collective.
 
@@ -35,17 +40,22 @@ def build_adamw(model: DistributedDataParallel, world: World, megatron_config: O
     overrides = get_standard_config_overrides(megatron_config)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
     overrides[ParamKey(predicate=is_matrix)] = {"optimizer": _MATRICES}
+    models = list(chunks)
     with without_pickles():
-        groups = _get_param_groups([model], megatron_config, overrides)
+        groups = _get_param_groups(models, megatron_config, overrides)
     ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        world.groups, [model], use_gloo_process_groups=False
+        world.groups, models, use_gloo_process_groups=False
     )
-    model.overlap_param_gather_with_optimizer_step = False
+    for model in models:
+        model.overlap_param_gather_with_optimizer_step = False
     optimizer: MegatronOptimizer = _get_megatron_optimizer_based_on_param_groups(
         config=megatron_config,
-        model_chunks=[model],
+        model_chunks=models,
         param_groups=[group for group in groups if group.get("optimizer") != _MATRICES],
-        per_model_buffers={0: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]},
+        per_model_buffers={
+            number: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]
+            for number, model in enumerate(models)
+        },
         model_parallel_group=ranks["mp_group"],
         data_parallel_group=ranks["intra_dp_cp_group"],
         data_parallel_group_idx=ranks["mp_group"].rank(),

@@ -24,7 +24,7 @@ _REPEATS = 7
 def contradiction(trainee: Trainee) -> str | None:
     """What is otherwise than the plan assumes of grouped reductions; None where there is nothing to say. Collective."""
     group, device = trainee.world.groups.dp_cp, trainee.world.device
-    planned = (bucket.planned for bucket in matrix_groups(trainee.model))
+    planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
     # Also of a plan that does without, because it assumes that they are not grouped.
     several = any(bucket.reduction != "even" and len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:

@@ -41,6 +41,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
             # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not write.
             create_gloo_process_groups=False,

@@ -1,6 +1,6 @@
 """What Megatron's own optimizers hold on this rank: masters and their state, and which part of which parameter."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from canzona_cli.megatron.matrix_buffers import global_parameters
+from canzona_cli.megatron.owner_bucket_group import bucket_groups
 
 _HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
@@ -64,9 +65,9 @@ class Held:
         return float(found) if isinstance(found, int | float) else None
 
 
-def held(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[Held]:
+def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
     """Everything Megatron's optimizers inside `optimizer` hold here; canzona's own are passed over."""
-    names = {parameter: name for name, parameter in global_parameters(model)}
+    names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
 
@@ -77,17 +78,18 @@ def masters_to_model(optimizer: MegatronOptimizer) -> None:
             leaf._copy_main_params_to_model_params()
 
 
-def gather_parameters(model: DistributedDataParallel) -> None:
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
     """Every rank's part of the parameter buffers to all data-parallel ranks, now. Collective."""
-    if model.ddp_config.use_distributed_optimizer:
-        model.start_param_sync(force_sync=True)
+    for model in chunks:
+        if model.ddp_config.use_distributed_optimizer:
+            model.start_param_sync(force_sync=True)
 
 
-def finish_gathering(model: DistributedDataParallel) -> None:
+def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
     """Wait for what the last optimizer step gathers, as the next forward pass would, and leave nothing for it to do."""
-    if not model.ddp_config.overlap_param_gather:
+    if not chunks[0].ddp_config.overlap_param_gather:
         return  # the step itself has waited
-    for group in reversed(model.bucket_groups):
+    for group in reversed(bucket_groups(chunks)):
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 

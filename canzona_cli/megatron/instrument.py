@@ -7,7 +7,7 @@ and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.p
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.in_flight import CONNECTIONS, CudaWatcher, Watcher, watcher_for
+from canzona_cli.megatron.owner_bucket_group import bucket_groups
 from canzona_cli.megatron.timers import TOTAL_OF, PhaseTimer, Span
 from canzona_cli.run.phases import Phase
 
@@ -39,13 +40,18 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 }
 
 
-def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
+_INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
+"""With several model chunks, transfers are waited for outside of Megatron's timers. What no other phase takes of all
+the passes is that."""
+
+
+def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
     """Time everything: schedule, gradient reduction, parameter gathering, updates and their TP traffic.
 
     Args:
         optimizer: one of Megatron's own; None for one that tells `timer` its phases itself.
     """
-    get_model_config(model).timers = MegatronTimers(timer)
+    get_model_config(chunks[0]).timers = MegatronTimers(timer, interleaved=len(chunks) > 1)
     watcher = watcher_for(timer.device)
     if isinstance(watcher, CudaWatcher) and not watcher.waits:
         _log.warning(
@@ -53,7 +59,7 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
             "until the step waited for it",
             CONNECTIONS,
         )
-    for group in model.bucket_groups:
+    for group in bucket_groups(chunks):
         _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
         _Communication(group, timer, watcher, what="param", phase="param_gather")
     if optimizer is None:
@@ -69,8 +75,9 @@ def attach(model: DistributedDataParallel, optimizer: MegatronOptimizer | None, 
 class MegatronTimers:
     """What Megatron expects in `config.timers`: `timers(name, log_level).start(barrier)` and `.stop()`."""
 
-    def __init__(self, timer: PhaseTimer) -> None:
-        self._timers = {name: _Timer(timer, phase) for name, phase in _PHASE_OF_TIMER.items()}
+    def __init__(self, timer: PhaseTimer, *, interleaved: bool) -> None:
+        phases = _PHASE_OF_TIMER | (_INTERLEAVED if interleaved else {})
+        self._timers = {name: _Timer(timer, phase) for name, phase in phases.items()}
         self._ignored = _Timer(timer, None)
 
     def __call__(self, name: str, log_level: int = 0) -> "_Timer":

@@ -4,7 +4,7 @@ Matrices get buffers of their own (Megatron separates parameters by the tag `is_
 filled exactly as the plan's buckets say; everything else lies as Megatron's `DistributedOptimizer` wants it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -32,16 +32,19 @@ class PlanMismatch(RuntimeError):
         super().__init__(f"{key}: planned {planned}, found {found}")
 
 
-def named_matrix_parameters(model: torch.nn.Module, plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
+def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
 
     Layers are numbered over the whole model; order is that of registration.
+
+    Args:
+        chunks: this rank's part of the model, in forward order.
 
     Raises:
         PlanMismatch: the first difference between model and plan, or within the plan's buckets of this stage.
     """
     tp = plan.subject.layout.tp
-    trainable = {name: param for name, param in global_parameters(model) if param.requires_grad}
+    trainable = {name: param for name, param in global_parameters(chunks) if param.requires_grad}
     members: dict[str, list[Matrix]] = {}
     for matrix in plan.matrices:
         if matrix.stage == stage:
@@ -65,29 +68,30 @@ def named_matrix_parameters(model: torch.nn.Module, plan: Plan, stage: int) -> d
     return {name: param for name, param in trainable.items() if name in members}
 
 
-def tag_matrices(model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]) -> None:
+def tag_matrices(chunks: Sequence[torch.nn.Module], matrices: Mapping[str, torch.nn.Parameter]) -> None:
     """Mark `matrices` for buffers of their own, and everything else trainable for AdamW's.
 
     Before `DistributedDataParallel` is built. Megatron's own rule would also take routers for matrices.
     """
     chosen = set(matrices.values())
-    for param in model.parameters():
+    for _, param in global_parameters(chunks):
         if param.requires_grad:
             setattr(param, TAG, param in chosen)
 
 
 def full_param_layout(
     model: torch.nn.Module,
+    chunk: int,
     plan: Plan,
-    stage: int,
     world: World,
     ddp_config: DistributedDataParallelConfig,
     bucket_size: int | None,
 ) -> FullParamLayout:
-    """Where every parameter of this rank lies, for `DistributedDataParallel(full_param_layout=...)`.
+    """Where every parameter of a model chunk of this rank lies, for `DistributedDataParallel(full_param_layout=...)`.
 
     Args:
-        model: with its matrices already marked by `tag_matrices`.
+        model: the chunk, with its matrices already marked by `tag_matrices`.
+        chunk: its number.
         bucket_size: what `DistributedDataParallel` settles on for the other parameters; None for one bucket.
 
     Raises:
@@ -95,14 +99,13 @@ def full_param_layout(
     """
     if Mesh.of(world.layout) != plan.subject.layout:
         raise PlanMismatch(key="parallel", planned=plan.subject.layout, found=Mesh.of(world.layout))
-    matrices = named_matrix_parameters(model, plan, stage)
+    names = {param: name for name, param in global_parameters([model])}
     shards = world.groups.dp_cp.size()
     trainable = [param for param in model.parameters() if param.requires_grad]
     layouts = {}
     for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
         if key.is_managed_by_layer_wise_optimizer:
-            assert set(params) == set(matrices.values()), "tag_matrices was not called with the plan's matrices"
-            layouts[key] = _matrix_layout(params, indices, matrices, plan, stage)
+            layouts[key] = _matrix_layout(params, indices, names, plan, world.pp_rank, chunk)
         else:
             layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
                 params, bucket_size, shards, ddp_config, indices
@@ -110,28 +113,29 @@ def full_param_layout(
     return FullParamLayout(layouts=layouts)
 
 
-def placements(plan: Plan, stage: int) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """For each bucket of a stage, where its parameters lie: name to (start, end), offsets within the bucket.
+def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
+    """For each of `stage_buckets`, where its parameters lie: name to (start, end), offsets within the bucket.
 
     Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
 
     Raises:
         PlanMismatch: ranges that overlap, leave the bucket, or do not hold what the assignment says they do.
     """
-    buckets = stage_buckets(plan, stage)
-    return tuple(_placed(bucket, plan) for bucket in buckets)
+    return tuple(_placed(bucket, plan) for bucket in stage_buckets(plan, stage, chunk))
 
 
-def stage_buckets(plan: Plan, stage: int) -> tuple[Bucket, ...]:
-    """A stage's buckets, in the order their gradients become ready."""
-    return tuple(sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index))
+def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
+    """A stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
+    found = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
+    return tuple(bucket for bucket in found if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
 
-def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under their names in the whole model, whatever wraps it."""
-    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-        model = inner
-    return global_names(model)
+def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of model chunks under their names in the whole model, whatever wraps them."""
+    for model in chunks:
+        while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+            model = inner
+        yield from global_names(model)
 
 
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
@@ -189,22 +193,24 @@ def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
 def _matrix_layout(
     params: Sequence[torch.nn.Parameter],
     indices: list[int],
-    matrices: Mapping[str, torch.nn.Parameter],
+    names: Mapping[torch.nn.Parameter, str],
     plan: Plan,
     stage: int,
+    chunk: int,
 ) -> PerBufferParamLayout:
     """The plan's buckets one behind the other."""
+    matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
     used: list[int] = []
     offset = 0
-    for number, (bucket, places) in enumerate(zip(stage_buckets(plan, stage), placements(plan, stage), strict=True)):
+    pairs = zip(stage_buckets(plan, stage, chunk), placements(plan, stage, chunk), strict=True)
+    for number, (bucket, places) in enumerate(pairs):
         for name, (start, end) in places.items():
             where[matrices[name]] = (offset + start, offset + end, number)
         bounds.append((offset, offset + bucket.elements))
         used.append(bucket.elements - bucket.padding)
         offset += bucket.elements
-    names = {param: name for name, param in matrices.items()}
     # Megatron makes buckets while it walks parameters backwards, and wants each finished before the next one starts.
     backwards = list(reversed(params))
     for last, param in pairwise(backwards):

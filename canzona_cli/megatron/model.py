@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.cluster.compiler import compiling_lacks
@@ -68,13 +69,16 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=on_gpu,
+        # One model chunk's pass hides what the next one waits for; that takes transfers that are waited for one by one.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=on_gpu and layout.vpp == 1,
         # Else every transfer ends with the host waiting for the whole device, gradient reductions in flight included:
         # a way around "a bug in older version of PyTorch" (model_parallel_config.py), none that canzona runs on.
         batch_p2p_sync=False,
@@ -82,26 +86,34 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     )
 
 
-def build_model(config: RunConfig, world: World) -> torch.nn.Module:
-    """This rank's part of the model on its device, initialised, in the run's precision. Collective."""
+def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
+    """This rank's part of the model on its device, initialised, in the run's precision: its model chunks in forward
+    order, one but with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     if config.cluster.transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
+
+
+def _build_chunk(
+    config: RunConfig, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int
+) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
         transformer_layer_spec=spec,
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.train.seq_length,
-        pre_process=world.is_first_stage,
-        post_process=world.is_last_stage,
+        pre_process=world.is_first_stage and chunk == 0,
+        post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=config.model.rope_base,
         pg_collection=world.groups,
+        vp_stage=chunk if world.layout.vpp > 1 else None,
     )
     if config.cluster.transformer_engine:
         fuse_weight_gradients(model)
@@ -164,7 +176,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the layer numbers of the whole model, whatever the pipeline stage."""
+    """Parameters of a model chunk under the layer numbers of the whole model, whichever it is."""
     first = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)

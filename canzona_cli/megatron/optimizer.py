@@ -2,6 +2,8 @@
 by its two ways.
 """
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -23,17 +25,18 @@ from canzona_cli.planner.plan import Plan
 
 
 def wrap_data_parallel(
-    model: torch.nn.Module, config: RunConfig, world: World, plan: Plan | None = None
-) -> DistributedDataParallel:
+    chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, plan: Plan | None = None
+) -> list[DistributedDataParallel]:
     """Gradient buffers, bucketed reduction and parameter gathering as the strategy needs them.
 
     Args:
+        chunks: this rank's part of the model.
         plan: of strategies canzona and asc, whose buckets the matrices then lie in.
 
     Raises:
         PlanMismatch: the plan is for another model.
     """
-    mcore = get_model_config(model)
+    mcore = get_model_config(chunks[0])
     sharded = not execution_of(config).everywhere
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
@@ -43,36 +46,40 @@ def wrap_data_parallel(
         bucket_size=config.parallel.bucket_elements,
         average_in_collective=False,
     )
-    layout = None
-    if sharded:
-        dp_size = torch.distributed.get_world_size(world.groups.dp_cp)
-        # What `DistributedDataParallel` will settle on; only the first stage has buckets.
-        bucket_size = bucket_elements(config, world.layout) if world.pp_rank == 0 else None
+    if plan is not None:
+        tag_matrices(chunks, named_matrix_parameters(chunks, plan, world.pp_rank))
+    elif execution_of(config) is Execution.LAYERWISE:
+        tag_params_for_buffer_routing(chunks)
+    # What `DistributedDataParallel` will settle on; only the first stage has buckets.
+    bucket_size = bucket_elements(config, world.layout) if world.pp_rank == 0 else None
+    wrapped = []
+    for number, chunk in enumerate(chunks):
+        layout = None
         if plan is not None:
-            matrices = named_matrix_parameters(model, plan, world.pp_rank)
-            tag_matrices(model, matrices)
-            layout = full_param_layout(model, plan, world.pp_rank, world, ddp_config, bucket_size)
-        else:
-            params = [p for p in model.parameters() if p.requires_grad]
+            layout = full_param_layout(chunk, number, plan, world, ddp_config, bucket_size)
+        elif sharded:
+            params = [p for p in chunk.parameters() if p.requires_grad]
             layer_wise = execution_of(config) is Execution.LAYERWISE
-            if layer_wise:
-                tag_params_for_buffer_routing([model])
             compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
-            layout = compute.compute_full_param_layout(params, bucket_size, dp_size, ddp_config)
-    wrapped = DistributedDataParallel(
-        config=mcore, ddp_config=ddp_config, module=model, pg_collection=world.groups, full_param_layout=layout
-    )
+            layout = compute.compute_full_param_layout(params, bucket_size, world.groups.dp_cp.size(), ddp_config)
+        wrapped.append(
+            DistributedDataParallel(
+                config=mcore,
+                ddp_config=ddp_config,
+                module=chunk,
+                pg_collection=world.groups,
+                full_param_layout=layout,
+            )
+        )
     if plan is not None:
         owner_bucket_group.install(wrapped, plan, world.pp_rank)
-    mcore.no_sync_func = wrapped.no_sync
+    mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     mcore.finalize_model_grads_func = finalize_model_grads
-    if overlaps_param_gather(config):
-        mcore.param_sync_func = wrapped.start_param_sync
     return wrapped
 
 
-def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: World) -> MegatronOptimizer:
-    """The optimizer of the run's strategy over `model`'s buffers."""
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
+    """The optimizer of the run's strategy over the buffers of this rank's model chunks."""
     optimizer = config.optimizer
     settings = _adamw_settings(config)
     if isinstance(optimizer, MuonConfig):
@@ -93,7 +100,7 @@ def build_optimizer(model: DistributedDataParallel, config: RunConfig, world: Wo
         }
     with without_pickles():
         return get_megatron_optimizer(
-            MegatronOptimizerConfig(**settings), [model], use_gloo_process_groups=False, pg_collection=world.groups
+            MegatronOptimizerConfig(**settings), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
         )
 
 

@@ -162,54 +162,64 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             )
 
 
-def install(ddp: DistributedDataParallel, plan: Plan, stage: int) -> None:
-    """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s, right after `ddp` was built.
+def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
+    """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s, right after `chunks` were built.
 
     Parameters are gathered first layers first, one bucket of matrices after the other; AdamW's bucket groups follow
     nobody, so whoever steps AdamW starts them.
 
     Raises:
-        PlanMismatch: `ddp` has other matrix buckets than the plan.
+        PlanMismatch: they have other matrix buckets than the plan.
     """
     planned = stage_buckets(plan, stage)
-    groups: list[_ParamAndGradBucketGroup] = ddp.bucket_groups
-    places = [number for number, group in enumerate(groups) if _holds_matrices(group)]
+    places = [
+        (ddp, number)
+        for ddp in reversed(chunks)
+        for number, group in enumerate(ddp.bucket_groups)
+        if _holds_matrices(group)
+    ]
     if len(places) != len(planned):
         raise PlanMismatch(key=f"buckets of stage {stage}", planned=len(planned), found=len(places))
-    names = {param: name for name, param in global_parameters(ddp)}
-    for bucket, place in zip(planned, places, strict=True):
+    names = {param: name for name, param in global_parameters(chunks)}
+    for bucket, (ddp, place) in zip(planned, places, strict=True):
+        groups: list[_ParamAndGradBucketGroup] = ddp.bucket_groups
         [built] = groups[place].buckets
         groups[place] = OwnerBucketGroup(
             built, bucket, ddp.ddp_config, groups[place].intra_distributed_optimizer_instance_group, names
         )
         for param in built.params_list:
             ddp.param_to_bucket_group[param] = groups[place]
-    matrices = matrix_groups(ddp)
-    for group in groups:
+    matrices, config = matrix_groups(chunks), chunks[0].ddp_config
+    for group in bucket_groups(chunks):
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
-    if ddp.ddp_config.overlap_param_gather:
+    if config.overlap_param_gather:
         for ahead, group in pairwise(matrices):
             group.next_param_gather_bucket_group = ahead
-    if ddp.ddp_config.overlap_grad_reduce:
+    if config.overlap_grad_reduce:
         # Waiting for the last but one keeps two buckets' copies alive, and the newest under the backward pass.
         staged = [group for group in matrices if group.planned.reduction in COPIED]
         for group, earlier in zip(staged[2:], staged, strict=False):
             group.previous_grad_reduce_bucket_group = earlier
 
 
-def matrix_groups(ddp: DistributedDataParallel) -> list[OwnerBucketGroup]:
+def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
+    """All of this rank's, in the order their gradients become ready."""
+    return [group for ddp in reversed(chunks) for group in ddp.bucket_groups]
+
+
+def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
     """The plan's buckets, in the order their gradients become ready."""
-    return [group for group in ddp.bucket_groups if isinstance(group, OwnerBucketGroup)]
+    return [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
 
 
-def adamw_groups(ddp: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]:
+def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
     """Megatron's own bucket groups, of what AdamW updates."""
-    return [group for group in ddp.bucket_groups if not isinstance(group, OwnerBucketGroup)]
+    return [group for group in bucket_groups(chunks) if not isinstance(group, OwnerBucketGroup)]
 
 
-def nothing_to_gather(ddp: DistributedDataParallel) -> None:
+def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
     """After a step that changed no parameter: the next forward pass neither starts a gathering nor waits for one."""
-    for group in ddp.bucket_groups:
+    for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
 

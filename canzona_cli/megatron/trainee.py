@@ -1,5 +1,6 @@
 """Everything a training step needs, in one value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
@@ -17,7 +18,8 @@ class Trainee:
 
     config: RunConfig
     world: World
-    model: DistributedDataParallel
+    chunks: Sequence[DistributedDataParallel]
+    """This rank's part of the model, in forward order: one, but with an interleaved pipeline (`parallel.vpp`)."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     timer: PhaseTimer

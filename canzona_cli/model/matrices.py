@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from canzona_cli.config.layout_rules import uneven_problems
+from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
 from canzona_cli.errors import ConfigError
 from canzona_cli.model import geometry
@@ -60,7 +60,7 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
 
 
 def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
-    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage and its unit.
+    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage, model chunk and unit.
 
     Raises:
         ConfigError: as `matrices`.
@@ -69,16 +69,17 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     cut = dict.fromkeys(_cut_by_tp(matrix for block in blocks for matrix in block.matrices))
     problems = [
         *uneven_problems("parallel.tp", layout.tp, cut, "parts"),
-        *uneven_problems("parallel.pp", layout.pp, [(layers, "layers")], "stages"),
+        *pipeline_problems(layers, layout.pp, layout.vpp),
     ]
     if problems:
         raise ConfigError(*problems)
     found: list[Matrix] = []
     layer = unit = 0
-    per_stage = layers // layout.pp
+    per_chunk = layers // (layout.pp * layout.vpp)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         for _ in range(block.layers):
+            chunk, stage = divmod(layer // per_chunk, layout.pp)
             for matrix in block.matrices:
                 dealt = matrix.slices > 0 and layout.tp > 1
                 found.append(
@@ -87,7 +88,8 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
                         name=f"layers.{layer}.{matrix.name}",
                         kind=matrix.kind,
                         layer=layer,
-                        stage=layer // per_stage,
+                        stage=stage,
+                        chunk=chunk,
                         rows=matrix.rows,
                         cols=matrix.cols,
                         shard_dim=None if dealt else matrix.shard_dim,
@@ -107,7 +109,7 @@ def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, i
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
-    """Those of one pipeline stage, in order; they are consecutive."""
+    """Those of one pipeline stage, in order."""
     return tuple(matrix for matrix in matrices if matrix.stage == stage)
 
 

@@ -20,6 +20,8 @@ class Matrix:
     layer: CountOrZero
     stage: CountOrZero
     """Pipeline stage."""
+    chunk: CountOrZero = 0
+    """Model chunk of its stage, the one with the first layers being 0 (`Layout.vpp`)."""
     rows: Side
     cols: Side
     shard_dim: Literal[0, 1] | None

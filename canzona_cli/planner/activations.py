@@ -124,12 +124,21 @@ class Transient:
         }
 
 
+def forwards_ahead(layout: Layout, stage: int) -> int:
+    """Forward passes of a stage's model chunks before its first backward pass, as `get_pp_rank_microbatches` counts
+    them."""
+    ahead = layout.pp - stage - 1
+    if layout.vpp > 1:
+        ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
+    return min(ahead, layout.vpp * layout.num_microbatches)
+
+
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     """What a rank of `stage` needs while it computes."""
     model, width, t = config.model, element_bytes(config)[0], layout.tp
     weights = stage_weights(config, layout, stage)
-    tokens, layers = micro_batch_tokens(config, layout), model.num_layers // layout.pp
-    in_flight = min(layout.pp - stage, layout.num_microbatches)  # 1F1B
+    tokens, layers = micro_batch_tokens(config, layout), model.num_layers // (layout.pp * layout.vpp)
+    in_flight = min(forwards_ahead(layout, stage) + 1, layout.vpp * layout.num_microbatches)
     layer = layer_activations(config, layout, layout.recompute)
     activations = in_flight * layers * layer
     logits = 0

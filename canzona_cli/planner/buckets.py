@@ -1,7 +1,8 @@
 """Megatron's gradient buffer: how a stage's parameters are cut into buckets, and who owns which range of each.
 
 Megatron walks parameters backwards through the model, because that is the order their gradients become ready in, and
-closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Once
+closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Model
+chunks of an interleaved pipeline have buffers of their own, of which the last one's comes first. Once
 owners are known, `buckets` orders the parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
@@ -16,6 +17,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, RunConfig
@@ -66,6 +68,8 @@ class Parameter:
     """One Megatron parameter; fc1 has two parts, [gate_r; up_r], everything else one."""
 
     name: str
+    chunk: int
+    """Model chunk of its stage."""
     parts: tuple[Part, ...]
 
     @property
@@ -97,6 +101,7 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
     return [
         Parameter(
             name=name,
+            chunk=next(iter(units.values()))[0].chunk,
             parts=tuple(
                 Part(
                     unit=unit,
@@ -119,15 +124,22 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
 def cut(
     parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, shards: int | None = None
 ) -> list[list[Parameter]]:
-    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the first.
+    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the first, or of
+    each of its model chunks.
 
     shards: with equal padded shards (layout aligned), their number; a bucket then grows, as Megatron's layer-wise ones
     do, until its largest parameter no longer dominates, because every shard is as long as that.
     """
-    limit = bucket_elements if stage == 0 else None
+    by_chunk = [list(own) for _, own in groupby(parameters, lambda parameter: parameter.chunk)]
+    return [
+        bucket for own in reversed(by_chunk) for bucket in _cut(own, bucket_elements if stage == 0 else None, shards)
+    ]
+
+
+def _cut(parameters: Sequence[Parameter], limit: int | None, shards: int | None) -> list[list[Parameter]]:
     if shards is not None:
         sizes = [parameter.elements for parameter in parameters]
-        return [[parameters[number] for number in chunk] for chunk in chunks(sizes, shards, limit)]
+        return [[parameters[number] for number in bucket] for bucket in chunks(sizes, shards, limit)]
     found: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0

@@ -14,7 +14,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -163,8 +163,10 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     shards, layers = layout.owners, config.model.num_layers // layout.pp
     if execution is Execution.LAYERWISE:
         sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(config.model, "fused"))
-        # Megatron cuts the first stage's buffer only.
-        return layerwise_placement(sizes, layers, shards, bucket_elements(config, layout) if stage == 0 else None)
+        # Megatron cuts the first stage's buffers only.
+        limit = bucket_elements(config, layout) if stage == 0 else None
+        held = layerwise_placement(sizes, layers // layout.vpp, shards, limit)
+        return replace(held, worst=held.worst * layout.vpp, padded=held.padded * layout.vpp)
     in_order = config.engine.strategy == "asc"
     return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
 

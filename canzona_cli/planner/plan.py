@@ -21,11 +21,11 @@ from canzona_cli.config.schema import (
     Splitting,
     Strategy,
 )
-from canzona_cli.config.schema.field import CountOrZero, NotNegative, Ranks, Seconds
+from canzona_cli.config.schema.field import Count, CountOrZero, NotNegative, Ranks, Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
-VERSION = 3
+VERSION = 4
 """Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
@@ -155,12 +155,14 @@ class Mesh:
 
     tp: Ranks
     pp: Ranks
+    vpp: Count = 1
+    """Model chunks of each pipeline stage."""
     cp: Ranks
     dp: Ranks
 
     @classmethod
     def of(cls, layout: Layout) -> "Mesh":
-        return cls(tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp)
+        return cls(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, dp=layout.dp)
 
     @property
     def owners(self) -> int:
@@ -400,7 +402,7 @@ def _check(plan: Plan) -> None:
     if twice := [name for name, count in Counter(matrix.name for matrix in plan.matrices).items() if count > 1]:
         raise ValueError(f"it has two matrices called {twice[0]}")
     for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
-        if matrix.index != index or not 0 <= matrix.stage < mesh.pp:
+        if matrix.index != index or not 0 <= matrix.stage < mesh.pp or not 0 <= matrix.chunk < mesh.vpp:
             raise ValueError(f"matrix {matrix.name} is out of place")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
@@ -415,6 +417,8 @@ def _check(plan: Plan) -> None:
             if any((plan.matrices[i].stage, cells[i].owner) != (bucket.stage, part.owner) for i in part.matrices):
                 raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} gives a matrix to another owner")
             end = part.end
+        if len({plan.matrices[i].chunk for part in bucket.ranges for i in part.matrices}) > 1:
+            raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has matrices of several model chunks")
     grouped = [index for group in plan.groups for index in group.matrices]
     if sorted(grouped) != list(range(len(plan.matrices))):
         raise ValueError("the micro-groups do not have every matrix exactly once")

@@ -108,7 +108,7 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
     The last few are kept: but for its subject it is the same for every `Layout.bare`.
     """
-    open_parallel = replace(config.parallel, tp=None, pp=None, cp=None, sequence_parallel=None)
+    open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
     found = _unbounded(replace(config, parallel=open_parallel, train=open_train), layout.bare, shapes)
     return replace(found, subject=subject(config, layout, shapes))

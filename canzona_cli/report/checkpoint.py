@@ -80,7 +80,7 @@ def _as_json(found: Found) -> dict[str, object]:
         **_judged(found, found.problems),
         "step": found.step,
         **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
-        "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")},
+        "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")},
     }
 
 

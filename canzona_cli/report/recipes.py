@@ -106,7 +106,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
     if not row.fits:
         return f"{row.gpus}", "does not fit", "", "", needs
-    spread = f"TP{layout.tp} PP{layout.pp} DP{layout.dp}" + (f" CP{layout.cp}" if layout.cp > 1 else "")
+    spread = f"TP{layout.tp} PP{layout.pp} DP{layout.dp}"
+    spread += "".join(f" {name}{n}" for name, n in (("VPP", layout.vpp), ("CP", layout.cp)) if n > 1)
     return (
         f"{row.gpus}",
         spread,

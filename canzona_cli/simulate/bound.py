@@ -7,6 +7,7 @@ or on what runs at the same time, the least there can be. From the same prices: 
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, RunConfig
@@ -31,11 +32,12 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
 
     Proof, from the times of stage 0, for nothing ends before its last rank:
 
-    - *pipeline*: for every stage s, the first micro-batch reaches it through the stages before; it computes all
-      forwards and backwards one after another; and the last backward goes back through the same stages. The first
-      forward of stage 0 lasts as long as gathering the parameters that it waits for;
-    - *reduction*: the gradients travel one bucket after another, from the beginning of the last backward on (from its
-      end without overlap), and the one with the embedding's only behind it;
+    - *pipeline*: for every stage s, the first micro-batch reaches it through the first model chunks of the stages
+      before; it computes all forwards and backwards one after another, and waits for what it sends; and the last
+      backward goes back through the same chunks. The first forward of stage 0 lasts as long as gathering the parameters
+      that it waits for;
+    - *reduction*: the gradients travel one bucket after another, those of a model chunk from the beginning of its last
+      backward on (without overlap all from the end), and the one with the embedding's only behind it. See `_reduced`;
     - *norm and clip*: the rank with most gradients reads no less than the mean, the one with most to update at least
       AdamW's share;
     - *update*: see `_update`; and what is gathered behind it without overlap.
@@ -43,22 +45,11 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
     execution, parallel = execution_of(config), config.parallel
     rate, own = memory_rate(config.cluster), implementation(config)
     overlap_gather = parallel.overlap_grad_reduce and parallel.overlap_param_gather
-    reduce_s, last_s, gather_s, behind_s = _transfers(config, layout.bare)
-    weights, (_, grad) = stage_weights(config, layout, 0), element_bytes(config)
+    traffic = _transfers(config, replace(layout.bare, vpp=1))
+    weights = stage_weights(config, layout, 0)
     world = Groups.of(layout, config.cluster).world
     agree_s = Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0
-
-    times, count, hop_s = passes(config, layout), layout.num_microbatches, hop(config, layout).seconds
-    forward_s, backward_s = times[0]
-    filled = (weights.matrices + weights.others) * grad / rate
-    filled += max(forward_s, gather_s if overlap_gather else 0.0)
-    end, drained = filled + (count - 1) * forward_s + count * backward_s, 0.0
-    for stage, (forward, backward) in enumerate(times[1:], start=1):
-        filled, drained = filled + hop_s, drained + hop_s + times[stage - 1][1]
-        end = max(end, filled + count * (forward + backward) + drained)
-        filled += forward
-    under_s = backward_s if parallel.overlap_grad_reduce else 0.0
-    reduced = max(end + last_s, end - under_s + reduce_s) + after_reduction(config, layout, 0)
+    reduced = _reduced(config, layout, traffic, overlap_gather=overlap_gather) + after_reduction(config, layout, 0)
 
     shares = 1 if execution.everywhere else layout.owners
     norm = step_factor(config.cluster, "norm_clip", own) / rate
@@ -66,15 +57,67 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
     clipped = normed + norm * CLIP_BYTES * weights.others / shares
     elements = weights.others + (weights.matrices if execution is Execution.ADAMW else 0)
     adamw_s = step_factor(config.cluster, "adamw_update", own) * adamw_seconds(elements / shares, config.cluster)
-    gathered = 0.0 if overlap_gather else gather_s + behind_s
+    gathered = 0.0 if overlap_gather else traffic.gather_s + traffic.behind_s
     ended = clipped + adamw_s + _update(config, layout) + gathered + agree_s
     return _ROUNDING * ended
 
 
+class _Traffic(NamedTuple):
+    """Seconds."""
+
+    reduce_s: float = 0.0
+    """Of all gradients."""
+    last_s: float = 0.0
+    """Of the embedding's, which are ready last."""
+    gather_s: float = 0.0
+    """Of what the forward passes cannot do without."""
+    behind_s: float = 0.0
+    """Of what a plan may gather before them."""
+
+
+def _reduced(config: RunConfig, layout: Layout, whole: _Traffic, *, overlap_gather: bool) -> float:
+    """When stage 0's gradients are reduced.
+
+    Of v model chunks, the last one's first forward comes behind (v - 1) p passes, and its last backward behind all
+    forwards and what is left of its group of p micro-batches; by then the last micro-batch has been through its other
+    stages and back.
+
+    Args:
+        whole: traffic of the whole stage.
+    """
+    weights, (_, grad) = stage_weights(config, layout, 0), element_bytes(config)
+    first = whole if layout.vpp == 1 else _transfers(config, layout.bare)
+    times, count, hop_s = passes(config, layout), layout.num_microbatches, hop(config, layout).seconds
+    forwards, backwards = ([sum(one[way] for one in chunks) for chunks in times] for way in (0, 1))
+    zeroed = (weights.matrices + weights.others) * grad / memory_rate(config.cluster)
+    filled = zeroed + max(times[0][0][0], first.gather_s if overlap_gather else 0.0)
+    # Every forward pass but the last of all sends and waits; with one chunk a stage, so does every backward pass but
+    # the first stage's, and the last of them is on the way back.
+    sent_s = [count * (layout.vpp - (stage == layout.pp - 1)) * hop_s for stage in range(layout.pp)]
+    if layout.vpp == 1:
+        sent_s = [sent + (count - 1) * hop_s * (stage > 0) for stage, sent in enumerate(sent_s)]
+    forwarded = filled - times[0][0][0] + count * forwards[0] + sent_s[0]
+    if layout.vpp > 1 and overlap_gather:
+        left = (layout.pp - 1) * times[0][-1][0] + (count - layout.pp) * forwards[0]
+        forwarded = max(forwarded, zeroed + whole.gather_s + left)
+    end, drained = forwarded + count * backwards[0], 0.0
+    for stage in range(1, layout.pp):
+        filled, drained = filled + hop_s, drained + hop_s + times[stage - 1][0][1]
+        end = max(end, filled + count * (forwards[stage] + backwards[stage]) + sent_s[stage] + drained)
+        filled += times[stage][0][0]
+    if not config.parallel.overlap_grad_reduce:
+        return end + max(first.last_s, whole.reduce_s)
+    reduced = max(end + first.last_s, end - times[0][0][1] + first.reduce_s)
+    if layout.vpp > 1:
+        there_and_back = sum(sum(chunks[-1]) for chunks in times[1:]) + (2 * layout.pp - 3) * hop_s
+        computed = (count - layout.pp) * backwards[0] + (layout.pp - 1) * times[0][-1][1]
+        reduced = max(reduced, forwarded + max(there_and_back, computed) + whole.reduce_s)
+    return reduced
+
+
 @lru_cache(maxsize=1024)
-def _transfers(config: RunConfig, layout: Layout) -> tuple[float, float, float, float]:
-    """Least seconds of stage 0's data-parallel traffic: reducing all gradients; reducing the embedding's, which are
-    ready last; gathering what the first forward cannot do without; and what a plan may gather before it.
+def _transfers(config: RunConfig, layout: Layout) -> _Traffic:
+    """Least seconds of the data-parallel traffic of stage 0's first model chunk.
 
     A rank sends all of a bucket but its own share, of which the mean is a whole bucket over the ranks: through a ring
     or chains, or, all-to-all, over its links inside the machine and out of it at once, with the copies then added up.
@@ -83,16 +126,17 @@ def _transfers(config: RunConfig, layout: Layout) -> tuple[float, float, float, 
     execution, cluster = execution_of(config), config.cluster
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).data
     if group.size == 1 or (group.machines == 1 and cluster.collectives):
-        return 0.0, 0.0, 0.0, 0.0
+        return _Traffic()
     weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
     own = implementation(config)
     reducing, gathering = (step_factor(cluster, phase, own) for phase in ("grad_reduce", "param_gather"))
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
-    everything = weights.matrices + weights.others
+    matrices, others = weights.matrices // layout.vpp, weights.others // layout.vpp
+    everything = matrices + others
     if execution.everywhere:
         both = (links.all_reduce(size * grad, group) for size in (everything, embedding))
         whole, last = (reducing * transfer.link_s for transfer in both)
-        return whole, last, 0.0, 0.0
+        return _Traffic(whole, last)
 
     def ring(elements: int, bytes_each: int) -> float:
         """Without latency: in how many buckets is the plan's."""
@@ -100,20 +144,19 @@ def _transfers(config: RunConfig, layout: Layout) -> tuple[float, float, float, 
 
     last = reducing * links.reduce_scatter(float(embedding * grad), group).seconds
     if execution is not Execution.PLANNED:
-        return reducing * ring(everything, grad), last, gathering * ring(everything, width), 0.0
-    sent = weights.matrices * grad * (group.size - 1) / group.size
+        return _Traffic(reducing * ring(everything, grad), last, gathering * ring(everything, width))
+    sent = matrices * grad * (group.size - 1) / group.size
     remote = (group.size - group.per_machine) / (group.size - 1)
     at_once = max(sent * (1 - remote) / links.bandwidth("machine"), sent * remote / links.bandwidth("network"))
-    added = weights.matrices / group.size * (group.size - 1) * (2 * FP32 + grad) / memory_rate(cluster)
+    added = matrices / group.size * (group.size - 1) * (2 * FP32 + grad) / memory_rate(cluster)
     limit = bucket_elements(config, layout)
-    buckets = 1 if limit is None else max(1, weights.matrices // (limit + weights.largest))
+    buckets = 1 if limit is None else max(1, matrices // (limit + weights.largest))
     latency = links.through(1.0, group).latency_s
-    matrices = min(ring(weights.matrices, grad) + buckets * latency, at_once + added)
-    return (
-        reducing * (matrices + ring(weights.others, grad)),
+    return _Traffic(
+        reducing * (min(ring(matrices, grad) + buckets * latency, at_once + added) + ring(others, grad)),
         last,
-        gathering * (ring(weights.matrices, width) + buckets * latency),
-        gathering * ring(weights.others, width),
+        gathering * (ring(matrices, width) + buckets * latency),
+        gathering * ring(others, width),
     )
 
 
@@ -127,7 +170,7 @@ def _update(config: RunConfig, layout: Layout) -> float:
     if execution is Execution.ADAMW:
         return 0.0
     layers, ranks = config.model.num_layers // layout.pp, layout.world_size // layout.tp
-    alone = replace(layout.bare, pp=1, dp=ranks, global_batch_size=ranks)
+    alone = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
     layer_s, costs, elements, packing_s = _layer(config, alone)
     if execution.everywhere:
         return layers * layer_s

@@ -15,7 +15,7 @@ from canzona_cli.planner.buckets import bucket_elements, element_bytes
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.simulate.model_time import Module, Part
+from canzona_cli.simulate.model_time import Part, StageTime
 
 PART_OF: Mapping[Kind, Part] = MappingProxyType(
     {"proj": "proj", "gate": "fc1", "up": "fc1", "fc1": "fc1", "down": "fc2"}
@@ -54,8 +54,9 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
 class Buffers:
     """Builds a stage's chunks."""
 
-    def __init__(self, config: RunConfig, layout: Layout, stage: int, modules: Sequence[Module]) -> None:
-        self._config, self._layout, self._stage, self._modules = config, layout, stage, modules
+    def __init__(self, config: RunConfig, layout: Layout, stage: int, time: StageTime) -> None:
+        self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
+        modules = self._modules = time.modules
         self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
         self._width, self._grad = element_bytes(config)
         self._reductions = ReductionModel(config, layout)
@@ -102,15 +103,19 @@ class Buffers:
         return [(size, number) for size, number in found if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(elements, module) of each bucket: last registered first, closed once it holds enough."""
+        """(elements, module) of each bucket: last registered first, closed once it holds enough, or all of a chunk."""
         found: list[tuple[int, int]] = []
-        filled, first = 0, len(self._modules)
-        for size, module in reversed(parameters):
-            filled, first = filled + size, min(first, module)
-            if self._limit is not None and filled >= self._limit:
+        for places in reversed(self._places):
+            filled, first = 0, places.stop
+            for size, module in reversed(parameters):
+                if module in places:
+                    filled, first = filled + size, min(first, module)
+                if self._limit is not None and filled >= self._limit:
+                    found.append((filled, first))
+                    filled, first = 0, places.stop
+            if filled:
                 found.append((filled, first))
-                filled, first = 0, len(self._modules)
-        return [*found, (filled, first)] if filled else found
+        return found
 
     def _module(self, matrix: Matrix) -> int:
         return self._number[PART_OF.get(matrix.kind, "qkv"), matrix.layer]

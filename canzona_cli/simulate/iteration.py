@@ -1,22 +1,36 @@
 """Forward, backward, and the data-parallel traffic under them: one iteration up to reduced gradients, on a timeline.
 
 One rank stands for each pipeline stage. The first forward pass waits module by module for gathered parameters, the
-last backward pass hands gradients over module by module; micro-batches in between run undisturbed.
+last backward pass hands gradients over module by module; micro-batches in between run undisturbed. With several model
+chunks on a rank, that is so for each of them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
+from canzona_cli.planner.activations import forwards_ahead
 from canzona_cli.planner.links import Transfer
 from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.model_time import Module, StageTime
 from canzona_cli.simulate.timeline import Ran, Timeline
 
-Pass = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
+
+
+class _Pass(NamedTuple):
+    """A micro-batch through a model chunk."""
+
+    direction: Direction
+    chunk: int
+    micro: int
+    waits: bool = True
+    """Whether the rank goes on only once what it has computed has arrived, as Megatron's p2p communication waits for
+    all but the backward transfers between model chunks while both directions take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +72,10 @@ class IterationTimeline:
         for stage, work in enumerate(stages):
             # Before any rank waits for another, all are as busy; `begin_s` has that in it.
             self._last.append(self._timeline.add("other", ("compute", stage), seconds=work.begin_s))
-        self._sent: dict[tuple[Pass, int, int], int] = {}
+        self._sent: dict[tuple[Direction, int, int], int] = {}
+        """By direction, part of the model and micro-batch: the message that leaves it."""
+        self._gathered: list[dict[int, int]] = [{} for _ in stages]
+        """By stage: the task that gathers a chunk of its buffers."""
         self._build()
         ran = self._timeline.run()
         self._computed = [ran[last].end for last in self._last]
@@ -95,26 +112,31 @@ class IterationTimeline:
         pending = [list(reversed(_one_f_one_b(self._layout, stage))) for stage in range(self._layout.pp)]
         while any(pending):
             for stage, steps in enumerate(pending):
-                while steps and self._arrived(stage, *steps[-1]):
-                    self._pass(stage, *steps.pop())
+                while steps and self._arrived(stage, steps[-1]):
+                    self._pass(stage, steps.pop())
 
-    def _arrived(self, stage: int, direction: Pass, micro: int) -> bool:
-        source = _source(stage, direction, self._layout.pp)
-        return source is None or (direction, source, micro) in self._sent
+    def _arrived(self, stage: int, step: _Pass) -> bool:
+        source = self._source(stage, step)
+        return source is None or (step.direction, source, step.micro) in self._sent
 
-    def _pass(self, stage: int, direction: Pass, micro: int) -> None:
-        time, layout = self._stages[stage].time, self._layout
-        source = _source(stage, direction, layout.pp)
+    def _source(self, stage: int, step: _Pass) -> int | None:
+        """The part of the model whose output a pass starts from."""
+        part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
+        return part if 0 <= part < self._layout.pp * self._layout.vpp else None
+
+    def _pass(self, stage: int, step: _Pass) -> None:
+        time, layout, direction = self._stages[stage].time, self._layout, step.direction
+        source = self._source(stage, step)
         if source is not None:
-            self._compute_task(stage, "pipeline", after=[self._sent[direction, source, micro]])
-        if direction == "forward" and micro == 0:
-            self._first_forward(stage)
-        elif direction == "backward" and micro == layout.num_microbatches - 1:
-            self._last_backward(stage)
+            self._compute_task(stage, "pipeline", after=[self._sent[direction, source, step.micro]])
+        if direction == "forward" and step.micro == 0:
+            self._first_forward(stage, step.chunk)
+        elif direction == "backward" and step.micro == layout.num_microbatches - 1:
+            self._last_backward(stage, step.chunk)
         else:
-            self._compute_task(stage, direction, time.forward_s if direction == "forward" else time.backward_s)
-        target = stage + 1 if direction == "forward" else stage - 1
-        if 0 <= target < layout.pp:
+            self._compute_task(stage, direction, time.passes[step.chunk][direction == "backward"])
+        part = step.chunk * layout.pp + stage
+        if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
             send = self._timeline.add(
                 "pipeline",
                 ("send", stage, direction),
@@ -124,16 +146,17 @@ class IterationTimeline:
                 cores=time.hop.cores * self._layout.owners * layout.tp,
                 after=[self._last[stage]],
             )
-            self._sent[direction, stage, micro] = send
+            self._sent[direction, part, step.micro] = send
+            if step.waits:
+                self._compute_task(stage, "pipeline", after=[send])
 
-    def _first_forward(self, stage: int) -> None:
+    def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Module by module, starting gatherings as Megatron chains them.
 
         A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, the
         bucket before it in the buffers.
         """
-        time, chunks = self._stages[stage].time, self._stages[stage].chunks
-        gathered: dict[int, int] = {}
+        time, chunks, gathered = self._stages[stage].time, self._stages[stage].chunks, self._gathered[stage]
 
         def gather(number: int, after: Sequence[int]) -> None:
             if number >= 0 and number not in gathered:
@@ -144,25 +167,25 @@ class IterationTimeline:
         needed: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             needed.setdefault(chunk.module, []).insert(0, number)
-        for place, module in enumerate(time.modules):
+        for place in time.places[model_chunk]:
             awaited = [self._last[stage]]
             for number in needed.get(place, ()) if self._overlap_gather else ():
                 gather(number, awaited)
                 awaited.append(gathered[number])
                 gather(number - 1, awaited)
-            self._module(stage, "forward", module, awaited[1:])
+            self._module(stage, "forward", time.modules[place], awaited[1:])
 
-    def _last_backward(self, stage: int) -> None:
+    def _last_backward(self, stage: int, model_chunk: int) -> None:
         time = self._stages[stage].time
         ready: dict[int, list[Transfer]] = {}
         for chunk in self._stages[stage].chunks:
             ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk.reduce)
-        for place in reversed(range(len(time.modules))):
+        for place in reversed(time.places[model_chunk]):
             self._module(stage, "backward", time.modules[place], ())
             for transfer in ready.get(place, ()):
                 self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
 
-    def _module(self, stage: int, direction: Pass, module: Module, after: Sequence[int]) -> None:
+    def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         exchange = self._stages[stage].time.exchange
         if direction == "forward":
             seconds, exchanges = module.forward_s, module.exchanges
@@ -219,17 +242,23 @@ class IterationTimeline:
             yield False, phase, ran.start, ran.end
 
 
-def _one_f_one_b(layout: Layout, stage: int) -> list[tuple[Pass, int]]:
-    """Narayanan et al. 2021 (arXiv 2104.04473): forwards to fill the pipeline, then in turns, then the rest."""
-    count = layout.num_microbatches
-    ahead = min(layout.pp - stage - 1, count)
-    steps: list[tuple[Pass, int]] = [("forward", micro) for micro in range(ahead)]
-    for micro in range(count - ahead):
-        steps += [("forward", ahead + micro), ("backward", micro)]
-    return steps + [("backward", micro) for micro in range(count - ahead, count)]
+def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
+    """Narayanan et al. 2021 (arXiv 2104.04473): forwards to fill the pipeline, then in turns, then the rest.
 
-
-def _source(stage: int, direction: Pass, stages: int) -> int | None:
-    """The stage whose output a pass starts from."""
-    source = stage - 1 if direction == "forward" else stage + 1
-    return source if 0 <= source < stages else None
+    Model chunks take turns after as many micro-batches as there are stages, as Megatron's `get_schedule_table` has it.
+    """
+    pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
+    turns = [
+        (chunk, micro)
+        for first in range(0, count, pp)
+        for chunk in range(vpp)
+        for micro in range(first, min(first + pp, count))
+    ]
+    forwards = [_Pass("forward", chunk, micro) for chunk, micro in turns]
+    ahead = forwards_ahead(layout, stage)
+    backwards = [
+        _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or number >= len(turns) - ahead)
+        for number, (chunk, micro) in enumerate(turns)
+    ]
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *chain.from_iterable(pairs), *backwards[len(forwards) - ahead :]]

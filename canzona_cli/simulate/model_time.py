@@ -8,6 +8,7 @@ a link.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
@@ -58,24 +59,44 @@ class Module:
 class StageTime:
     """One pipeline stage."""
 
-    modules: tuple[Module, ...]
-    """In forward order."""
+    chunks: tuple[tuple[Module, ...], ...]
+    """The modules of each model chunk, in forward order."""
     exchange: Transfer
     """One tensor-parallel exchange: half of an all-reduce of the residual stream."""
     hop: Transfer
     """Handing the residual stream to the next stage."""
 
     @cached_property
-    def forward_s(self) -> float:
-        """One micro-batch, tensor-parallel exchanges included."""
-        return sum(module.forward_s + module.exchanges * self.exchange.seconds for module in self.modules)
+    def modules(self) -> tuple[Module, ...]:
+        """Of all chunks; a module's place is its number here."""
+        return tuple(module for chunk in self.chunks for module in chunk)
 
     @cached_property
+    def places(self) -> tuple[range, ...]:
+        """Of the modules of each chunk."""
+        ends = list(accumulate(map(len, self.chunks)))
+        return tuple(range(end - len(chunk), end) for chunk, end in zip(self.chunks, ends, strict=True))
+
+    @cached_property
+    def passes(self) -> tuple[tuple[float, float], ...]:
+        """Forward and backward of each chunk, tensor-parallel exchanges included; one micro-batch."""
+        return tuple((sum(map(self._forward, chunk)), sum(map(self._backward, chunk))) for chunk in self.chunks)
+
+    @property
+    def forward_s(self) -> float:
+        """One micro-batch through all chunks."""
+        return sum(forward for forward, _ in self.passes)
+
+    @property
     def backward_s(self) -> float:
-        return sum(
-            module.backward_s + module.again_s + (module.exchanges + module.exchanges_again) * self.exchange.seconds
-            for module in self.modules
-        )
+        return sum(backward for _, backward in self.passes)
+
+    def _forward(self, module: Module) -> float:
+        return module.forward_s + module.exchanges * self.exchange.seconds
+
+    def _backward(self, module: Module) -> float:
+        exchanges = module.exchanges + module.exchanges_again
+        return module.backward_s + module.again_s + exchanges * self.exchange.seconds
 
 
 @lru_cache(maxsize=64)
@@ -94,26 +115,28 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - half an all-reduce of the residual stream before qkv and fc1 and behind proj, fc2 and the embedding (an
       all-gather, and a reduce-scatter, under sequence parallelism), and the same in the backward.
     """
-    layers = config.model.num_layers // layout.pp
-    layer = _layer(config, layout)
-    modules = [
-        replace(module, layer=number) for number in range(stage * layers, (stage + 1) * layers) for module in layer
+    layers, layer = config.model.num_layers // (layout.pp * layout.vpp), _layer(config, layout)
+    firsts = [layers * (chunk * layout.pp + stage) for chunk in range(layout.vpp)]
+    chunks = [
+        [replace(module, layer=number) for number in range(first, first + layers) for module in layer]
+        for first in firsts
     ]
     if stage == 0:
-        modules.insert(0, _embedding(config, layout))
+        chunks[0].insert(0, _embedding(config, layout))
     if stage == layout.pp - 1:
-        modules.append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
-    return StageTime(modules=tuple(modules), exchange=_exchange(config, layout), hop=hop(config, layout))
+        chunks[-1].append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
+    return StageTime(chunks=tuple(map(tuple, chunks)), exchange=_exchange(config, layout), hop=hop(config, layout))
 
 
-def passes(config: RunConfig, layout: Layout) -> list[tuple[float, float]]:
-    """Forward and backward of one micro-batch by stage, in seconds: `stage_time` without its lists of modules."""
-    shared = replace(layout, pp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
+    """Forward and backward of one micro-batch by stage and model chunk, in seconds: `stage_time` without its lists of
+    modules."""
+    shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
-    layers = config.model.num_layers // layout.pp
-    found = [(layers * layer[0], layers * layer[1])] * layout.pp
-    for stage, end in ((0, first), (-1, last)):
-        found[stage] = (found[stage][0] + end[0], found[stage][1] + end[1])
+    layers = config.model.num_layers // (layout.pp * layout.vpp)
+    found = [[(layers * layer[0], layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
+    for end, (forward, backward) in ((0, first), (-1, last)):
+        found[end][end] = (found[end][end][0] + forward, found[end][end][1] + backward)
     return found
 
 
@@ -125,7 +148,7 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
     """
     exchange = _exchange(config, layout)
     pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
-    times = (StageTime(modules=modules, exchange=exchange, hop=Transfer()) for modules in pieces)
+    times = (StageTime(chunks=(modules,), exchange=exchange, hop=Transfer()) for modules in pieces)
     return tuple((time.forward_s, time.backward_s) for time in times)
 
 

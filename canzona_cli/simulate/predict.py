@@ -96,15 +96,18 @@ def layerwise(
     owner_of = [0] * len(matrices)
     found: list[Bucket] = []
     for stage in stages(matrices):
-        parameters = stage_parameters(matrices, stage, layout.tp)
-        sizes = [parameter.elements for parameter in parameters]
-        for index, bucket in enumerate(lay_out(sizes, shards, bucket_elements if stage == 0 else None)):
-            held = [[parameters[number] for number in shard] for shard in bucket.shards]
-            for owner, own in enumerate(held):
-                for parameter in own:
-                    for matrix in parameter.matrices:
-                        owner_of[matrix] = owner
-            found.append(even_bucket(held, stage, index))
+        everything, index = stage_parameters(matrices, stage, layout.tp), 0
+        for chunk in reversed(range(layout.vpp)):
+            parameters = [parameter for parameter in everything if parameter.chunk == chunk]
+            sizes = [parameter.elements for parameter in parameters]
+            for bucket in lay_out(sizes, shards, bucket_elements if stage == 0 else None):
+                held = [[parameters[number] for number in shard] for shard in bucket.shards]
+                for owner, own in enumerate(held):
+                    for parameter in own:
+                        for matrix in parameter.matrices:
+                            owner_of[matrix] = owner
+                found.append(even_bucket(held, stage, index))
+                index += 1
     return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(found)
 
 

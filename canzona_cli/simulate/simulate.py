@@ -241,7 +241,7 @@ class _Simulation:
 
     def _chunks(self, stage: int) -> list[Chunk]:
         """In the order of Megatron's buffers: AdamW's own first, for the embedding is the first parameter."""
-        buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage).modules)
+        buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             found = buffers.everything(sharded=not self._execution.everywhere)
         else:
@@ -311,7 +311,9 @@ def assumptions() -> tuple[str, ...]:
         "sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not hidden.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
-        "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule.",
+        "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule, interleaved where a stage has "
+        "several model chunks. A stage waits for what it sends, but for backward transfers between model chunks while "
+        "both directions take turns.",
         "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
         "start gathering the first layer's matrices with the last update.",
         "Matrices are split the same way and updated by the same arithmetic under every strategy; layerwise and sc "

@@ -69,4 +69,4 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         # Ours tell the timer their phases themselves.
         instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer)
     schedule = optimizer.build_schedule(updater, config)
-    return Trainee(config=config, world=world, model=wrapped, optimizer=updater, schedule=schedule, timer=timer)
+    return Trainee(config=config, world=world, chunks=wrapped, optimizer=updater, schedule=schedule, timer=timer)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, tee
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -65,7 +66,8 @@ def train_step(
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
-    trainee.model.zero_grad_buffer()
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = _forward_backward(trainee, batches, forward_only=False)
     lr = optimizer.param_groups[0]["lr"]
@@ -95,19 +97,25 @@ def train_step(
 @torch.no_grad()
 def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int) -> float:
     """Mean loss over `global_batches` batches, nats per token, the same on every rank."""
-    trainee.model.eval()
+    for chunk in trainee.chunks:
+        chunk.eval()
     losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
-    trainee.model.train()
+    for chunk in trainee.chunks:
+        chunk.train()
     return _agree(trainee, losses)().loss
 
 
 def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     layout = trainee.world.layout
     run = get_forward_backward_func()
+    # Every model chunk asks for every micro-batch, at its own time.
+    streams = [batches]
+    if layout.vpp > 1:
+        streams = list(tee(islice(batches, layout.num_microbatches), layout.vpp))
     stored: list[torch.Tensor] = run(
         forward_step_func=partial(_forward_step, trainee.timer),
-        data_iterator=batches,
-        model=[trainee.model],
+        data_iterator=streams,
+        model=list(trainee.chunks),
         num_microbatches=layout.num_microbatches,
         seq_length=trainee.config.train.seq_length,
         micro_batch_size=layout.micro_batch_size,

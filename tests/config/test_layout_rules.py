@@ -22,6 +22,12 @@ BROKEN = {
     "ffn % tp": (changed(changed(TINY, "parallel", tp=4), "model", ffn_hidden_size=770), "parallel.tp"),
     "vocabulary % tp": (changed(changed(TINY, "parallel", tp=4), "model", vocab_size=257), "parallel.tp"),
     "layers % pp": (replace(changed(TINY, "parallel", pp=3), gpus=3), "parallel.pp"),
+    "layers of a stage % vpp": (changed(TINY, "parallel", pp=2, vpp=4), "parallel.vpp"),
+    "vpp without stages": (changed(TINY, "parallel", pp=1, vpp=2), "parallel.vpp"),
+    "micro-batches % pp": (
+        changed(changed(TINY, "parallel", tp=1, pp=2, cp=1, vpp=2), "train", global_batch_size=24, micro_batch_size=4),
+        "train.global_batch_size",
+    ),
     "gpus % (tp * pp)": (replace(changed(TINY, "parallel", tp=2, pp=2), gpus=6), "gpus"),
     "half a machine": (replace(GPU, gpus=12), "gpus"),
     "heads % groups": (changed(TINY, "model", num_query_groups=3), "model.num_query_groups"),

@@ -72,7 +72,7 @@ def engine_of(trainee: Trainee) -> CanzonaOptimizer:
 
 def parameter(trainee: Trainee, name: str) -> torch.nn.Parameter | None:
     """By its name in the whole model; None on other stages."""
-    return dict(named_parameters(trainee.model)).get(name)
+    return dict(named_parameters(trainee.chunks)).get(name)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -83,7 +83,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def weights(trainee: Trainee) -> Digests:
     """Every parameter of this rank."""
-    return {name: digest(param) for name, param in named_parameters(trainee.model)}
+    return {name: digest(param) for name, param in named_parameters(trainee.chunks)}
 
 
 def kept(trainee: Trainee) -> Digests:
@@ -157,8 +157,9 @@ def heard(name: str) -> Iterator[list[str]]:
 def tensor_bytes(trainee: Trainee) -> int:
     """Of all this rank keeps from step to step, each storage once: buffers, masters, state, messages, scratch."""
     matrices = engine_of(trainee).matrices
-    tensors: list[object] = [data for buffer in trainee.model.buffers for data in (buffer.param_data, buffer.grad_data)]
-    tensors += list(trainee.model.parameters())
+    (model,) = trainee.chunks
+    tensors: list[object] = [data for buffer in model.buffers for data in (buffer.param_data, buffer.grad_data)]
+    tensors += list(model.parameters())
     for leaf in adamw_leaves(trainee):
         tensors += leaf.get_parameters()
         tensors += [value for entry in leaf.optimizer.state.values() for value in entry.values()]

@@ -78,9 +78,9 @@ def start(config: RunConfig, layout: Layout) -> World:
 
 def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
-    model = build_model(config, world)
+    [model] = build_model(config, world)
     stage = world.pp_rank
-    tag_matrices(model, named_matrix_parameters(model, plan, stage))
+    tag_matrices([model], named_matrix_parameters([model], plan, stage))
     overlap = config.parallel.overlap_grad_reduce
     ddp_config = _ddp_config(config, overlap=overlap, sharded=True)
     bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None
@@ -89,9 +89,9 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
         ddp_config=ddp_config,
         module=model,
         pg_collection=world.groups,
-        full_param_layout=full_param_layout(model, plan, stage, world, ddp_config, bucket_size),
+        full_param_layout=full_param_layout(model, 0, plan, world, ddp_config, bucket_size),
     )
-    install(ddp, plan, stage)
+    install([ddp], plan, stage)
     get_model_config(model).no_sync_func = ddp.no_sync
     get_model_config(model).finalize_model_grads_func = finalize_model_grads
     return ddp
@@ -99,7 +99,7 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
 
 def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
     """The same model; `reference` all-reduces its gradients."""
-    model = build_model(config, world)
+    [model] = build_model(config, world)
     return DistributedDataParallel(
         config=get_model_config(model),
         ddp_config=_ddp_config(config, overlap=False, sharded=False),
@@ -165,12 +165,12 @@ class Reference:
 def reference(plain: DistributedDataParallel, world: World) -> Reference:
     """After `iterate(plain, ...)`. Collective."""
     group = world.groups.dp_cp
-    local = {name: main_grad(param).double() / group.size() for name, param in global_parameters(plain)}
+    local = {name: main_grad(param).double() / group.size() for name, param in global_parameters([plain])}
     exact, magnitude = local, {name: grad.abs() for name, grad in local.items()}
     for grad in (*exact.values(), *magnitude.values()):
         torch.distributed.all_reduce(grad, group=group)
     finalize_model_grads([plain])
-    reduced = {name: main_grad(param).clone() for name, param in global_parameters(plain)}
+    reduced = {name: main_grad(param).clone() for name, param in global_parameters([plain])}
     return Reference(reduced, exact, magnitude)
 
 
@@ -182,10 +182,10 @@ def main_grad(param: torch.nn.Parameter) -> torch.Tensor:
 
 def owned_gradients(ddp: DistributedDataParallel) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """Gradients this rank is responsible for: (parameter, slice of it flattened, values)."""
-    names = {param: name for name, param in global_parameters(ddp)}
-    for group in matrix_groups(ddp):
+    names = {param: name for name, param in global_parameters([ddp])}
+    for group in matrix_groups([ddp]):
         yield from _within(group.buckets[0], [(part.start, part.end) for part in group.owned], names)
-    for other in adamw_groups(ddp):
+    for other in adamw_groups([ddp]):
         ranks = other.intra_distributed_optimizer_instance_group
         for bucket in other.buckets:
             shard = bucket.grad_data.numel() // ranks.size()

@@ -112,7 +112,7 @@ def _train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran
     if case.steps:
         finish_gathering(trainee)
     save(trainee, store, done + case.steps)
-    return Ran(losses=losses, part=part_of(trainee.model, world))
+    return Ran(losses=losses, part=part_of(trainee.chunks, world))
 
 
 def save(trainee: Trainee, store: Path, step: int) -> None:

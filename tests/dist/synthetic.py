@@ -67,10 +67,10 @@ def run_engines(cases: Sequence[Case]) -> list[Result]:
     def work(number: int, world: World) -> tuple[Part, Part, object]:
         case = cases[number]
         trainee = assemble_trainee(case.config, world, plans[number])
-        before = part_of(trainee.model, world)
+        before = part_of(trainee.chunks, world)
         for step in range(case.steps):
             optimizer_step(trainee, step, case.gradient)
-        return before, part_of(trainee.model, world), case.look(trainee)
+        return before, part_of(trainee.chunks, world), case.look(trainee)
 
     found = on_ranks({number: (case.config, case.layout) for number, case in enumerate(cases)}, work)
     return [
@@ -93,10 +93,11 @@ def optimizer_step(trainee: Trainee, step: int, gradient: Gradient = noise) -> N
 
 def finish_gathering(trainee: Trainee) -> None:
     """What the next forward pass would wait for."""
-    if not trainee.model.ddp_config.use_distributed_optimizer:
+    config = trainee.chunks[0].ddp_config
+    if not config.use_distributed_optimizer:
         return
-    for group in reversed(trainee.model.bucket_groups):
-        if trainee.model.ddp_config.overlap_param_gather:
+    for group in (group for chunk in trainee.chunks for group in reversed(chunk.bucket_groups)):
+        if config.overlap_param_gather:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         group.param_gather_dispatched = False
 
@@ -105,7 +106,7 @@ def finish_gathering(trainee: Trainee) -> None:
 def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
     """Reduced gradients: on every rank, as its owner has them after the reduction."""
     world, shape = trainee.world, trainee.config.model
-    for name, param in named_parameters(trainee.model):
+    for name, param in named_parameters(trainee.chunks):
         cut = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else None
         gradients = getattr(param, "main_grad", None)
         assert isinstance(gradients, torch.Tensor)

@@ -28,7 +28,7 @@ def _resolve(cp: int, precision: Precision, recompute: Recompute) -> tuple[RunCo
 
 def _saved_bytes(config: RunConfig, world: World) -> int:
     """Bytes of the distinct storages, weights apart, that the backward pass of one micro-batch would need."""
-    model = build_model(config, world)
+    [model] = build_model(config, world)
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

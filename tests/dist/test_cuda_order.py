@@ -124,7 +124,7 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Aside, "join", lambda self: None)
             train_step(trainee, stream)
-            trainee.model.zero_grad_buffer()
+            trainee.chunks[0].zero_grad_buffer()
         return Stood(
             losses=losses,
             weights=held,
@@ -169,7 +169,7 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
     with eager, pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
         patched.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)  # as on CUDA
         trainee = assemble(config, world, plan)
-        megatron = get_model_config(trainee.model)
+        megatron = get_model_config(trainee.chunks[0])
         assert megatron.batch_p2p_comm
         assert not megatron.batch_p2p_sync, "every transfer between stages would make the host wait"
         # It would be compiled, and rounds in other places.

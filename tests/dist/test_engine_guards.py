@@ -224,12 +224,12 @@ def _faulted(config: RunConfig, layout: Layout, cases: Sequence[Hit]) -> list[li
         for group in matrices.groups:
             assert isinstance(group, HostedGroup)
             group._on_host = on_host
-        parts, fallbacks, averages = [part_of(trainee.model, world)], [], []
+        parts, fallbacks, averages = [part_of(trainee.chunks, world)], [], []
         with heard("canzona_cli") as log:
             for step in range(4):
                 optimizer_step(trainee, step)
                 fallbacks.append(int(matrices.fallbacks()))
-                parts.append(part_of(trainee.model, world))
+                parts.append(part_of(trainee.chunks, world))
                 averages.append(_averages(trainee))
         return Faulted(parts=parts, fallbacks=fallbacks, averages=averages, log=log, groups=len(matrices.groups))
 
@@ -427,6 +427,6 @@ def _break(trainee: Trainee, hit: tuple[str, ...]) -> None:
 
 def _wait(trainee: Trainee) -> None:
     """Until this rank has all its parameters."""
-    if trainee.model.ddp_config.overlap_param_gather:
-        for group in reversed(trainee.model.bucket_groups):
+    if trainee.chunks[0].ddp_config.overlap_param_gather:
+        for group in reversed(trainee.chunks[0].bucket_groups):
             group.finish_param_sync(skip_next_bucket_dispatch=True)

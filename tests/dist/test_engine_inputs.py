@@ -118,13 +118,13 @@ def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch)
     config, layout = resolve(*TP2_PP2)
     plan, frozen, original = make_plan(config, layout), "decoder.layers.0.mlp.linear_fc2.weight", models.build_model
 
-    def build_frozen(config: RunConfig, world: object) -> torch.nn.Module:
-        built = original(config, world)  # type: ignore[arg-type]
+    def build_frozen(config: RunConfig, world: object) -> list[torch.nn.Module]:
+        [built] = original(config, world)  # type: ignore[arg-type]
         if world.pp_rank == 1:  # type: ignore[attr-defined]
             # Megatron numbers layers by stage.
             [param] = [param for name, param in built.named_parameters() if name.endswith(frozen)]
             param.requires_grad = False
-        return built
+        return [built]
 
     monkeypatch.setattr(models, "build_model", build_frozen)
     for words in _refusals(config, layout, [_to_all(plan)])[0]:
@@ -156,7 +156,7 @@ UNUSED = ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear
 
 def _without_mlp(trainee: Trainee) -> None:
     """The second layer's MLP is the identity, so that its matrices get no gradient."""
-    for module in trainee.model.modules():
+    for module in trainee.chunks[0].modules():
         if getattr(module, "layer_number", None) == 2 and hasattr(module, "mlp"):
             module.mlp.forward = lambda hidden, **_: (hidden, None)
 
@@ -170,10 +170,10 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
     def rank() -> tuple[Part, Part]:
         trainee = build(config, layout, plan)
         _without_mlp(trainee)
-        before, stream = part_of(trainee.model, trainee.world), batches(trainee)
+        before, stream = part_of(trainee.chunks, trainee.world), batches(trainee)
         for _ in range(3):
             train_step(trainee, stream)
-        return before, part_of(trainee.model, trainee.world)
+        return before, part_of(trainee.chunks, trainee.world)
 
     found = run_ranks(layout.world_size, rank)
     before = assemble_whole([first for first, _ in found], config.model)
@@ -330,7 +330,7 @@ def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
             trainee = build(config, layout, plan)
             losses = [train_step(trainee, batches(trainee, 1)).loss for _ in range(10)]
             finish_gathering(trainee)
-            return losses, part_of(trainee.model, trainee.world)
+            return losses, part_of(trainee.chunks, trainee.world)
 
         found = run_ranks(layout.world_size, rank)
         assert len({tuple(losses) for losses, _ in found}) == 1

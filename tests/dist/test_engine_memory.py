@@ -61,7 +61,7 @@ def _hold(cases: Sequence[tuple[str, str]]) -> list[list[Held]]:
 
     def work(case: tuple[str, str], world: World) -> Held:
         trainee = assemble_trainee(made[case][0], world, plans[case])
-        before = part_of(trainee.model, world)
+        before = part_of(trainee.chunks, world)
         for step in range(2):
             optimizer_step(trainee, step)
         return Held(before=before, hosted=hosted_bytes(trainee), everything=tensor_bytes(trainee))

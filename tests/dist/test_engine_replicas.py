@@ -30,11 +30,11 @@ def test_replicas_are_equal_to_the_last_bit(where: str) -> None:
 
     def rank() -> tuple[Part, Part]:
         trainee = build(config, layout, plan)
-        before, stream = part_of(trainee.model, trainee.world), batches(trainee, STEPS)
+        before, stream = part_of(trainee.chunks, trainee.world), batches(trainee, STEPS)
         for _ in range(STEPS):
             train_step(trainee, stream)
         finish_gathering(trainee)
-        return before, part_of(trainee.model, trainee.world)
+        return before, part_of(trainee.chunks, trainee.world)
 
     found = run_ranks(layout.world_size, rank)
     # `assemble` compares them; here it is made sure that there was something to compare, and that it moved.

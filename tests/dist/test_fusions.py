@@ -146,7 +146,7 @@ def test_gradients_added_to_main_grad_by_the_layers_are_those_that_hooks_add(bf1
             patched.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
             trainee = build(config, LAYOUT)
             if fused:
-                model.fuse_weight_gradients(trainee.model)
+                model.fuse_weight_gradients(trainee.chunks[0])
             stream = batches(trainee)
             losses = [train_step(trainee, stream).loss for _ in range(2)]
             finish_gathering(trainee)

@@ -30,18 +30,18 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
     def build() -> Part:
         logging.disable(logging.WARNING)
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-        model = build_model(config, world)
-        _assert_geometry(model, config.model, layout.tp)
+        chunks = build_model(config, world)
+        _assert_geometry(chunks, config.model, layout.tp)
         if layout.world_size == 1:
-            _assert_routing(model, config)
-        return part_of(model, world)
+            _assert_routing(chunks, config)
+        return part_of(chunks, world)
 
     return run_ranks(layout.world_size, build), config.model
 
 
-def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> None:
+def _assert_geometry(chunks: list[torch.nn.Module], shape: ModelConfig, tp: int) -> None:
     """Megatron's own parameters have the names and shapes that `model.geometry` gives them."""
-    for name, param in global_parameters(model):
+    for name, param in global_parameters(chunks):
         parameter = weight_of(name, shape)
         assert (parameter is not None) == (param.dim() == 2), name
         if parameter is not None:
@@ -49,10 +49,10 @@ def _assert_geometry(model: torch.nn.Module, shape: ModelConfig, tp: int) -> Non
             assert (stored.rows, stored.cols) == tuple(param.shape), name
 
 
-def _assert_routing(model: torch.nn.Module, config: RunConfig) -> None:
+def _assert_routing(chunks: list[torch.nn.Module], config: RunConfig) -> None:
     """The table that a run prints has Megatron's parameters in it, all and no other, with their elements."""
     counts, elements = Counter[str](), Counter[str]()
-    for name, param in global_parameters(model):
+    for name, param in global_parameters(chunks):
         pattern = re.sub(r"layers\.\d+\.", "layers.*.", name)
         counts[pattern] += 1
         elements[pattern] += param.numel()

@@ -72,7 +72,7 @@ def test_bucket_groups_have_the_methods_and_handles_we_wrap() -> None:
     """`start_*_sync` leaves a handle of `Work`s behind, `finish_*_sync` takes it away."""
 
     def work(strategy: str, trainee: Trainee) -> None:
-        groups = trainee.model.bucket_groups
+        groups = trainee.chunks[0].bucket_groups
         assert len(groups) > 2, "DistributedDataParallel.bucket_groups: several buckets were asked for"
         for kind, handle in [
             ("grad", "grad_reduce_handle"),
@@ -134,7 +134,7 @@ def test_megatron_starts_exactly_the_timers_we_know() -> None:
 
         def rank(config: RunConfig = config, layout: Layout = layout) -> set[str]:
             trainee = build(config, layout)
-            timers = get_model_config(trainee.model).timers = TimerNames()
+            timers = get_model_config(trainee.chunks[0]).timers = TimerNames()
             train_step(trainee, _batches(trainee))
             return timers.started
 
@@ -316,7 +316,7 @@ def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place, delay_s: fl
     if place == "before forward":
         return _Late(batches, delay_s)
     if place == "before backward":
-        trainee.model.register_forward_hook(lambda *_: time.sleep(delay_s))
+        trainee.chunks[0].register_forward_hook(lambda *_: time.sleep(delay_s))
     else:
         (muon,) = (leaf for leaf in leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
         muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(delay_s))

@@ -143,7 +143,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == poisoned_rank:
             with torch.no_grad():
-                next(p for p in trainee.model.parameters() if p.dim() > 1).fill_(math.nan)
+                next(p for p in trainee.chunks[0].parameters() if p.dim() > 1).fill_(math.nan)
 
     endings = _run(tmp_path / "run", *LAYOUTS[layout], "optimizer=adamw", validation=False, on_step=poison)
     for ending in endings:
@@ -190,7 +190,7 @@ def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path:
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == 1:
             with torch.no_grad():
-                next(p for p in trainee.model.parameters() if p.dim() > 1).fill_(math.nan)
+                next(p for p in trainee.chunks[0].parameters() if p.dim() > 1).fill_(math.nan)
 
     endings = _run(tmp_path / "run", *LAYOUTS[layout], *WAYS["canzona"], validation=False, on_step=poison)
     for ending in endings:

@@ -79,7 +79,7 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
     """Two iterations with new weights between them; how many matrix buckets this rank has."""
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     overlap = config.parallel.overlap_grad_reduce
-    matrices = named_matrix_parameters(ddp, plan, world.pp_rank)
+    matrices = named_matrix_parameters([ddp], plan, world.pp_rank)
     for step in range(2):
         iterate(ddp, config, world, seed=step)
         iterate(plain, config, world, seed=step)
@@ -102,12 +102,12 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
         assert total == sum(param.numel() for param in ddp.module.parameters())
 
         changed = 0.0
-        for group in matrix_groups(ddp):
+        for group in matrix_groups([ddp]):
             for part in group.owned:
                 data = group.buckets[0].param_data[part.start : part.end]
                 data.add_(torch.randn(data.shape, generator=torch.Generator().manual_seed(part.start)), alpha=0.02)
                 changed += data.double().sum().item()
-        groups = adamw_groups(ddp) if overlap else adamw_groups(ddp) + matrix_groups(ddp)
+        groups = adamw_groups([ddp]) if overlap else adamw_groups([ddp]) + matrix_groups([ddp])
         for group in groups:
             group.start_param_sync()
         with warnings.catch_warnings():
@@ -120,13 +120,13 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
         assert equal_on_all_replicas(ddp, world)
         kept = sum(
             group.buckets[0].param_data[part.start : part.end].double().sum().item()
-            for group in matrix_groups(ddp)
+            for group in matrix_groups([ddp])
             for part in group.owned
         )
         assert kept == changed, "gathering changed an owner's own weights"
-        for (_, ours), (_, theirs) in zip(global_parameters(ddp), global_parameters(plain), strict=True):
+        for (_, ours), (_, theirs) in zip(global_parameters([ddp]), global_parameters([plain]), strict=True):
             theirs.data.copy_(ours.data)
-    return len(matrix_groups(ddp))
+    return len(matrix_groups([ddp]))
 
 
 COMBINED = {
@@ -237,7 +237,7 @@ def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
         ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
         for wrapped in (ddp, plain):
             generator = torch.Generator().manual_seed(world.rank)
-            for _, param in global_parameters(wrapped):
+            for _, param in global_parameters([wrapped]):
                 # Few bits, so that every order of adding gives the same.
                 main_grad(param).copy_(torch.randint(-8, 9, param.shape, generator=generator))
         ddp.finish_grad_sync()
@@ -256,7 +256,7 @@ def test_reduction_runs_under_the_backward_pass() -> None:
 
     def work(one: Case, config: RunConfig, world: World, plan: Plan) -> list[tuple[int, int]]:
         ddp = wrap(config, world, plan)
-        groups = matrix_groups(ddp)
+        groups = matrix_groups([ddp])
         seen: list[tuple[int, int]] = []
         for group in groups:
 
@@ -288,13 +288,13 @@ def test_in_the_first_step_a_reduction_may_be_asked_for_twice() -> None:
 
     def work(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
         ddp = wrap(config, world, plan)
-        for group in matrix_groups(ddp):
+        for group in matrix_groups([ddp]):
             group.buckets[0].grad_data.fill_(3.0)
             group.start_grad_sync()
             group.finish_grad_sync()
             for part in group.owned:
                 assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all(), one
-        return len(matrix_groups(ddp))
+        return len(matrix_groups([ddp]))
 
     for ranks in _each([Case(settings=("gpus=2",), reduction=way) for way in WAYS], work):
         assert min(ranks) > 0
@@ -307,13 +307,13 @@ def test_parameters_are_gathered_one_bucket_ahead() -> None:
 
     def rank() -> None:
         ddp = wrap(config, start(config, layout), plan)
-        *others, second, first = matrix_groups(ddp)
+        *others, second, first = matrix_groups([ddp])
         first.finish_param_sync()
         assert second.param_gather_handle is not None
-        assert not any(group.param_gather_dispatched for group in (*others, *adamw_groups(ddp)))
+        assert not any(group.param_gather_dispatched for group in (*others, *adamw_groups([ddp])))
         second.finish_param_sync(skip_next_bucket_dispatch=True)
         assert not any(group.param_gather_dispatched for group in others)
-        for group in adamw_groups(ddp):
+        for group in adamw_groups([ddp]):
             group.finish_param_sync()
         assert not any(group.param_gather_dispatched for group in others)
 
@@ -328,7 +328,7 @@ def test_an_all_reduce_can_be_forced() -> None:
         iterate(plain, config, world, seed=0)
         ddp.finish_grad_sync(force_all_reduce=True)
         expected = reference(plain, world).reduced
-        for name, param in global_parameters(ddp):
+        for name, param in global_parameters([ddp]):
             assert torch.equal(main_grad(param), expected[name]), f"{one}: {name}"
 
     overlaps = ("parallel.overlap_grad_reduce=true", "parallel.overlap_grad_reduce=false")
@@ -338,11 +338,11 @@ def test_an_all_reduce_can_be_forced() -> None:
 def test_phase_timers_see_what_is_under_way() -> None:
     def work(one: Case, config: RunConfig, world: World, plan: Plan) -> list[dict[str, float]]:
         ddp, timer = wrap(config, world, plan), PhaseTimer(torch.device("cpu"))
-        instrument.attach(ddp, None, timer)
+        instrument.attach([ddp], None, timer)
         for step in range(2):
             timer.begin_step()
             iterate(ddp, config, world, seed=step)
-            for other in adamw_groups(ddp):
+            for other in adamw_groups([ddp]):
                 other.start_param_sync()
             timer.end_step()
         return [timing.phases for timing in timer.timings()]
@@ -452,7 +452,7 @@ def _adamw_step(config: RunConfig, world: World, plan: Plan) -> list[int]:
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     settings = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
     optimizer = build_adamw(
-        ddp,
+        [ddp],
         world,
         OptimizerConfig(
             optimizer="adam",
@@ -466,17 +466,17 @@ def _adamw_step(config: RunConfig, world: World, plan: Plan) -> list[int]:
     for group in optimizer.param_groups:
         # As Megatron's scheduler does.
         group["weight_decay"] = 0.1 * group["wd_mult"]
-    before = {name: param.detach().clone() for name, param in global_parameters(ddp)}
+    before = {name: param.detach().clone() for name, param in global_parameters([ddp])}
     iterate(ddp, config, world, seed=0)
     iterate(plain, config, world, seed=0)
     expected = reference(plain, world).reduced
     assert optimizer.step()[0]
     if config.parallel.overlap_grad_reduce:
-        for group in adamw_groups(ddp):
+        for group in adamw_groups([ddp]):
             group.start_param_sync()
             group.finish_param_sync()
-    matrices = {param for group in matrix_groups(ddp) for param in group.params}
-    for name, param in global_parameters(ddp):
+    matrices = {param for group in matrix_groups([ddp]) for param in group.params}
+    for name, param in global_parameters([ddp]):
         if param in matrices:
             assert torch.equal(param, before[name]), f"AdamW touched {name}"
             continue

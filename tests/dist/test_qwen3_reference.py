@@ -43,7 +43,7 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 def _perturb_norms(model: torch.nn.Module) -> None:
     """Norms start at 1, where forgetting one or permuting a head changes little; move them."""
     with torch.no_grad():
-        for name, param in named_parameters(model):
+        for name, param in named_parameters([model]):
             if param.dim() == 1:
                 generator = torch.Generator().manual_seed(sum(name.encode()))
                 param.mul_(1 + 0.3 * torch.randn(param.shape, generator=generator))
@@ -60,12 +60,13 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     def ours() -> Output:
         logging.disable(logging.WARNING)
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-        model = build_model(config, world).eval()
+        [model] = build_model(config, world)
+        model.eval()
         _perturb_norms(model)
         positions = torch.arange(SEQ).expand(BATCH, SEQ)
         logits = model(tokens[:, :-1], positions, None)
         losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-        return Output(part=part_of(model, world), losses=losses.numpy(), logits=logits.numpy())
+        return Output(part=part_of([model], world), losses=losses.numpy(), logits=logits.numpy())
 
     outputs = run_ranks(layout.world_size, ours)
     weights = assemble([output.part for output in outputs], config.model)

@@ -46,7 +46,7 @@ def test_refreshed_at_every_step_it_learns_as_it_does_otherwise() -> None:
             batches = BatchStream(samples, world)
             steps = [train_step(trainee, batches) for _ in range(STEPS)]
             weights = [
-                param for name, param in trainee.model.named_parameters() if param.dim() == 2 and "layers" in name
+                param for name, param in trainee.chunks[0].named_parameters() if param.dim() == 2 and "layers" in name
             ]
             largest = max(float(weight.detach().abs().max()) for weight in weights)
             found[period] = steps[-1].loss, largest, sum(step.fallbacks for step in steps)

@@ -40,10 +40,10 @@ def test_a_slow_rank_is_told(tmp_path_factory: pytest.TempPathFactory, layout: s
         trainee = build(config, shape)
 
         def late(*_: object) -> None:
-            if trainee.world.rank == SLOW and trainee.model.training:
+            if trainee.world.rank == SLOW and trainee.chunks[0].training:
                 time.sleep(late_s / shape.num_microbatches)
 
-        torch.nn.Module.register_forward_pre_hook(trainee.model, late)
+        torch.nn.Module.register_forward_pre_hook(trainee.chunks[0], late)
         batches, late_s = BatchStream(samples, trainee.world), 0.0
         for _ in range(STEPS):
             train_step(trainee, batches)

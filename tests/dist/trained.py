@@ -130,14 +130,14 @@ def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained
     def work(number: int, world: World) -> _Rank:
         config, layout, steps = runs[number]
         trainee = assemble_trainee(config, world, plans[number])
-        before = part_of(trainee.model, world)
+        before = part_of(trainee.chunks, world)
         batches = BatchStream(samples(config, layout, steps), world)
         recorded = _record_gradients(trainee)
         found = [train_step(trainee, batches) for _ in range(steps)]
         finish_gathering(trainee)
         return _Rank(
             before=before,
-            after=part_of(trainee.model, world),
+            after=part_of(trainee.chunks, world),
             facts=[(step.loss, step.grad_norm) for step in found],
             recorded=dict(recorded),
         )

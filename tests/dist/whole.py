@@ -4,7 +4,7 @@ Written from what Megatron-core and Hugging Face document about their weights, n
 fragment is cut along is asked of Megatron, and every matrix comes out under Hugging Face's name in its row order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,7 @@ class Part:
     fragments: Mapping[str, Fragment]
 
 
-def part_of(model: torch.nn.Module, world: World) -> Part:
+def part_of(chunks: Iterable[torch.nn.Module], world: World) -> Part:
     """This rank's fragments, copied."""
     return Part(
         tp_rank=world.tp_rank,
@@ -50,13 +50,17 @@ def part_of(model: torch.nn.Module, world: World) -> Part:
                 values=param.detach().float().numpy().copy(),
                 cut=getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None,
             )
-            for name, param in named_parameters(model)
+            for name, param in named_parameters(chunks)
         },
     )
 
 
-def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def named_parameters(chunks: Iterable[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
     """Parameters by Megatron's name, without wrappers, under the layer number of the whole model."""
+    return [named for chunk in chunks for named in _named_parameters(chunk)]
+
+
+def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     named = []
     for name, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):

@@ -41,7 +41,7 @@ def train_with_a_slow_rank(
     train_step(trainee, batches)
     sleep_s = max(0.4, trainee.timer.timings()[-1].step_s)
     if rank == slow:
-        trainee.model.register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
+        trainee.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
     watch = StragglerWatch(trainee.world, trainee.timer, journal)
     for step in range(2, trainee.config.train.steps + 1):
         train_step(trainee, batches)

@@ -106,7 +106,8 @@ def _tied_embedding_of_a_pipeline(world: World) -> None:
     from megatron.core.transformer.module import Float16Module
 
     config, _ = fit.resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "parallel.pp=2"]).config)
-    model: object = build_model(config, world)
+    model: object
+    [model] = build_model(config, world)
     assert isinstance(model, Float16Module)
     total = model.module.shared_embedding_or_output_weight().detach().float().sum()
     torch.distributed.all_reduce(both := total.clone())

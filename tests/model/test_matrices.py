@@ -120,6 +120,12 @@ def test_stages_take_consecutive_layers() -> None:
     assert stage_matrices(found, 1) == found[14:]
 
 
+def test_model_chunks_of_a_stage_take_turns_with_those_of_others() -> None:
+    found = matrices(model("tiny"), layout(pp=2, vpp=2), "split")
+    assert [(m.layer, m.stage, m.chunk) for m in found[::7]] == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    assert [m.layer for m in stage_matrices(found, 1)] == [1] * 7 + [3] * 7
+
+
 @pytest.mark.parametrize(("tp", "splitting"), [(3, "split"), (16, "split"), (8, "per_head")])
 def test_what_tensor_parallelism_does_not_divide_is_named(tp: int, splitting: Splitting) -> None:
     shape = replace(model("tiny"), ffn_hidden_size=776)  # 8 x 97

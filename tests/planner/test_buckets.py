@@ -10,11 +10,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from canzona_cli.config.schema import BufferLayout, Layout
+from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
+from tests.sizes import layout, model
 
 MODELS = st.builds(
     transformer,
@@ -93,6 +95,21 @@ def test_natural_order_has_the_buckets_of_megatron(tp: int, dp: int, bucket: int
     for tensor, (_, _, number) in theirs.param_index_map.items():
         contents[number].append(names[id(tensor)])
     assert [list(one.parameters) for one in laid_out] == contents
+
+
+def test_model_chunks_have_buckets_of_their_own_the_last_one_first() -> None:
+    mesh, plan = layout(pp=2, vpp=2, dp=2, count=2), PlanSettings(strategy="canzona")
+    members = matrices_of(model("tiny"), mesh, "split")
+    found = assign(members, newton_schulz(members), mesh, plan, bucket_elements=200_000)
+    chunks = {
+        stage: [
+            {members[index].chunk for part in one.ranges for index in part.matrices}
+            for one in buckets(members, found, mesh, plan, 200_000)
+            if one.stage == stage
+        ]
+        for stage in (0, 1)
+    }
+    assert chunks == {0: [{1}] * 2 + [{0}] * 2, 1: [{1}, {0}]}
 
 
 def test_later_stages_have_one_bucket() -> None:

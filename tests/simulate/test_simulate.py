@@ -198,9 +198,10 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
-def test_equal_stages_fill_and_drain_once() -> None:
-    """1F1B: (m + p - 1) micro-batches' time from the first forward to the last backward."""
-    stages, count, forward, backward = 4, 6, 1.0, 2.0
+@pytest.mark.parametrize(("chunks", "count"), [(1, 6), (2, 8), (4, 4)])
+def test_equal_stages_fill_and_drain_once(chunks: int, count: int) -> None:
+    """1F1B: (m + (p - 1) / v) micro-batches' time from the first forward to the last backward (arXiv 2104.04473)."""
+    stages, forward, backward = 4, 1.0 / chunks, 2.0 / chunks
     module = Module(
         part="qkv",
         layer=0,
@@ -211,25 +212,25 @@ def test_equal_stages_fill_and_drain_once() -> None:
         exchanges=0,
         exchanges_again=0,
     )
-    time_of = StageTime(modules=(module,), exchange=Transfer(), hop=Transfer())
+    time_of = StageTime(chunks=((module,),) * chunks, exchange=Transfer(), hop=Transfer())
     work = StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0)
-    mesh = layout(pp=stages, count=count)
+    mesh = layout(pp=stages, vpp=chunks, count=count)
     iteration = IterationTimeline(mesh, [work] * stages, Timeline(), overlap_reduce=True, overlap_gather=True)
     # The first stage is last to finish; it waits for the pipeline behind it to fill and drain.
-    assert iteration.reduced_s[0] == pytest.approx((count + stages - 1) * (forward + backward))
+    assert iteration.reduced_s[0] == pytest.approx((chunks * count + stages - 1) * (forward + backward))
     phases = iteration.phases(0)
     assert phases["pipeline"] == pytest.approx((stages - 1) * (forward + backward))
-    assert (phases["forward"], phases["backward"]) == (count * forward, count * backward)
+    assert (phases["forward"], phases["backward"]) == pytest.approx((count * 1.0, count * 2.0))
 
 
-@pytest.mark.parametrize("mesh", [layout(dp=2), layout(tp=4, pp=2, dp=2, count=4), layout(pp=4, count=4)])
+@pytest.mark.parametrize("mesh", [layout(dp=2), layout(tp=4, pp=2, dp=2, count=4), layout(pp=3, vpp=4, count=3)])
 def test_stages_take_as_long_without_their_lists_of_modules(mesh: Layout) -> None:
     config = config_of("4b", mesh)
     others = (replace(mesh, micro_batch_size=2), replace(mesh, recompute="full"), replace(mesh, cp=2))
     for one in (mesh, *others, replace(mesh, sequence_parallel=False)):
         stages = [stage_time(config, one, stage) for stage in range(one.pp)]
         for found, stage in zip(passes(config, one), stages, strict=True):
-            assert found == pytest.approx((stage.forward_s, stage.backward_s), rel=1e-12)
+            assert found == [pytest.approx(one, rel=1e-12) for one in stage.passes]
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])

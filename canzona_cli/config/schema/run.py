@@ -192,6 +192,8 @@ class Layout:
 
     tp: Ranks
     pp: Ranks
+    vpp: Count = 1
+    """Model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp * vpp`."""
     cp: Ranks
     dp: Ranks
     micro_batch_size: Count
@@ -214,8 +216,9 @@ class Layout:
 
     @property
     def bare(self) -> "Layout":
-        """Tensor, pipeline and data-parallel ranks and nothing else: what depends on these alone is the same for all
-        layouts that have the same here, and computed once. Context-parallel ranks count as data-parallel ones."""
+        """Tensor, pipeline and data-parallel ranks, model chunks, and nothing else: what depends on these alone is the
+        same for all layouts that have the same here, and computed once. Context-parallel ranks count as data-parallel
+        ones."""
         return replace(
             self,
             cp=1,
@@ -229,6 +232,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank."""
-        axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
+        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank. Behind
+        pipeline stages, the model chunks of each."""
+        axes = (("TP", self.tp), ("PP", self.pp), ("VPP", self.vpp), ("CP", self.cp), ("DP", self.dp))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")
