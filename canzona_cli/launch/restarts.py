@@ -26,8 +26,12 @@ class Restarts:
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """Each wait is twice the one before."""
+    """Each wait is twice the one before, as long as the run gets no further than it was."""
     done: int = field(default=0, init=False)
+    _in_vain: int = field(default=0, init=False)
+    """Failures in a row that came no later than the one before them."""
+    _furthest: int = field(default=-1, init=False)
+    """Step of the latest failure."""
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
 
     def decide(self, outcome: Outcome) -> Outcome:
@@ -39,6 +43,8 @@ class Restarts:
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
         failure = (outcome.step, outcome.exit_code, _NUMBER.sub("#", outcome.message))
+        self._in_vain = 0 if outcome.step > self._furthest else self._in_vain + 1
+        self._furthest = max(self._furthest, outcome.step)
         again = failure in self._failures
         self._failures.add(failure)
         if again:
@@ -47,7 +53,7 @@ class Restarts:
         if self.done == self.most:
             why = f"it has been started again {plural(self.most, 'time')}, as often as run.restarts allows"
             return replace(outcome, message=f"{outcome.message}; {why}")
-        return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self.done))
+        return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self._in_vain))
 
 
 def until_it_ends(

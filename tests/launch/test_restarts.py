@@ -67,15 +67,15 @@ def test_the_same_step_in_the_same_words_is_not_tried_a_third_time_and_numbers_a
     assert refused.message.endswith("it failed so at step 30 before, and is not started again")
 
 
-def test_waits_double_up_to_a_bound_and_so_many_attempts_are_enough() -> None:
-    tried, waits = Restarts(most=8, first_wait_s=10), []
-    for step in range(8):
-        waits.append(tried.decide(alike(step=step)).again_in_s)
+def test_waits_double_up_to_a_bound_while_nothing_is_gained_and_so_many_attempts_are_enough() -> None:
+    tried, waits = Restarts(most=11, first_wait_s=10), []
+    for step in (30, 29, 30, 40, 40, 39, 38, 37, 36, 35, 34):
+        waits.append(tried.decide(alike(step=step, message=f"rank {'abcdefghijk'[tried.done]}")).again_in_s)
         tried.done += 1
-    assert waits == [10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
-    last = tried.decide(alike(step=9))
+    assert waits == [10, 20, 40, 10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
+    last = tried.decide(alike(step=50))
     assert last.again_in_s is None
-    assert "started again 8 times, as often as run.restarts allows" in last.message
+    assert "started again 11 times, as often as run.restarts allows" in last.message
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     log = Path(ended["StdOut"]).read_text()
     assert (ended["ExitCode"], ended["Restarts"]) == ("70:0", "0"), log
     assert "starting again in 10 s (restart 1 of at most 2" in log
-    assert "starting again in 20 s (restart 2 of at most 2" in log
+    assert "starting again in 10 s (restart 2 of at most 2" in log, "it had come further"
     results = [load_if_sound(one.result, RunResult) for one in (*(RunFiles(files.attempts / n) for n in "12"), files)]
     told = [(one.exit_code, one.rank, one.restarts) for one in results if one is not None]
     assert told == [(70, 1, 0), (71, 1, 1), (70, 1, 2)], log

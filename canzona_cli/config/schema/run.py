@@ -1,6 +1,7 @@
 """A whole run: who updates the matrices, what is saved, where its files go, and all sections together."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from canzona_cli.config.schema.cluster import ClusterConfig
@@ -147,8 +148,8 @@ class RunSettings:
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
-        "How often one launch starts a run again whose workers crashed or hung, after 10 s, 20 s, 40 s, ...; 0: never. "
-        "Not what fails twice alike at one step, what diverged, nor a mistake.",
+        "How often one launch starts a run again whose workers crashed or hung, after 10 s, and 20 s, 40 s, ... while "
+        "it gets no further; 0: never. Not what fails twice alike at one step, what diverged, nor a mistake.",
         NOTHING,
     ] = 0
     trace_steps: Annotated[
@@ -214,7 +215,7 @@ class Layout:
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
-    @property
+    @cached_property
     def bare(self) -> "Layout":
         """Tensor, pipeline and data-parallel ranks, model chunks, and nothing else: what depends on these alone is the
         same for all layouts that have the same here, and computed once. Context-parallel ranks count as data-parallel
