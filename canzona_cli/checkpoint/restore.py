@@ -318,7 +318,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
             shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
             assert group.optimizer is not None
-            if wrong := _unlike(group.optimizer, held_master, tensors, counts, shared):
+            if wrong := unlike(group.optimizer, held_master, tensors, counts, shared):
                 problems.append(reader.problem(f"{matrix.name}: {wrong}"))
                 continue
             kept = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
@@ -329,7 +329,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         optimizer.load_state_dict(state)
 
 
-def _unlike(
+def unlike(
     optimizer: torch.optim.Optimizer,
     master: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],

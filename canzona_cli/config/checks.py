@@ -9,7 +9,7 @@ from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.settings import problem_with, settings
 from canzona_cli.config.source_class import source_problem
 from canzona_cli.errors import Problem
 
@@ -79,6 +79,11 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def _values(config: RunConfig) -> Iterator[Problem]:
+    train, most = config.train, settings()["train.global_batch_size"].range.at_most
+    if train.global_batch_size is None and train.batch_tokens // train.seq_length > most:
+        reason = f"is more than {most:,} sequences of {train.seq_length} tokens, the most that a step has"
+        fix = f"use train.batch_tokens={int(most) * train.seq_length} or less"
+        yield problem_with(config, "train.batch_tokens", reason, fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
         yield problem_with(config, "data.validation_fraction", "leaves nothing to validate on", fix)

@@ -5,7 +5,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -260,10 +260,3 @@ def odd_header(folder: Path) -> None:
     """Metadata that is no text: JSON takes it, the safetensors library does not."""
     name = min(file for file in os.listdir(folder) if file.endswith(".safetensors"))
     rewrite(folder, name, lambda raw: header(raw, lambda value: value.update(__metadata__={"a": 1})))
-
-
-def with_header(folder: Path, **changes: object) -> None:
-    """Other values of the manifest itself."""
-    manifest = parse_manifest((folder / MANIFEST).read_bytes())
-    known = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    seal(folder, Manifest(**{**known, **changes}))

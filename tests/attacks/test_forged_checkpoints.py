@@ -1,17 +1,30 @@
 """A checkpoint that was forged with all its hashes right is refused whole, by all ranks together, with exit code 5."""
 
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
-from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.checkpoint.choose import choose
+from canzona_cli.checkpoint.manifest import Scalar
+from canzona_cli.checkpoint.restore import restore, unlike, verify_together
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.launch.resume import resumption
 from canzona_cli.planner.plan import Plan
+from canzona_cli.report.checkpoint import verify_all
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.attacks import forge
+from tests.attacks.table import RecordAttack
+from tests.attacks.test_odd_files import LAUGHS as BOMB
+from tests.checkpoint.checkpoints import save as save_small
+from tests.commands.support import canzona
 from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
@@ -47,7 +60,9 @@ def _attacked(config: RunConfig, layout: Layout, plan: Plan | None, root: Path) 
     return said
 
 
-def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(tmp_path: Path) -> None:
+def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(
+    tmp_path: Path, record_attack: RecordAttack
+) -> None:
     config, layout = resolve(*RUN)
     first, second = run_ranks(2, partial(_attacked, config, layout, planned(config, layout), tmp_path))
     assert first.pop("honest") == second.pop("honest") == ""
@@ -56,3 +71,81 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(tmp_path
     assert missing == {}
     assert first.keys() == forge.KINDS.keys()
     assert {kind: said for kind, said in second.items() if kind in first and said != first[kind]} == {}
+    record_attack(
+        attack=f"{len(forge.KINDS) + 1} kinds of forged checkpoints, all sizes and hashes right",
+        answer="refused before anything of it is used, by all ranks together, with what is wrong",
+        exit_code=int(CheckpointInvalid.exit_code),
+    )
+
+
+class _Counting(torch.optim.SGD):
+    """Somebody's own, which counts in its group."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0].update(k=0, mode="plain", betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    ("shared", "wrong"),
+    [
+        ({}, ""),
+        ({"k": 3, "mode": "other"}, ""),
+        ({"k": 0.5, "new": 1}, ""),
+        ({"k": "3"}, "k of a parameter group is no str"),
+        ({"mode": 3}, "mode of a parameter group is no int"),
+        ({"betas": 3}, "betas of a parameter group is no int"),
+    ],
+)
+def test_what_comes_into_a_parameter_group_is_of_the_kind_that_is_there(shared: dict[str, Scalar], wrong: str) -> None:
+    master = torch.nn.Parameter(torch.zeros(2, 3))
+    assert unlike(_Counting([master]), master, {}, {}, shared) == wrong
+
+
+def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(
+    tmp_path: Path, record_attack: RecordAttack
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    root.parent.mkdir()
+    for step in (10, 20):
+        save_small(root, step)
+    folder = root / "step-00000020"
+    forge.rewrite(folder, "config.yaml", lambda _: BOMB.encode())
+    for command in ("list", "show", "verify"):
+        done = canzona("checkpoint", command, str(folder.parents[1]))
+        assert done.returncode == 0, "its settings are shown where they can be read, and nothing else hangs on them"
+    with pytest.raises(CheckpointInvalid, match="stands for more than") as refused:
+        resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
+    assert "checkpoint.resume=step-00000010" in refused.value.problems[0].fix
+    manifest = read_manifest(folder)
+    for created in (math.nan, math.inf, 1e300, -1.0):
+        forge.seal(folder, replace(manifest, created=created))
+        for command, code in (("list", 0), ("show", 5), ("verify", 5)):
+            done = canzona("checkpoint", command, str(folder.parents[1]))
+            assert done.returncode == code, (command, created, done.stderr)
+            assert "Traceback" not in done.stderr + done.stdout
+    record_attack(attack="a checkpoint saved at time NaN", answer="named; the one before is offered", exit_code=5)
+
+
+def test_verifying_a_run_that_goes_on_leaves_out_what_it_removes_meanwhile(
+    tmp_path: Path, record_attack: RecordAttack
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    root.parent.mkdir()
+    for step in (10, 20, 30):
+        save_small(root, step)
+    chosen = choose(root.parent)
+    assert CheckpointStore(root).retain(2, None) == ("step-00000010",)
+    verified = verify_all(chosen)
+    assert verified.problems == []
+    assert [one.found.step for one in verified.each] == [20, 30]
+    assert verified.removed == ("step-00000010",)
+    gone = choose(root / "step-00000020")
+    CheckpointStore(root).retain(1, None)
+    with pytest.raises(CheckpointInvalid, match="removed meanwhile"):
+        verify_all(gone)
+    record_attack(
+        attack="verify while the run removes an old checkpoint",
+        answer="it is left out, and said so; exit 5 only where nothing is left to verify",
+        exit_code=0,
+    )

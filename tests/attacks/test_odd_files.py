@@ -17,6 +17,7 @@ from canzona_cli.planner.plan import Plan, content_hash
 from canzona_cli.planner.plan_file import obtain_plan, read_plan
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
+from tests.attacks.table import RecordAttack
 from tests.commands.support import canzona
 
 RUN = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2"]).config
@@ -154,13 +155,31 @@ def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None
         assert said in mine.error
 
 
-def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
+def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path, record_attack: RecordAttack) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(LAUGHS)
     assert len(LAUGHS) < 700
     done = canzona("validate", f"recipe={path}")
     assert (done.returncode, "stands for more than" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
+    record_attack(
+        attack="a recipe of 531 bytes that stands for 1e11 values; 500 levels, itself, integers of 10,000 digits",
+        answer="refused at once, with what it is",
+        exit_code=done.returncode,
+    )
+
+
+def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: RecordAttack) -> None:
+    (tmp_path / "plans").mkdir()
+    for number, make in enumerate({**NO_FILES, **NO_JSON}.values()):
+        make(tmp_path / "plans" / f"qwen3-tiny-2gpus-{number}.json")
+    done = canzona("validate", "recipe=tiny", "engine=canzona", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "OK")
+    record_attack(
+        attack=f"{len(NO_FILES) + len(NO_JSON)} odd files in ./plans: pipes, links, NaN, a million levels",
+        answer="passed over",
+        exit_code=done.returncode,
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,6 +191,7 @@ def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
         ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
         ("gpus=1" + "0" * 30, "gpus"),
         ("train.steps=1" + "0" * 400, "train.steps"),
+        ("train.batch_tokens=1000000000000", "train.batch_tokens"),
         ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
         ("optimizer.lr=1e-400", "optimizer.lr"),
         ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),

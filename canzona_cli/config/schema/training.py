@@ -22,6 +22,8 @@ from canzona_cli.config.schema.field import (
 
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
+Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
+"""Of one step; simulations walk through its micro-batches."""
 Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
@@ -93,12 +95,12 @@ class TrainConfig:
     seq_length: Annotated[Side, "Tokens in a sequence.", CURVE]
     batch_tokens: Annotated[Count, "Tokens per optimizer step to aim for when `global_batch_size` is null.", NOTHING]
     global_batch_size: Annotated[
-        Count | None,
+        Sequences | None,
         "Sequences per optimizer step over all ranks; null: the multiple of dp nearest to `batch_tokens`.",
         CURVE,
     ] = None
     micro_batch_size: Annotated[
-        Count | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", NOTHING
+        Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", NOTHING
     ] = None
     recompute: Annotated[
         Recompute | None,
