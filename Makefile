@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/installed
 
-.PHONY: setup demo test test-sweep test-faults test-slurm exactness gpu-check lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check lint typecheck clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,13 @@ test-slurm: setup
 # The slow sweeps, which CI runs too.
 test-sweep: setup
 	scripts/run-tests -m sweep
+
+# 300 random runs on real ranks against one process, and small wrong edits of the sources, which tests have to notice.
+fuzz: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/fuzz.py 0 300
+
+mutations: setup
+	$(BIN)/python scripts/mutations.py
 
 # How far 20 real steps on each layout are from those of one rank, for every optimizer: a table, and exactness.json.
 exactness: setup

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Whether tests notice: tries each wrong edit of scripts/mutations.yaml in a copy of the sources, and says who noticed.
+
+    make mutations                                   # all of them: about 10 minutes on two cores
+    python scripts/mutations.py [NAME ...]           # those whose name has one of the words in it
+
+An edit is noticed when one of its tests fails, of those that `make test` runs, or is still running after ten minutes.
+The test that noticed it must pass without it. Exit 1: nobody noticed an edit, or it no longer applies. Needs what tests
+need.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "scripts" / "mutations.yaml"
+PATIENCE_S = 600
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One wrong edit."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str | None:
+        """The file's text with the edit in it; None where it no longer applies."""
+        return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
+
+
+def mutations() -> list[Mutation]:
+    """The list."""
+    import yaml
+
+    return [Mutation(**{**one, "tests": tuple(one["tests"])}) for one in yaml.safe_load(LIST.read_text())]
+
+
+def stale(found: Sequence[Mutation]) -> list[Mutation]:
+    """Those that no longer apply, or name tests that are not there."""
+    return [
+        one
+        for one in found
+        if one.applied((ROOT / one.file).read_text()) is None
+        or not all((ROOT / test.partition("::")[0]).exists() for test in one.tests)
+    ]
+
+
+def noticed(tests: Sequence[str], copy: Path) -> str | None:
+    """The first test that fails in `copy`; None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not sweep and not slurm", *tests]
+    # A compiled module of the text before would be taken for the new one's, of the same second and size.
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ran = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "still running"
+    if ran.returncode == 0:
+        return None
+    found = _FAILED.search(ran.stdout)
+    return found[1] if found else f"pytest: exit {ran.returncode}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code."""
+    found = [one for one in mutations() if not words or any(word in one.name for word in words)]
+    gone = stale(found)
+    for one in gone:
+        print(f"no longer applies: {one.name} ({one.file})")
+    unnoticed = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy = Path(folder) / "copy"
+        skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs", "plans", "shared")
+        shutil.copytree(ROOT, copy, ignore=skipped)
+        print("| edit | file | noticed by | s |\n|---|---|---|---|", flush=True)
+        for one in found:
+            if one in gone:
+                continue
+            target, started = copy / one.file, time.monotonic()
+            text = target.read_text()
+            edited = one.applied(text)
+            assert edited is not None
+            target.write_text(edited)
+            by = noticed(one.tests, copy)
+            target.write_text(text)
+            if by is not None and "::" in by and noticed([by], copy):
+                print(f"without any edit {by} fails too")
+                by = None
+            print(f"| {one.name} | {one.file} | {by or '**nobody**'} | {time.monotonic() - started:.0f} |", flush=True)
+            unnoticed += [] if by else [one]
+    print(f"\n{len(found) - len(gone) - len(unnoticed)} of {len(found)} noticed")
+    return 1 if gone or unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,403 @@
+"""Random runs against one process: shapes, layouts, splittings, buffers, precisions and optimizers from a seed.
+
+A case trains on one layout, is saved, goes on on another one, and is saved again. What both layouts and their plans may
+not change is the model: the final masters are those of one rank that trains the same steps, within what rounding alone
+comes to. How much that is a control measures: the same rank again, its gradients shaken by rounding. What the second
+layout has read is, to the last bit, what the first one wrote.
+
+Ranks are forked once for all cases of one number of ranks, and those of one mesh share its process groups.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from canzona_cli.checkpoint.manifest import step_name
+from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import CanzonaError
+from canzona_cli.megatron.groups import make_groups
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.plan import Plan
+from canzona_cli.training.assemble import assemble, join
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.step import train_step
+from tests.dist import jobs, whole
+from tests.dist.ranks import run_ranks
+from tests.dist.samples import RandomTokens
+from tests.dist.saved import Units, save, units_of
+from tests.dist.synthetic import finish_gathering
+from tests.dist.whole import Part, part_of
+
+HALF = 2
+"""Steps on each layout."""
+SLACK = 30.0
+"""How many times what the control finds a case may be apart."""
+FLOOR = 2e-6
+"""What any case may be, relative: masters are fp32."""
+MESHES = [
+    (tp, pp, cp, dp)
+    for tp, pp, cp, dp in product((1, 2, 3, 4), (1, 2, 3), (1, 2), (1, 2, 3, 4))
+    if 2 <= tp * pp * cp * dp <= 6
+]
+"""(tp, pp, cp, dp)."""
+WIDTHS = {"bf16": 2.0**-8, "fp32": 2.0**-22}
+"""By the coarsest precision that a case rounds gradients in: what the control shakes them by, of their root mean
+square. Twice the largest rounding of an element, and, in fp32, of a sum of a few terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Overrides of a run."""
+
+    seed: int
+    shared: tuple[str, ...]
+    """Of both halves, and of the run on one rank: what decides about the numbers."""
+    halves: tuple[tuple[str, ...], tuple[str, ...]]
+    """Where and how each half of the steps is executed."""
+    noise: float
+    """What gradients are shaken by in the control, of their root mean square."""
+
+    def __str__(self) -> str:
+        first, second = (" ".join(half) for half in self.halves)
+        return f"seed {self.seed}: {' '.join(self.shared)}\n  first:  {first}\n  second: {second}"
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed; the same on every machine."""
+    dice = random.Random(seed)
+    groups, each, head = dice.choice((1, 2, 3, 4, 6)), dice.choice((1, 2, 3)), dice.choice((4, 8, 10, 16))
+    layers, seq = dice.choice((1, 2, 2, 3, 4)), dice.choice((8, 16, 24))
+    ffn, vocab = 12 * dice.choice((1, 2, 3, 5)), 12 * dice.choice((22, 25, 30))
+    hidden = dice.choice((16, 20, 24, 36, 48))
+    possible = [mesh for mesh in MESHES if groups % mesh[0] == 0 and layers % mesh[1] == 0 and seq % (2 * mesh[2]) == 0]
+    # Most is to go wrong where there are tensor-parallel ranks, which few meshes have; many ranks are slow.
+    weights = [(5 if mesh[0] > 1 else 1) / math.prod(mesh) ** 2 for mesh in possible]
+    meshes = dice.choices(possible, weights, k=2)
+    batch = math.lcm(*(mesh[3] for mesh in meshes)) * dice.choice((1, 2))
+    bf16 = dice.random() < 0.25
+    optimizer, settings = _optimizer(dice)
+    # Megatron's own Muon, which runs under strategies sc and layerwise, splits no further than this.
+    theirs = optimizer == "muon" and dice.random() < 0.3
+    splitting = dice.choice(("fused", "qkv") if theirs else ("fused", "qkv", "split", "split", "per_head"))
+    grad_dtype = "bf16" if bf16 and dice.random() < 0.3 else "fp32"
+    exchanged = "bf16" if bf16 and dice.random() < 0.5 else "fp32"
+    shared = (
+        "recipe=qwen3-tiny",
+        f"model.num_layers={layers}",
+        f"model.hidden_size={hidden}",
+        f"model.ffn_hidden_size={ffn}",
+        f"model.num_attention_heads={groups * each}",
+        f"model.num_query_groups={groups}",
+        f"model.head_dim={head}",
+        f"model.vocab_size={vocab}",
+        f"model.tied_embeddings={_yes(dice)}",
+        f"model.qk_norm={_yes(dice)}",
+        f"train.seq_length={seq}",
+        f"train.global_batch_size={batch}",
+        f"train.steps={2 * HALF}",
+        f"train.seed={seed + 1}",
+        f"train.precision={'bf16' if bf16 else 'fp32'}",
+        f"train.grad_reduce_dtype={grad_dtype}",
+        f"engine.exchange_dtype={exchanged}",
+        f"engine.splitting={splitting}",
+        "schedule.decay=constant",
+        "schedule.warmup_steps=0",
+        f"optimizer={optimizer}",
+        f"optimizer.clip_grad={dice.choice((0, 0.1))}",
+        f"optimizer.weight_decay={dice.choice((0, 0.1))}",
+        *settings,
+    )
+    # An exchange has to have room for the largest matrix.
+    room = round(4 * hidden * max(2 * ffn, groups * (each + 2) * head) / 2**20 + 0.005, 3)
+    halves = [_half(dice, mesh, layers, batch, optimizer, room, theirs=theirs, bf16=bf16) for mesh in meshes]
+    return Case(seed=seed, shared=shared, halves=(halves[0], halves[1]), noise=WIDTHS["bf16" if bf16 else "fp32"])
+
+
+def _optimizer(dice: random.Random) -> tuple[str, tuple[str, ...]]:
+    """What keeps rounding from being amplified: see `tests.dist.trained.OPTIMIZERS`."""
+    name = dice.choice(("muon", "muon", "soap", "shampoo", "adamw"))
+    settings: dict[str, object] = {"lr": 0.01, "eps": 1e-4}
+    if name == "muon":
+        settings = {
+            "lr": 0.02,
+            "nesterov": _yes(dice),
+            "ns_steps": dice.choice((2, 5)),
+            "scale_mode": dice.choice(("spectral", "unit_rms_norm", "shape_scaling")),
+            "stack": _yes(dice),
+        }
+    elif name in ("soap", "shampoo"):
+        settings |= {
+            "precondition_frequency": dice.choice((2, 3)),
+            "max_preconditioner_dim": dice.choice((24, 64)),
+            "stagger": _yes(dice),
+        }
+        if name == "shampoo":
+            settings["grafting"] = dice.choice(("none", "sgd", "adam"))
+    return name, tuple(f"optimizer.{key}={value}" for key, value in settings.items())
+
+
+def _half(
+    dice: random.Random,
+    mesh: tuple[int, int, int, int],
+    layers: int,
+    batch: int,
+    optimizer: str,
+    room: float,
+    *,
+    theirs: bool,
+    bf16: bool,
+) -> tuple[str, ...]:
+    tp, pp, cp, dp = mesh
+    micro = dice.choice([size for size in range(1, batch // dp + 1) if batch // dp % size == 0])
+    if optimizer == "adamw":
+        strategy = "canzona"
+    elif theirs:
+        strategy = dice.choice(("canzona", "sc", "layerwise") if bf16 else ("canzona", "sc"))
+    else:
+        strategy = dice.choice(("canzona", "canzona", "asc", "sc") if optimizer != "muon" else ("canzona", "asc"))
+    # Chunks of stages take turns over as many micro-batches as there are stages.
+    may = strategy in ("canzona", "asc") and pp > 1 and layers % (2 * pp) == batch // (dp * micro) % pp == 0
+    layout = dice.choice(("contiguous", "owner", "aligned"))
+    even = ("even",) if layout == "aligned" and strategy == "canzona" else ()
+    return (
+        f"gpus={tp * pp * cp * dp}",
+        f"parallel.tp={tp}",
+        f"parallel.pp={pp}",
+        f"parallel.vpp={2 if may else 1}",
+        f"parallel.cp={cp}",
+        f"train.micro_batch_size={micro}",
+        f"train.recompute={dice.choice(('none', 'selective', 'full'))}",
+        f"parallel.overlap_grad_reduce={_yes(dice)}",
+        f"parallel.overlap_param_gather={_yes(dice)}",
+        f"parallel.bucket_elements={dice.choice((2000, 10000, 'null'))}",
+        f"engine.strategy={strategy}",
+        f"engine.layout={layout}",
+        f"engine.alpha={dice.choice((0, 0.5, 1))}",
+        f"engine.grouping={dice.choice(('registration', 'balanced', 'greedy', 'auto'))}",
+        f"engine.c_max_mib={dice.choice((room, 'null'))}",
+        f"engine.reduction={dice.choice(('null', 'reduce', 'all_to_all', 'padded', 'ring', *even))}",
+    )
+
+
+def _yes(dice: random.Random) -> str:
+    return dice.choice(("true", "false"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """One run of a case on one mesh."""
+
+    case: Case
+    config: RunConfig
+    layout: Layout
+    plan: Plan | None
+    store: Path
+    """Where it saves."""
+    steps: int
+    start: Path | None
+    """What it goes on from; saved again, in `store`/read, before it does."""
+    noise: float
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.layout.tp, self.layout.pp, self.layout.vpp, self.layout.cp, self.layout.dp
+
+    @property
+    def done(self) -> int:
+        """Steps before it."""
+        return 0 if self.start is None else HALF
+
+    @property
+    def end(self) -> Path:
+        """The checkpoint behind its last step."""
+        return self.store / step_name(self.done + self.steps)
+
+    @property
+    def read(self) -> Path:
+        """The one it began with, as it saves that itself."""
+        return self.store / "read" / step_name(self.done)
+
+
+def leg(case: Case, where: tuple[str, ...], steps: int, store: Path, *, start: Path | None, noise: float) -> Leg:
+    """Resolved and planned here, where ranks forked from this process find it.
+
+    Raises:
+        AssertionError: canzona refuses the case.
+    """
+    try:
+        config, layout = jobs.resolve(*case.shared, *where)
+        plan = jobs.planned(config, layout)
+    except CanzonaError as error:
+        raise AssertionError(f"{case}\nis refused: {error}") from error
+    (store / "read").mkdir(parents=True)
+    return Leg(case=case, config=config, layout=layout, plan=plan, store=store, steps=steps, start=start, noise=noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A rank's weights."""
+
+    read: Part | None
+    """As the checkpoint it went on from gave them."""
+    end: Part
+
+
+def run_legs(legs: Sequence[Leg]) -> list[list[Weighed]]:
+    """Each leg's ranks; legs of one number of ranks share processes, and of one mesh process groups.
+
+    Raises:
+        AssertionError: with the case that a rank failed in, and how.
+    """
+    found: dict[int, list[Weighed]] = {}
+    for size, together in groupby(sorted(legs, key=lambda one: (one.layout.world_size, one.mesh)), key=_world_size):
+        batch = list(together)
+        ranks = run_ranks(size, partial(_rank, batch))
+        found |= {id(one): list(of_one) for one, of_one in zip(batch, zip(*ranks, strict=True), strict=True)}
+    return [found[id(one)] for one in legs]
+
+
+def _world_size(one: Leg) -> int:
+    return one.layout.world_size
+
+
+def _rank(legs: Sequence[Leg]) -> list[Weighed]:
+    logging.disable(logging.WARNING)
+    found: list[Weighed] = []
+    world: World | None = None
+    mesh: tuple[int, ...] = ()
+    for one in legs:
+        try:
+            if world is None:
+                world = join(one.config, one.layout)
+            elif mesh != one.mesh:
+                parallel_state.destroy_model_parallel()
+                groups = make_groups(one.layout, timeout=timedelta(minutes=2), alive=lambda: None)
+                model_parallel_cuda_manual_seed(one.config.train.seed)
+                world = replace(world, groups=groups)
+            mesh, world = one.mesh, replace(world, layout=one.layout)
+            found.append(_go(one, world))
+        except Exception as error:
+            raise AssertionError(f"{one.case}\nfails on {one.mesh}: {error}") from error
+    return found
+
+
+def _go(one: Leg, world: World) -> Weighed:
+    trainee = assemble(one.config, world, one.plan)
+    read = None
+    if one.start is not None:
+        restore(trainee, one.start, verify_together(world, one.start))
+        read = part_of(trainee.chunks, world)
+        save(trainee, one.read.parent, one.done)
+    if one.noise:
+        _shake(trainee, one.noise)
+    samples = RandomTokens(
+        samples=2 * HALF * world.layout.global_batch_size,
+        seq_length=one.config.train.seq_length,
+        vocab_size=one.config.model.vocab_size,
+    )
+    batches = BatchStream(samples, world, first_sample=one.done * world.layout.global_batch_size)
+    for _ in range(one.steps):
+        train_step(trainee, batches)
+    finish_gathering(trainee)
+    save(trainee, one.store, one.done + one.steps)
+    return Weighed(read=read, end=part_of(trainee.chunks, world))
+
+
+def _shake(trainee: Trainee, noise: float) -> None:
+    generator = torch.Generator().manual_seed(trainee.config.train.seed)
+
+    def shaken(gradient: torch.Tensor) -> torch.Tensor:
+        size = noise * gradient.float().square().mean().sqrt()
+        return (gradient.float() + size * torch.randn(gradient.shape, generator=generator)).to(gradient.dtype)
+
+    for parameter in (parameter for chunk in trainee.chunks for parameter in chunk.parameters()):
+        parameter.register_hook(shaken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """How a case went."""
+
+    case: Case
+    wrong: tuple[str, ...]
+    """What must not be, a line each."""
+    apart: float
+    """Of any master, its distance from that of one rank over what the control allows; up to 1 is well."""
+    control: float
+    """Of all masters, the largest distance of the control, over their norm."""
+
+
+def judge(cases: Sequence[Case], folder: Path) -> list[Judged]:
+    """Run them all, in `folder`.
+
+    Raises:
+        AssertionError: a case is refused, or a rank fails; says which.
+    """
+    firsts, others = [], []
+    for case in cases:
+        home = folder / str(case.seed)
+        axes = ("tp", "pp", "vpp", "cp")
+        single = ("gpus=1", *(f"parallel.{axis}=1" for axis in axes), "engine.strategy=canzona")
+        others += [
+            leg(case, single, 2 * HALF, home / "one", start=None, noise=0.0),
+            leg(case, single, 2 * HALF, home / "shaken", start=None, noise=case.noise),
+        ]
+        firsts.append(leg(case, case.halves[0], HALF, home / "first", start=None, noise=0.0))
+    seconds = [
+        leg(one.case, one.case.halves[1], HALF, one.store.parent / "second", start=one.end, noise=0.0) for one in firsts
+    ]
+    weighed = run_legs([*others, *firsts])[len(others) :]
+    return [
+        _judged(first, second, began, ended, others[2 * number].end, others[2 * number + 1].end)
+        for number, (first, second, began, ended) in enumerate(
+            zip(firsts, seconds, weighed, run_legs(seconds), strict=True)
+        )
+    ]
+
+
+def _judged(first: Leg, second: Leg, began: list[Weighed], ended: list[Weighed], one: Path, shaken: Path) -> Judged:
+    model, wrong = first.config.model, list[str]()
+    before, after = units_of(first.end, model), units_of(second.read, model)
+    wrong += [f"read differently: {name}" for name in before.keys() | after.keys() if not _same(before, after, name)]
+    trained = whole.assemble([rank.end for rank in began], model)
+    read = whole.assemble([rank.read for rank in ended if rank.read is not None], model)
+    wrong += [f"another weight: {name}" for name, weight in trained.items() if not weight.equal(read[name])]
+    whole.assemble([rank.end for rank in ended], model)  # asserts that ranks agree
+    expected, control, found = (_masters(units_of(end, model)) for end in (one, shaken, second.end))
+    if expected.keys() != found.keys():
+        return Judged(case=first.case, wrong=(*wrong, "other masters"), apart=math.inf, control=math.inf)
+    shaking = {name: _distance(control[name], value) for name, value in expected.items()}
+    usual = sum(shaking.values()) / len(shaking)
+    worst = 0.0
+    for name, value in expected.items():
+        allowed = SLACK * max(shaking[name], usual) + FLOOR
+        apart = _distance(found[name], value) / allowed
+        worst = max(worst, apart)
+        if not apart <= 1:
+            wrong.append(f"{name}: {apart:.3g} times as far from one rank's as rounding explains")
+    return Judged(case=first.case, wrong=tuple(wrong), apart=worst, control=max(shaking.values()))
+
+
+def _same(one: Units, other: Units, name: str) -> bool:
+    return name in one and name in other and np.array_equal(one[name], other[name])
+
+
+def _masters(units: Units) -> Units:
+    return {name: value for name, value in units.items() if name.endswith("/master")}
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
