@@ -84,7 +84,7 @@ def parse_yaml(text: bytes) -> object:
     Raises:
         Unreadable: it is none, is nested too deeply, stands for too many values, or refers to itself.
     """
-    from yaml import YAMLError, load
+    from yaml import MarkedYAMLError, YAMLError, load
 
     try:
         value: object = load(text.decode("utf-8"), Loader=_loader())
@@ -95,7 +95,10 @@ def parse_yaml(text: bytes) -> object:
     except RecursionError:
         raise Unreadable(_TOO_DEEP) from None
     except (YAMLError, ValueError) as error:  # Python reads no integer of more than 4,300 digits
-        raise Unreadable(f"is not valid YAML: {' '.join(str(error).split())}") from error
+        said = str(error)
+        if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            said = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
+        raise Unreadable(f"is not valid YAML: {' '.join(said.split())}") from error
     _check(value, finite=False)
     return value
 

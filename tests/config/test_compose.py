@@ -377,11 +377,14 @@ class TestOwnRecipes:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("train: [1,\n", "not valid YAML"),
+            ("train:\n  steps: [1\n", "is not valid YAML: line 3, column 1: expected ',' or ']'"),
             ("- a\n- b\n", "holds no settings"),
             ("", "holds no settings"),
             ("defaults: [qwen3-9b]\n", "cannot be composed"),
-            ("defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n", "not valid YAML"),
+            (
+                "defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n",
+                "is not valid YAML: line 3, column 1: found duplicate key gpus",
+            ),
         ],
     )
     def test_a_broken_file_says_what_is_broken(self, tmp_path: Path, text: str, reason: str) -> None:
