@@ -222,18 +222,20 @@ def _orthogonalised(matrix: torch.Tensor, coefficients: Sequence[tuple[float, fl
     return x.float()
 
 
+TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")
+# One micro-batch each; AdamW's runs add up several, and those of test_engine_training.
 ENGINE = {
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
-    "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
+    "tp2 dp2": (*TP2_DP2, "train.micro_batch_size=4"),
     "tp4 dp1": ("gpus=4", "parallel.tp=4", "parallel.pp=1", "train.micro_batch_size=4"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
-    "asc": ("gpus=4", "parallel.tp=2", "parallel.pp=1", "engine.strategy=asc"),
+    "asc": (*TP2_DP2, "train.micro_batch_size=4", "engine.strategy=asc"),
 }
 Settings = tuple[str, ...]
 ADAMW: dict[str, Settings] = {
     name: ("optimizer=adamw", *layout)
     for name, layout in {
-        "tp2 dp2": ENGINE["tp2 dp2"],
+        "tp2 dp2": TP2_DP2,
         "pp2 dp2 tied": ("gpus=4", "parallel.tp=1", "parallel.pp=2"),
         "tp2 pp2 untied": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "model.tied_embeddings=false"),
         "dp2 without overlap": ("gpus=2", "parallel.tp=1", "parallel.pp=1", "parallel.overlap_grad_reduce=false"),
