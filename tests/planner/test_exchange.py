@@ -70,10 +70,12 @@ def test_hosts_get_every_element_once(splitting: str, tp: int) -> None:
 def test_messages_do_not_overlap_and_flags_reach_every_rank(splitting: str, tp: int) -> None:
     for back in (False, True):
         for route in _dealt(splitting, tp, back=back):
-            for parcels, size in ((route.sends, route.sent), (route.receives, route.received)):
+            sent_flags = [place for to_peer in route.send_flags for place in to_peer]
+            received_flags = [place for _, place in route.receive_flags]
+            sides = ((route.sends, sent_flags, route.sent), (route.receives, received_flags, route.received))
+            for parcels, flags, size in sides:
                 taken = [place for parcel in parcels for place in range(parcel.offset, parcel.offset + parcel.elements)]
-                assert len(taken) == len(set(taken))
-                assert all(place < size for place in taken)
+                assert sorted([*taken, *flags]) == [*range(size)]
     members = _members(splitting, tp)
     for rank, route in enumerate(_dealt(splitting, tp, back=True)):
         elsewhere = {m.name for n, m in enumerate(members) if (3 * n) % tp != rank}
