@@ -67,7 +67,7 @@ def test_the_list_as_json_tells_damaged_ones_too(run: Path) -> None:
     assert done.returncode == 0
     first, second = json.loads(done.stdout)["checkpoints"]
     assert (first["name"], first["step"], first["sound"], first["problems"]) == ("step-00000010", 10, True, [])
-    assert first["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 2}
+    assert first["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2}
     assert first["world_size"] == 3
     assert first["bytes"] == sum(p.stat().st_size for p in Path(first["path"]).iterdir() if p.name != "manifest.json")
     assert second["sound"] is False
