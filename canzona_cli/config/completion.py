@@ -108,7 +108,7 @@ def prepare_completion_options(arguments: list[str]) -> None:
 def _profiles_here() -> list[str]:
     """Profiles in this folder, as `canzona calibrate` leaves them."""
     found = []
-    for file in sorted(Path().glob("*.yaml")):
+    for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # nobody waits for a pipe
         try:
             with file.open(encoding="utf-8", errors="replace") as text:
                 if CALIBRATED in text.readline():

@@ -91,7 +91,12 @@ def _bound(error: str, context: Mapping[str, object]) -> str:
 def _out_of_range(setting: Setting, value: object, shown: object, place: str) -> Problem:
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     reason = f"must be {setting.range}{place}" if finite else f"is not a finite number{place}"
-    fix = _example(setting) + (", or null to have it chosen" if setting.optional else "")
+    fix = _example(setting)
+    if isinstance(value, int) and setting.kind == "integer":
+        low = value < setting.range.at_least
+        bound = setting.range.at_least if low else min(setting.range.at_most, setting.range.below - 1)
+        fix = f"use {setting.key}={bound:.0f} or {'more' if low else 'less'}"
+    fix += ", or null to have it chosen" if setting.optional else ""
     return Problem(key=setting.key, value=shown, reason=reason, fix=fix)
 
 

@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -33,6 +34,14 @@ from canzona_cli.model.matrix import Kind, Matrix
 _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
 _MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
+_LONGEST = 1 << 24
+"""Rows or columns of one weight."""
+_LARGEST = 10**12
+"""Elements of one."""
+_MOST = 2048
+"""Layers, and matrices of one shape in a layer."""
+_MOST_MATRICES = 500_000
+"""A plan of so many takes a minute."""
 _HEAD_DIM = 128
 """For a model that does not give one."""
 
@@ -152,14 +161,22 @@ class _Reader:
                 continue
             if part is not tree:
                 self._known(part, ("layers", "other", "matrices"), prefix)
-            count = self._number(part, "layers", prefix, least=1)
-            others.append(self._number(part, "other", prefix, least=0, default=0))
-            blocks.append(LayerBlock(layers=count, matrices=tuple(self._matrices(part.get("matrices"), prefix))))
+            count = self._number(part, "layers", prefix, least=1, most=_MOST)
+            others.append(self._number(part, "other", prefix, least=0, most=_LARGEST, default=0))
+            blocks.append(
+                LayerBlock(
+                    layers=count,
+                    matrices=tuple(islice(self._matrices(part.get("matrices"), prefix), _MOST_MATRICES + 1)),
+                )
+            )
+            if (there := sum(block.layers * len(block.matrices) for block in blocks)) > _MOST_MATRICES:
+                self._wrong(f"{prefix}matrices", there, f"must be at most {_MOST_MATRICES:,} in all layers")
+                break
         return ModelShapes(
             name=self._text(tree, "name", "", default="shapes"),
             hidden_size=hidden,
-            embedding=self._number(tree, "embedding", "", least=0),
-            output=self._number(tree, "output", "", least=0, default=0),
+            embedding=self._number(tree, "embedding", "", least=0, most=_LARGEST),
+            output=self._number(tree, "output", "", least=0, most=_LARGEST, default=0),
             heads=heads,
             kv_heads=self._number(tree, "kv_heads", "", least=1, default=heads),
             head_dim=head_dim,
@@ -187,7 +204,7 @@ class _Reader:
             if shard and shard not in _SHARDS:
                 self._wrong(f"{at}shard", shard, "must be rows, cols or none")
             rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
-            copies = self._number(entry, "count", at, least=1, default=1)
+            copies = self._number(entry, "count", at, least=1, most=_MOST, default=1)
             for copy in range(copies):
                 number = f".{copy}" if copies > 1 else ""
                 unit = self._text(entry, "unit", at, default=f"{name}:own") + number
@@ -202,7 +219,14 @@ class _Reader:
                 )
 
     def _number(
-        self, tree: Mapping[object, object], key: str, at: str, *, least: int, default: int | None = None
+        self,
+        tree: Mapping[object, object],
+        key: str,
+        at: str,
+        *,
+        least: int,
+        most: int = _LONGEST,
+        default: int | None = None,
     ) -> int:
         value = tree.get(key, default)
         if value is None:
@@ -211,6 +235,8 @@ class _Reader:
             self._wrong(at + key, value, "is not a whole number")
         elif value < least:
             self._wrong(at + key, value, f"must be at least {least}")
+        elif value > most:
+            self._wrong(at + key, value, f"must be at most {most}")
         else:
             return value
         return max(least, 1)

@@ -31,6 +31,7 @@ COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
 _PROBES = (float(1 << 20), float(8 << 20))
 """Bytes of two exchanges of usual sizes."""
+_NO_TIME_S = 1e-12
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -249,7 +250,8 @@ def _exchange_link(config: RunConfig, layout: Layout) -> ExchangeCost:
         return ExchangeCost()
     # What two sizes take gives latency and bandwidth, whether from the profile's figures or its measurements.
     small, large = (links.all_to_all([size] * group.size, [size] * group.size, group).seconds for size in _PROBES)
-    bytes_per_s = (_PROBES[1] - _PROBES[0]) / (large - small)
+    # A profile may say that the larger takes no longer: then there is latency, and next to nothing else.
+    bytes_per_s = (_PROBES[1] - _PROBES[0]) / max(large - small, _NO_TIME_S)
     return ExchangeCost(bytes_per_s=bytes_per_s, latency_s=max(0.0, small - _PROBES[0] / bytes_per_s))
 
 

@@ -221,6 +221,13 @@ def test_values_that_no_run_has_are_refused_at_once(overrides: str, key: str) ->
     assert key in {problem.key for problem in refused.value.problems}
 
 
+@pytest.mark.parametrize("larger_s", [0.01, 1e-12])
+def test_a_profile_whose_messages_take_no_longer_for_being_longer_is_planned_with(larger_s: float) -> None:
+    table = f"[[all_to_all,2,1024,0.01,0],[all_to_all,2,1000000000,{larger_s},0]]"
+    run = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"cluster.collectives={table}"]).config
+    assert obtain_plan(*resolve(run), Path("none")) is not None
+
+
 def _sealed(content: dict[str, object]) -> str:
     return json.dumps({**content, "hash": content_hash(content)})
 

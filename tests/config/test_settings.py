@@ -64,6 +64,7 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
         assert (problem.key, problem.value) == (setting.key, value)
         assert problem.reason == f"must be {limits} (in a file)"
         assert f"{setting.key}=" in problem.fix
+        assert ("or more" in problem.fix or "or less" in problem.fix) == (setting.kind == "integer")
 
 
 def _numbers(hint: object, bounded: bool = False) -> Iterator[bool]:

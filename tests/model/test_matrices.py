@@ -12,6 +12,7 @@ from canzona_cli.config.layout_rules import possible_tp
 from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.errors import ConfigError
 from canzona_cli.model import qwen3
+from canzona_cli.model import shapes as shapes_file
 from canzona_cli.model.matrices import layer_shapes, matrices, stage_matrices
 from canzona_cli.model.shapes import load_shapes
 from tests.sizes import SHAPES, Size, layout, model
@@ -211,6 +212,10 @@ blocks:
         (("embedding: 98304", "embedings: 98304"), "embedding: has no value"),
         (("embedding: 98304", "embedings: 98304"), "embedings: is not one of"),
         (("layers: 4", "layers: 0"), "layers: must be at least 1"),
+        (("layers: 4", "layers: 1000000000"), "layers: must be at most 2048"),
+        (("hidden_size: 256", "hidden_size: 10000000000000"), "hidden_size: must be at most"),
+        (("shard: cols", "shard: cols, count: 1000000000"), "count: must be at most 2048"),
+        (("layers: 4", "layers: 2048"), "must be at most 1,000 in all layers"),
         (("shard: cols", "shard: columns"), "matrices.0.shard: must be rows, cols or none"),
         (("rows: 128", "rows: -1"), "matrices.2.rows: must be at least 1"),
         (("name: up", "name: gate"), "matrices.5.name: is the name of two matrices"),
@@ -220,8 +225,9 @@ blocks:
     ],
 )
 def test_mistakes_in_a_file_of_shapes_are_named_by_their_place(
-    tmp_path: Path, change: tuple[str, str], problem: str
+    tmp_path: Path, change: tuple[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shapes_file, "_MOST_MATRICES", 1_000)
     with pytest.raises(ConfigError) as caught:
         load_shapes(written(tmp_path, OWN.replace(*change)))
     assert problem in str(caught.value)
