@@ -29,6 +29,9 @@ class _Stream(io.FileIO):
     lost: ClassVar[OSError | None] = None
     """Why something was lost, the first time."""
     _stuck = False
+    before: TextIO | None = None
+    """What wrote to it until now. It stays: when it goes, it may close the descriptor, and the next file that is opened
+    would be the output."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         text, done = memoryview(data).cast("B"), 0
@@ -81,6 +84,7 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
             return stream
         encoding, at_once = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
+    raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
     # A name that is no text in this encoding is shown by its escapes. What a rank says is written before it may die.
     buffer = raw if at_once else io.BufferedWriter(raw)

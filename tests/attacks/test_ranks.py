@@ -1,6 +1,8 @@
 """What a rank says decides nothing of how it ends, either."""
 
 import os
+import sys
+from io import FileIO, TextIOWrapper
 
 import canzona_cli.megatron  # noqa: F401 - which the rank, a fork of this process, need not import then
 from canzona_cli.run.files import RunFiles
@@ -12,8 +14,10 @@ from tests.attacks.victim import FULL, Streams, Victim, become
 
 
 def talkative(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    for line in range(100):
-        print("a library says something", line, flush=True)
+    with (files.root / "own").open("w") as own:
+        assert own.fileno() > 2, "a file of the run has become the output"
+        for line in range(100):
+            print("a library says something", line, flush=True)
     return "done"
 
 
@@ -25,6 +29,8 @@ def test_a_rank_whose_log_lies_on_a_full_disk_works_on(files: RunFiles, record_a
         try:
             ranked = {"RANK": "0", "WORLD_SIZE": "1", "CANZONA_AGENT_PID": None}
             become([], Streams(stdin=disk, stdout=disk, stderr=disk), files.root, ranked)
+            # As `canzona_cli.training.agent` leaves them.
+            sys.stdout, sys.stderr = (TextIOWrapper(FileIO(number, "w"), write_through=True) for number in (1, 2))
             run_rank(files.root, talkative)
         finally:
             os._exit(120)
@@ -32,4 +38,5 @@ def test_a_rank_whose_log_lies_on_a_full_disk_works_on(files: RunFiles, record_a
     rank = Victim(pid)
     assert rank.finish() == 0
     assert read_rank(files, 0).status == "done"
+    assert not (files.root / "own").read_bytes()
     record_attack(attack="a rank's log on a full disk", answer="worked on", exit_code=0)
