@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -97,36 +98,43 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
 def test_launches_killed_at_20_random_moments_cost_no_bit(
     tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
 ) -> None:
-    """The launcher, torchrun or a rank, while they start, train or save; a new run whenever one has come to its end."""
-    (tmp_path / "whole").mkdir()
-    begun = time.monotonic()
-    whole = TrainingRun(tmp_path / "whole", corpus_cache, *LONG)
+    """The launcher, torchrun or a rank: a quarter of them at any moment of a launch, most of which is its start, the
+    others while they train or save; a new run whenever one has come to its end."""
+
+    def begin(name: str) -> TrainingRun:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return TrainingRun(tmp_path / name, corpus_cache, *LONG)
+
+    begun, whole = time.monotonic(), begin("whole")
     code, output = whole.finish()
     assert code == 0, output
     longest_s = time.monotonic() - begun
     kills: list[int] = []
-    runs = 0
+    runs = reached = 0
     while len(kills) < 20 or code != 0:
-        broken = tmp_path / f"broken-{runs}"
-        broken.mkdir(exist_ok=True)
-        run = TrainingRun(broken, corpus_cache, *LONG)
+        run = begin(f"broken-{runs}")
         if len(kills) < 20:
-            time.sleep(chance.uniform(0.0, longest_s))
+            begun, moment, target = time.monotonic(), chance.uniform(0.0, longest_s), reached + chance.randint(1, 25)
+            anywhen = chance.random() < 0.25
+            while run.process.poll() is None and (time.monotonic() - begun < moment if anywhen else run.steps < target):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 0.2))
         if len(kills) < 20 and run.process.poll() is None:
             family = run.processes()
-            chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)
-            kills.append(run.steps)
-            print(f"kill {len(kills)} after step {run.steps} of run {runs}", flush=True)
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)
+            reached = run.steps
+            kills.append(reached)
             code, _ = run.finish()
             assert not alive(family)
         else:
             code, output = run.finish()
         if code == 0:
             assert ending(run.files.root) == ending(whole.files.root)
-            runs += 1
+            runs, reached = runs + 1, 0
     print(f"killed after steps {kills}, {runs} runs")
     record_attack(
-        attack=f"SIGKILL at 20 random moments of {runs} runs, started again each time",
+        attack=f"SIGKILL of launcher, torchrun or a rank at 20 random moments of {runs} runs, started again each time",
         answer="ended bit for bit as an unbroken run",
         exit_code=0,
     )
