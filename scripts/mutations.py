@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "scripts" / "mutations.yaml"
 PATIENCE_S = 600
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+"""Names of parametrised tests may have blanks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,3 +22,14 @@ def test_weights_are_written_where_they_are_finite_without_waiting_and_without_m
     assert max(record.made_bytes) < rounded.nbytes
     # 1.001 rounds to 1 in bf16.
     assert [set(target.flatten().tolist()) for target in targets] == [{1.0}, {0.0}, {3.0}]
+
+
+def test_each_weight_has_the_flag_at_its_own_place() -> None:
+    """On CPUs, where flags are read; in no order."""
+    sources = [torch.full((2, 3), value) for value in (1.0, 2.0, 3.0)]
+    targets = [torch.zeros(2, 3) for _ in sources]
+    writes = [
+        (place, Write(target=targets[place], source=sources[place], rounded=targets[place])) for place in (2, 0, 1)
+    ]
+    write_finite(writes, torch.tensor([1.0, torch.inf, 3.0]), on_host=True)
+    assert [set(target.flatten().tolist()) for target in targets] == [{1.0}, {0.0}, {3.0}]
