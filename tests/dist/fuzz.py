@@ -382,7 +382,8 @@ def _judged(first: Leg, second: Leg, began: list[Weighed], ended: list[Weighed],
     if expected.keys() != found.keys():
         return Judged(case=first.case, wrong=(*wrong, "other masters"), apart=math.inf, control=math.inf)
     shaking = {name: _distance(control[name], value) for name, value in expected.items()}
-    usual = median(shaking.values())
+    # SOAP amplifies rounding in whichever matrix has a factor full of it; with the others all masters fare alike.
+    usual = max(shaking.values()) if first.config.optimizer.name == "soap" else median(shaking.values())
     worst = 0.0
     for name, value in expected.items():
         allowed = SLACK * max(shaking[name], usual) + FLOOR
