@@ -151,11 +151,13 @@ def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoin
     """What the workers are told; call it when what later steps left has been cut away."""
     interval = config.train.eval_interval
     due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
-    done = any(line.step == found.step for line in read_lines(files.validation, ValidationLoss)[0])
+    validations = read_lines(files.validation, ValidationLoss)[0]
+    done = next((line for line in validations if line.step == found.step), None)
     return ResumePoint(
         checkpoint=str(found.checkpoint),
         step=found.step,
-        validate=due and not done,
+        validate=due and done is None,
+        validation=done,
         asked=config.checkpoint.resume,
         weights_only=found.weights_only,
     )

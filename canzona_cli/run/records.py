@@ -101,6 +101,8 @@ class ResumePoint:
     step: int
     validate: bool
     """Whether to validate before the first step."""
+    validation: "ValidationLoss | None" = None
+    """Of the checkpoint's step, where it was made: after the save, so the checkpoint does not know of it."""
     asked: str
     """`checkpoint.resume` of the launch."""
     weights_only: bool = False

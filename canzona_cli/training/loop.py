@@ -12,7 +12,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGrad
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import Ending, StepMetrics
+from canzona_cli.run.records import Ending, StepMetrics, ValidationLoss
 from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.divergence import Divergence, DivergenceGuard
@@ -51,6 +51,8 @@ class Start:
     progress: Progress = _BEGINNING
     validate: bool = True
     """Whether the model is validated before anything else."""
+    validation: ValidationLoss | None = None
+    """What an earlier launch found behind the same step, after saving it."""
 
 
 @dataclass
@@ -92,6 +94,10 @@ class Training:
         self.journal.stage("train", plural(last - self.progress.step, "step"))
         if self.start.validate:
             self._validate()
+        elif self.start.validation is not None:
+            found = self.start.validation.loss
+            self._divergence.validated(self.progress.step, math.nan if found is None else found, final=False)
+            self._remember()  # the launch that made it has said what there was to say
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
             trainee.timer.keep(*config.run.trace_steps)

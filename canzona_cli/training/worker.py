@@ -59,7 +59,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         manifest = verify_together(world, checkpoint)
         restore(trainee, checkpoint, manifest, weights_only=resumed.weights_only)
         if not resumed.weights_only:
-            start = Start(progress=manifest.progress, validate=resumed.validate)
+            start = Start(progress=manifest.progress, validate=resumed.validate, validation=resumed.validation)
             record.step = manifest.progress.step
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))

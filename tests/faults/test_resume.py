@@ -18,7 +18,7 @@ from tests.faults.forked import forked_run
 from tests.faults.support import TrainingRun, alive
 from tests.faults.table import RecordFault
 
-STEPS = 30
+STEPS = 20
 EVERY = 5
 """Steps between two checkpoints."""
 SHORT = (
