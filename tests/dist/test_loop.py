@@ -160,7 +160,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
 def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
     """Found without any help: the weights overflow, then the loss does."""
     endings = _run(
-        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e30", "optimizer.highest_lr=1e30",
+        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e9", "optimizer.highest_lr=1e9",
         "optimizer.min_lr=0",
         "schedule.decay=constant", "schedule.warmup_steps=0", validation=False,
     )  # fmt: skip
@@ -296,7 +296,7 @@ def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:
     """With a learning rate below any rounding the model stays, and so must its validation loss."""
     root = tmp_path / "run"
     _run(
-        root, *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e-30", "optimizer.min_lr=0", "train.eval_interval=2"
+        root, *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e-9", "optimizer.min_lr=0", "train.eval_interval=2"
     )  # fmt: skip
     losses = [line["loss"] for line in _lines(RunFiles(root).validation)]
     assert len(losses) == 3

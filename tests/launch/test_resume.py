@@ -139,7 +139,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(
     assert not run.files.stop_requested()
     assert {path.name for path in run.files.checkpoints.iterdir()} == {"step-00000003", "step-00000005"}
     assert read_json(run.files.resume) == {
-        "checkpoint": str(found.checkpoint), "step": 5, "validate": False, "asked": "auto",
+        "checkpoint": str(found.checkpoint), "step": 5, "validate": False, "validation": None, "asked": "auto",
         "weights_only": False,
     }  # fmt: skip
 
@@ -157,6 +157,9 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
     told = read_json(run.files.resume)
     assert told is not None
     assert told["validate"] is due
+    found = told["validation"]
+    assert (found is None) is (not validated or step != 4), "what was found behind a save is told to the guards again"
+    assert found is None or (found["step"], found["loss"]) == (4, 2.0)
 
 
 def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(config: RunConfig) -> None:
@@ -259,7 +262,8 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     assert warning.endswith(f"the ids of {config.data.tokenizer}")
     newest = files_of(config).checkpoints / "step-00000004"
     assert read_json(run.files.resume) == {
-        "checkpoint": str(newest), "step": 0, "validate": True, "asked": "auto", "weights_only": True
+        "checkpoint": str(newest), "step": 0, "validate": True, "validation": None, "asked": "auto",
+        "weights_only": True,
     }  # fmt: skip
     del run
     save(new, 2)

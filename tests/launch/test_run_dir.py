@@ -88,6 +88,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     assert read_json(run.files.layout) == {
         "tp": 1,
         "pp": 1,
+        "vpp": 1,
         "cp": 1,
         "dp": 2,
         "micro_batch_size": 1,
