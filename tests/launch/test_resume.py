@@ -16,9 +16,9 @@ from canzona_cli.errors import CheckpointInvalid, ConfigError
 from canzona_cli.launch.resume import reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
-from canzona_cli.run.codec import JsonLines
+from canzona_cli.run.codec import JsonLines, load_if_sound
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
-from canzona_cli.run.records import RunResult, RunStatus
+from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, ValidationLoss
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config
 
@@ -154,12 +154,11 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
         files_of(config).validation.write_text("\n".join(lines) + "\n")
     run = RunDirectory.create(config, goes_on=True)
     run.go_on(config, LAYOUT)
-    told = read_json(run.files.resume)
+    told = load_if_sound(run.files.resume, ResumePoint)
     assert told is not None
-    assert told["validate"] is due
-    found = told["validation"]
-    assert (found is None) is (not validated or step != 4), "what was found behind a save is told to the guards again"
-    assert found is None or (found["step"], found["loss"]) == (4, 2.0)
+    assert told.validate is due
+    # What was found behind a save is told to the guards again.
+    assert told.validation == (ValidationLoss(step=4, loss=2.0, time=1004.0) if validated and step == 4 else None)
 
 
 def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(config: RunConfig) -> None:
