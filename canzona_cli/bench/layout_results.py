@@ -24,15 +24,17 @@ LEAST_SHARE = 0.01
 
 
 def layout_name(layout: Layout) -> str:
-    """`tp2-pp1-cp1-dp2-mb4-none`: for files, and for every layout of a run another."""
-    sizes = (
-        ("tp", layout.tp),
-        ("pp", layout.pp),
-        ("cp", layout.cp),
-        ("dp", layout.dp),
-        ("mb", layout.micro_batch_size),
-    )
-    return "-".join([*(f"{name}{size}" for name, size in sizes), layout.recompute])
+    """`tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`: for files, and for every layout of a run another."""
+    chunks = {"vpp": layout.vpp} if layout.vpp > 1 else {}
+    sizes = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        **chunks,
+        "cp": layout.cp,
+        "dp": layout.dp,
+        "mb": layout.micro_batch_size,
+    }
+    return "-".join([*(f"{name}{size}" for name, size in sizes.items()), layout.recompute])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,3 +145,8 @@ def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None
     assert content["chosen_slower"] == pytest.approx(1 / 0.9 - 1)
     assert (content["best"], content["recipe_file"]) == (layout_name(TP4), "mine.yaml")
     assert len(content["result"]["layouts"][layout_name(DP4)]["measured"]) == 1, "raw numbers are kept"
+
+
+def test_layouts_that_differ_in_their_model_chunks_alone_have_names_of_their_own() -> None:
+    assert layout_name(layout(pp=2, dp=2, count=2)) == "tp1-pp2-cp1-dp2-mb1-none"
+    assert layout_name(layout(pp=2, vpp=2, dp=2, count=2)) == "tp1-pp2-vpp2-cp1-dp2-mb1-none"
