@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from . import symmetric
 from .workspace import Workspace
 
 CoefficientSet = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
@@ -58,12 +59,6 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
 REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
 """Sets that end in a triple which settles at 1: further steps repeat it. The others start over."""
 
-STRIPS = 3
-"""Row strips of a symmetric product. On one core of a Xeon with AMX, 768x2560 in bf16: the whole product 2.7 ms, three
-strips and the mirror 2.1 ms; two and four are slower."""
-STRIP_MIN_SIDE = 768
-"""Below, and nearer to square, more calls and the mirror cost what the strips save (512x2560, 1024x1024)."""
-
 
 def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, float], ...]:
     """(a, b, c) of each step."""
@@ -90,27 +85,13 @@ def newton_schulz(x: torch.Tensor, steps: Sequence[tuple[float, float, float]], 
     gram = workspace.get("ns_gram", (*x.shape[:-2], side, side), x.dtype, x.device)
     poly = workspace.get("ns_poly", gram.shape, x.dtype, x.device)
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
-    strips = x.device.type == "cpu" and x.ndim == 2 and x.dtype == torch.bfloat16
     for a, b, c in steps:
         short = x if wide else x.mT  # (side, long)
-        if strips and side >= STRIP_MIN_SIDE and short.size(1) >= 2 * side:
-            _gram_in_strips(short, gram)
-        else:
-            torch.matmul(short, short.mT, out=gram)
-        fused(gram, gram, gram, beta=b, alpha=c, out=poly)
+        symmetric.gram(short, gram)
+        symmetric.product(gram, gram, poly, add=gram, beta=b, alpha=c)
         if wide:
             fused(x, poly, x, beta=a, out=twin)
         else:
             fused(x, x, poly, beta=a, out=twin)
         x, twin = twin, x
     return x
-
-
-def _gram_in_strips(x: torch.Tensor, out: torch.Tensor) -> None:
-    """X X^T by its lower block triangle, two thirds of the products, and a mirror image."""
-    side = x.size(0)
-    height = -(-side // (32 * STRIPS)) * 32
-    for top in range(0, side, height):
-        end = min(side, top + height)
-        torch.mm(x[top:end], x[:end].mT, out=out[top:end, :end])
-        out[:top, top:end].copy_(out[top:end, :top].mT)
