@@ -1,5 +1,6 @@
 """Sequences cut over context-parallel ranks train the model that whole ones train."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,6 +46,13 @@ def _resolve(where: str, how: str) -> tuple[RunConfig, Layout]:
 @cache
 def _found(where: str) -> dict[str, Found]:
     return compared.found({how: _resolve(where, how) for how in SETTINGS})
+
+
+def test_a_loss_is_the_mean_over_the_tokens_that_count() -> None:
+    """More than a quarter do not. Weights as small as the first ones give any token the chance of every other."""
+    config, _ = _resolve("one rank", "adamw")
+    first = _found("one rank")["adamw"].losses[0]
+    assert first == pytest.approx(math.log(config.model.vocab_size), rel=0.02)
 
 
 @pytest.mark.parametrize("where", [where for where in LAYOUTS if where != "one rank"])
