@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
+from canzona_cli.config.schema.field import bound_words
 from canzona_cli.config.settings import Setting, sections, setting_of, settings
 from canzona_cli.errors import Problem, closest
 
@@ -56,7 +57,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                     if isinstance(whole, Mapping):
                         key, whole = f"{key}.{detail['loc'][1]}", whole[detail["loc"][1]]
                     if all(problem.key != key for problem in problems):  # somewhere inside a list: said once
-                        bound = _bound(detail["type"], detail.get("ctx", {}))
+                        bound = _bound(detail["type"], detail.get("ctx", {}), detail["input"])
                         inside = f"has {detail['input']}, and that must be {bound}" if bound else ""
                         problems.append(_bad_inside(key, whole, inside, texts, where))
         elif name in sections():
@@ -75,22 +76,27 @@ def _adapter(kind: type[object]) -> TypeAdapter[object]:
     return TypeAdapter(kind)
 
 
-_BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-"""pydantic's name of an error, and of the bound that was crossed."""
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+"""By pydantic's name of an error: its name of the bound that was crossed, and ours."""
 
 
-def _bound(error: str, context: Mapping[str, object]) -> str:
+def _bound(error: str, context: Mapping[str, float], value: float) -> str:
     """The bound that a number inside a list or a mapping is beyond; empty where something else is wrong."""
     if error not in _BOUNDS:
         return ""
-    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    name = _BOUNDS[error]
-    return f"{words[name]} {context[name]:.16g}"
+    key, name = _BOUNDS[error]
+    return bound_words(name, context[key], value)
 
 
 def _out_of_range(setting: Setting, value: object, shown: object, place: str) -> Problem:
-    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    reason = f"must be {setting.range}{place}" if finite else f"is not a finite number{place}"
+    reason = f"is not a finite number{place}"
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        reason = f"must be {setting.range.words(value)}{place}"
     fix = _example(setting)
     if isinstance(value, int) and setting.kind == "integer":
         low = value < setting.range.at_least

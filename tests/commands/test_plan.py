@@ -280,7 +280,7 @@ def test_own_shapes_are_planned(tmp_path: Path) -> None:
         (("cluster=h100",), 2, "h100-80g"),
         (("engine.alpha=1.5",), 2, "at least 0 and at most 1"),
         (("engine.alpha=-0.1",), 2, "at least 0 and at most 1"),
-        (("engine.c_max_mib=0",), 2, "must be at least"),
+        (("engine.c_max_mib=0",), 2, "must be above 0"),
         (("parallel.tp=2", "engine.c_max_mib=0.1"), 2, "use engine.c_max_mib="),
         (("engine.layout=diagonal",), 2, "contiguous"),
         (("parallel.tp=3",), 2, "parallel.tp"),

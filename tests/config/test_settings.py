@@ -62,7 +62,7 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
         assert isinstance(found, list)
         (problem,) = found
         assert (problem.key, problem.value) == (setting.key, value)
-        assert problem.reason == f"must be {limits} (in a file)"
+        assert problem.reason == f"must be {limits.words(value)} (in a file)"
         assert f"{setting.key}=" in problem.fix
         assert ("or more" in problem.fix or "or less" in problem.fix) == (setting.kind == "integer")
 
@@ -92,11 +92,12 @@ def test_numbers_inside_lists_and_mappings_have_ranges_too() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("cluster.matmul_tflops=[[2048,1e300]]", "has 1e+300, and that must be at most 1000000000"),
-        ("cluster.collectives=[[all_reduce,2,1024,0,1]]", "has 0, and that must be at least 1e-12"),
-        ("cluster.step_factors={exchange:0}", "has 0, and that must be at least 1e-06"),
-        ("cluster.step_factors={exchange:-1}", "has -1, and that must be at least 1e-06"),
-        ("cluster.step_factors={exchange:nan}", "has nan, and that must be at most 1000000"),
+        ("cluster.matmul_tflops=[[2048,1e300]]", "has 1e+300, and that must be at most 1,000,000,000"),
+        ("cluster.collectives=[[all_reduce,2,1024,0,1]]", "has 0, and that must be above 0"),
+        ("cluster.step_factors={exchange:0}", "has 0, and that must be above 0"),
+        ("cluster.step_factors={exchange:-1}", "has -1, and that must be above 0"),
+        ("cluster.step_factors={exchange:nan}", "has nan, and that must be at most 1,000,000"),
+        ("cluster.step_factors={exchange:1e-7}", "has 1e-07, and that must be at least 1e-06"),
         ("run.trace_steps=[0,5]", "has 0, and that must be at least 1"),
     ],
 )
@@ -106,6 +107,21 @@ def test_a_number_inside_a_list_or_mapping_is_refused_with_its_bound(override: s
     (problem,) = caught.value.problems
     assert problem.key.startswith(override.partition("=")[0])
     assert problem.reason == said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr=0", "must be above 0 and at most 1,000,000,000"),
+        ("optimizer.lr=-1", "must be above 0 and at most 1,000,000,000"),
+        ("optimizer.lr=1e-10", "must be at least 1e-09 and at most 1,000,000,000"),
+        ("optimizer.weight_decay=-1", "must be at least 0 and at most 1,000,000,000"),
+    ],
+)
+def test_a_bound_that_stands_for_zero_is_called_zero(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=tiny", override])
+    assert [problem.reason for problem in caught.value.problems] == [said]
 
 
 def test_what_a_recipe_itself_gives_out_of_range_hides_nothing(tmp_path: Path) -> None:

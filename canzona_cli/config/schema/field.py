@@ -64,9 +64,22 @@ class Range:
     def __contains__(self, value: float) -> bool:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
 
-    def __str__(self) -> str:
+    def words(self, value: float) -> str:
+        """What a number that is not in it must be."""
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        return " and ".join(f"{name} {bound:.16g}" for name, bound in bounds.items() if math.isfinite(bound))
+        return " and ".join(bound_words(*item, value) for item in bounds.items() if math.isfinite(item[1]))
+
+
+def bound_words(name: str, bound: float, value: float) -> str:
+    """`at most 1,000,000,000`: a bound that a number must keep. The tiny ones only keep zero out: one that is not even
+    above zero is told just that.
+
+    Args:
+        name: `above`, `at least`, `below` or `at most`.
+    """
+    if name == "at least" and 0 < bound < 1e-5 and value <= 0:
+        return "above 0"
+    return f"{name} {bound:,.16g}"
 
 
 @dataclass(frozen=True)
