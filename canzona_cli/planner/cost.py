@@ -8,15 +8,16 @@ the measurement counts instead.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.physics import SCATTER
 from canzona_cli.config.schema import (
     ClusterConfig,
     CustomConfig,
+    Form,
     MuonConfig,
     OptimizerConfig,
     Precision,
@@ -45,6 +46,11 @@ GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that 4."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
+GRAM_RESTART = 2
+"""Newton-Schulz steps behind which the Gram form makes the iterate, and its Gram matrix anew from that: the first steps
+stretch small singular values most, and with them what was rounded."""
+GRAM_GAIN = 0.95
+"""The Gram form is chosen where it takes at most this share of the standard form's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ class Work:
 
     products: tuple[tuple[int, int, int, int], ...] = ()
     """Dense products: how many of (m, k) by (k, n)."""
+    symmetric: tuple[tuple[int, int, int], ...] = ()
+    """Those of (m, k) by (k, m) whose result is symmetric; a kernel that knows it needs half of it."""
     qr: tuple[int, ...] = ()
     """Sides of the squares whose Q is computed."""
     eigh: tuple[int, ...] = ()
@@ -66,8 +74,21 @@ class Work:
     @property
     def flops(self) -> float:
         """QR with explicit Q is 4/3 n^3 + 4/3 n^3, eigh with vectors 9 n^3 (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
-        products = sum(2.0 * count * m * k * n for count, m, k, n in self.products)
-        return self.elementwise + products + sum(8 / 3 * n**3 for n in self.qr) + sum(9.0 * n**3 for n in self.eigh)
+        return (
+            self.elementwise
+            + self.product_flops
+            + sum(8 / 3 * n**3 for n in self.qr)
+            + sum(9.0 * n**3 for n in self.eigh)
+        )
+
+    @property
+    def product_flops(self) -> float:
+        """Of all products, symmetric ones in full."""
+        return sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self.symmetric_flops
+
+    @property
+    def symmetric_flops(self) -> float:
+        return sum(2.0 * count * m * k * m for count, m, k in self.symmetric)
 
 
 def algorithm(config: RunConfig) -> Algorithm:
@@ -78,7 +99,9 @@ def algorithm(config: RunConfig) -> Algorithm:
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     if isinstance(optimizer, MuonConfig):
-        return Algorithm(name="muon", ns_steps=optimizer.ns_steps, precision=precision, stack=optimizer.stack)
+        return Algorithm(
+            name="muon", ns_steps=optimizer.ns_steps, form=optimizer.form, precision=precision, stack=optimizer.stack
+        )
     if isinstance(optimizer, ShampooConfig | SoapConfig):
         return Algorithm(
             name=optimizer.name,
@@ -99,19 +122,20 @@ def implementation(config: RunConfig) -> Implementation:
 
 
 def label(a: Algorithm) -> str:
-    """What a measurement of an algorithm is filed under: muon/standard/5, muon/standard/5/stacked, soap, custom."""
+    """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, custom."""
     if a.custom:
         return "custom"
     if a.name != "muon":
         return a.name
-    return f"muon/{a.newton_schulz}/{a.ns_steps}{'/stacked' if a.stack else ''}"
+    return f"muon/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
     """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
-    - muon, Newton-Schulz (Jordan et al. 2024), s steps: s (4 m^2 n + 2 m^3) for X X', A A and B X;
+    - muon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B X; Gram
+      form, see `_gram`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
@@ -120,30 +144,42 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - adamw: 15 per element.
     A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
     """
-    step, refresh = work(a, rows, cols)
-    return step.flops + refresh.flops / a.refresh_period
+    return min(step.flops + refresh.flops / a.refresh_period for step, refresh in _works(a, rows, cols))
 
 
 def seconds(
     a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> float:
-    """Seconds of one update on one device; refreshes spread over their period.
+    """Seconds of one update on one device, in its form; refreshes spread over their period.
 
     Args:
-        implementation: megatron for what Megatron's own strategies execute, where that was measured apart.
+        implementation: megatron for what Megatron's own strategies execute: as measured apart where it was, and always
+            the standard form in full products.
     """
     if implementation == "megatron":
+        a, cluster = replace(a, form="standard"), replace(cluster, symmetric_factor=1.0)
         own = _measured(a, rows, cols, cluster, prefix="megatron/")
         if own is not None:
             return own
-    return _measured(a, rows, cols, cluster) or _modelled(a, rows, cols, cluster)[0]
+    return _seconds(replace(a, form=form_of(a, rows, cols, cluster)), rows, cols, cluster)
+
+
+def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
+    """How a (rows, cols) matrix is orthogonalised: as the run says or, by itself, what this device does faster.
+
+    It depends on the shape and the profile alone, so a matrix has one form whoever updates it.
+    """
+    if a.form != "auto":
+        return a.form
+    standard, gram = (_seconds(replace(a, form=form), rows, cols, cluster) for form in get_args(Form))
+    return "gram" if gram <= GRAM_GAIN * standard else "standard"
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Seconds of an update in the step that refreshes; a measurement is scaled as the model's are to each other."""
+    a = replace(a, form=form_of(a, rows, cols, cluster))
     mean, peak = _modelled(a, rows, cols, cluster)
-    measured = _measured(a, rows, cols, cluster)
-    return peak if measured is None else measured * peak / mean
+    return _seconds(a, rows, cols, cluster) * (peak / mean)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
@@ -197,6 +233,7 @@ def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: U
 def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """What every update of a (rows, cols) matrix does, and what one with a refresh does on top."""
     if a.name == "muon":
+        assert a.form != "auto"
         return _muon(a, rows, cols), Work()
     if a.name == "shampoo":
         return _shampoo(a, rows, cols)
@@ -214,10 +251,32 @@ def _muon(a: Algorithm, rows: int, cols: int) -> Work:
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
     around = (76 + width + (12 if width == 2 else 0)) * m * n
+    if a.form == "gram":
+        return _gram(steps, m, n, width, around)
     return Work(
-        products=((steps, m, n, m), (steps, m, m, m), (steps, m, m, n)),
+        products=((steps, m, m, n),),
+        symmetric=((steps, m, n), (steps, m, m)),
         traffic=around + 2 * width * steps * (m * n + m * m),
         launches=13 + 5 * steps,
+    )
+
+
+def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
+    """The Gram form: X X' and Q X once in each of its parts, and in between polynomials of the Gram matrix R alone.
+
+    Every step takes R R; all but a part's first take Q P, all but its last P R P, for P the step's polynomial and Q the
+    product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
+    u = 2 m^3 and r = n / m, 5 steps in parts of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
+
+    Each step passes four times over a square: what `addmm` adds to, and diagonals.
+    """
+    parts = 1 if steps <= GRAM_RESTART else 2
+    squares = 4 * steps - 3 * parts
+    return Work(
+        products=((parts, m, m, n),),
+        symmetric=((parts, m, n), (squares, m, m)),
+        traffic=around + 4 * width * steps * m * m,
+        launches=13 + 2 * parts + squares + 3 * steps,
     )
 
 
@@ -268,6 +327,25 @@ def _sided(
         yield applied, side, side, other
 
 
+def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
+    """Of each form that it may have."""
+    for form in get_args(Form) if a.form == "auto" else (a.form,):
+        yield work(replace(a, form=form), rows, cols)
+
+
+def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+    """Of one form: measured, or else modelled; where only another form was measured, scaled as the model's are."""
+    own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
+    if own is not None:
+        return own
+    for form in get_args(Form) if a.name == "muon" else ():
+        other = replace(a, form=form)
+        found = _measured(other, rows, cols, cluster)
+        if found is not None:
+            return found * modelled / _modelled(other, rows, cols, cluster)[0]
+    return modelled
+
+
 def _modelled(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, float]:
     """Seconds on average and in a step that refreshes."""
     if a.name == "adamw":
@@ -287,10 +365,14 @@ def impossible_measurements(a: Algorithm, cluster: ClusterConfig) -> Iterator[Pr
     """Measured updates of an algorithm whose products alone would exceed a GPU's peak."""
     if cluster.device == "cpu":
         return
+    labels = {label(one): one for form in get_args(Form) for one in (replace(a, form=form),)}
     for name, rows, cols, seconds in cluster.measured_updates:
-        if name.removeprefix("megatron/") != label(a):
+        how = labels.get(name.removeprefix("megatron/"))
+        if how is None:
             continue
-        rate = sum(2.0 * count * m * k * n for count, m, k, n in work(a, rows, cols)[0].products) / seconds / 1e12
+        step = work(how, rows, cols)[0]
+        halved = 0.0 if name.startswith("megatron/") else 1 - cluster.symmetric_factor
+        rate = (step.product_flops - halved * step.symmetric_flops) / seconds / 1e12
         if rate > SCATTER * cluster.bf16_tflops:
             reason = f"is {rate:,.0f} TFLOP/s, above cluster.bf16_tflops={cluster.bf16_tflops:g}"
             row = [name, rows, cols, seconds]
@@ -307,8 +389,10 @@ def _duration(work: Work, unit: Unit, cluster: ClusterConfig) -> float:
     fp32 = matmul_rate(cluster, 1.0, "fp32")
     qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
+    halved = cluster.symmetric_factor if unit == "bf16" else 1.0
     return (
         sum(count * matmul_seconds(cluster, m, k, n, unit) for count, m, k, n in work.products)
+        + sum(count * halved * matmul_seconds(cluster, m, k, m, unit) for count, m, k in work.symmetric)
         + sum(8 / 3 * n**3 / qr for n in work.qr)
         + sum(9.0 * n**3 / eigh for n in work.eigh)
         + work.traffic / memory_rate(cluster)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import (
     BufferLayout,
+    Form,
     Gathering,
     Grouping,
     Layout,
@@ -49,8 +50,8 @@ class Algorithm:
     custom: bool = False
     """A user's own: measurements are looked up under its own label."""
     ns_steps: int = 5
-    newton_schulz: Literal["standard"] = "standard"
-    """Which iteration: there is one so far."""
+    form: Literal["auto"] | Form = "standard"
+    """Muon: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
     refresh_period: int = 10
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192

@@ -19,6 +19,7 @@ from canzona_cli.planner.cost import (
     adamw_seconds,
     algorithm,
     flops,
+    form_of,
     label,
     matmul_rate,
     matmul_seconds,
@@ -29,11 +30,12 @@ from canzona_cli.planner.cost import (
 from canzona_cli.planner.plan import Algorithm
 from tests.sizes import CPU, H100, layout, model, run
 
-MUON = Algorithm(name="muon")
+MUON = STANDARD = Algorithm(name="muon")
+GRAM = replace(MUON, form="gram")
 SHAMPOO = Algorithm(name="shampoo")
 SOAP = Algorithm(name="soap")
 ADAMW = Algorithm(name="adamw")
-EVERY = [MUON, SHAMPOO, SOAP, ADAMW]
+EVERY = [MUON, GRAM, SHAMPOO, SOAP, ADAMW]
 IDEAL = replace(H100, matmul_tflops=((1024, 700.0),), memory_gb_per_s=1e15, launch_us=0.0)
 """700 TFLOP/s from 1024 on, and nothing else takes time."""
 
@@ -49,6 +51,50 @@ def counted(run_it: Callable[[], object]) -> int:
 def test_newton_schulz_flops_equal_a_counted_run(rows: int, cols: int, steps: int) -> None:
     x = torch.randn(rows, cols)
     assert flops(replace(MUON, ns_steps=steps), rows, cols) == counted(lambda: newton_schulz(x, steps))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(40, 200), (200, 40), (64, 64)])
+def test_five_steps_of_each_form_by_hand(rows: int, cols: int) -> None:
+    """In u = 2 m^3 with r = n / m: standard 5 (2 r + 1), Gram 4 r + 14; with perfect kernels for symmetric products
+    7.5 r + 2.5 and 3 r + 7."""
+    m, n = sorted((rows, cols))
+    u, r = 2 * m**3, n / m
+    half = replace(IDEAL, matmul_tflops=((1, 700.0),), symmetric_factor=0.5)
+    for form, full, least in ((STANDARD, 5 * (2 * r + 1), 7.5 * r + 2.5), (GRAM, 4 * r + 14, 3 * r + 7)):
+        assert flops(form, rows, cols) == pytest.approx(full * u)
+        assert seconds(form, rows, cols, half) * 700e12 == pytest.approx(least * u)
+        # fp32 has no symmetric kernels
+        exact = replace(form, precision="fp32")
+        assert seconds(exact, rows, cols, half) == seconds(exact, rows, cols, replace(half, symmetric_factor=1.0))
+
+
+def test_one_step_is_the_same_work_in_either_form() -> None:
+    assert flops(replace(GRAM, ns_steps=1), 30, 70) == flops(replace(STANDARD, ns_steps=1), 30, 70)
+
+
+def test_the_form_of_a_shape_is_the_one_that_takes_less() -> None:
+    """Long matrices are iterated on by their Gram matrix, near-square ones themselves; Megatron's Muon always."""
+    auto = replace(STANDARD, form="auto")
+    assert [form_of(auto, *shape, H100) for shape in ((5120, 25600), (25600, 5120), (5120, 5120))] == [
+        "gram", "gram", "standard",
+    ]  # fmt: skip
+    for shape in ((5120, 25600), (5120, 5120)):
+        chosen = replace(auto, form=form_of(auto, *shape, H100))
+        assert seconds(auto, *shape, H100) == seconds(chosen, *shape, H100) == peak_seconds(auto, *shape, H100)
+        assert seconds(auto, *shape, H100) <= min(seconds(form, *shape, H100) for form in (STANDARD, GRAM)) / 0.95
+        theirs = replace(H100, symmetric_factor=0.5)
+        assert seconds(auto, *shape, theirs, "megatron") == seconds(STANDARD, *shape, H100)
+
+
+def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> None:
+    shape = (512, 2560)
+    profile = replace(H100, measured_updates=((label(STANDARD), *shape, 0.25),))
+    ratio = seconds(GRAM, *shape, H100) / seconds(STANDARD, *shape, H100)
+    assert seconds(GRAM, *shape, profile) == pytest.approx(0.25 * ratio)
+    both = replace(profile, measured_updates=(*profile.measured_updates, (label(GRAM), *shape, 0.3)))
+    assert seconds(GRAM, *shape, both) == 0.3
+    auto = replace(STANDARD, form="auto")
+    assert (form_of(auto, *shape, both), seconds(auto, *shape, both)) == ("standard", 0.25)
 
 
 def test_soap_flops_equal_a_counted_run() -> None:

@@ -11,6 +11,7 @@ from canzona_cli.config.schema.optimizer import (
     OPTIMIZERS,
     AdamWConfig,
     CustomConfig,
+    Form,
     MuonConfig,
     OptimizerBase,
     OptimizerConfig,

@@ -15,6 +15,7 @@ from canzona_cli.config.schema.field import (
     Finite,
     NotNegative,
     Positive,
+    Range,
     Ranks,
     Seconds,
     Side,
@@ -75,6 +76,14 @@ class ClusterConfig:
         Example("[[2048,540],[8192,800]]"),
         PLAN,
     ] = ()
+    symmetric_factor: Annotated[
+        float,
+        Range(at_least=0.25, at_most=1),
+        "Time of a bf16 product whose result is known to be symmetric over that of any other of its size, with the"
+        " symmetric kernels that canzona finds on this machine; 1: there are none, 0.5: they are perfect.",
+        Example("0.6"),
+        PLAN,
+    ] = 1.0
     fp32_tflops: Annotated[
         Positive | None,
         "Rate that large fp32 products reach; null: a sixteenth of the bf16 peak.",

@@ -21,6 +21,8 @@ from canzona_cli.config.schema.field import (
 )
 
 OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
+Form = Literal["standard", "gram"]
+"""How Newton-Schulz is worked out: each step on the matrix itself, or on its Gram matrix, and on the matrix twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,13 @@ class MuonConfig(OptimizerBase):
         "Polynomial of the Newton-Schulz iteration.",
         CURVE,
     ] = "quintic"
+    form: Annotated[
+        Literal["auto"] | Form,
+        "How the iteration is worked out: standard multiplies the matrix in every step; gram multiplies its Gram"
+        " matrix, and the matrix twice in all, which is less work where one side is longer; auto: for each shape,"
+        " what the plan prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
+        CURVE | PLAN,
+    ] = "standard"
     scale_mode: Annotated[
         Literal["spectral", "unit_rms_norm", "shape_scaling"],
         "How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols)).",
