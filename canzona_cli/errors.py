@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Final
@@ -61,6 +62,21 @@ class ConfigError(CanzonaError):
 
     exit_code = ExitCode.CONFIG
     headline = "Bad configuration"
+
+
+def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) -> None:
+    """Raise one error with all of them, if there are any."""
+    if found := tuple(problems):
+        raise kind(*found)
+
+
+@contextmanager
+def gathered(problems: list[Problem]) -> Iterator[None]:
+    """Adds what a ConfigError of the block says to `problems`, and goes on behind the block: `refuse` them then."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 class EnvironmentProblem(CanzonaError):

@@ -13,7 +13,7 @@ from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.config.compose import Composed, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CanzonaError, ConfigError, Problem, unwritable
+from canzona_cli.errors import CanzonaError, Problem, gathered, unwritable
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import next_free
@@ -53,11 +53,9 @@ def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]
         otherwise: what to do with more ranks.
     """
     problems: list[Problem] = []
-    try:
-        if config.data.source == "prepared":
+    if config.data.source == "prepared":
+        with gathered(problems):
             ensure_corpus(config)
-    except ConfigError as error:
-        problems += error.problems
     nodes, per_node = torchrun.node_count(config), config.cluster.gpus_per_node
     if nodes > 1:
         reason = f"are on {nodes} machines, but {what} runs on a single one, with {per_node}"

@@ -20,7 +20,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.copies import recipe_text
 from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, gathered, refuse
 from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.files import write_text_atomic
@@ -95,16 +95,13 @@ def prepare(
         for name, value in lengths.items()
         if value is not None and value < 1
     ]
-    try:
+    with gathered(wrong):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         config = in_folder(composed, ROOT)
         wrong += unready(config, "tuning", "`canzona plan --layouts` simulates larger jobs")
         resolved, own = resolve(config)
-    except ConfigError as error:
-        raise ConfigError(*wrong, *error.problems) from None
-    wrong += [one for one in unready(resolved, "tuning", "`canzona plan --layouts` simulates") if one not in wrong]
-    if wrong:
-        raise ConfigError(*wrong)
+        wrong += [one for one in unready(resolved, "tuning", "`canzona plan --layouts` simulates") if one not in wrong]
+    refuse(wrong)
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     wanted = fitting
     if count is not None:

@@ -15,7 +15,7 @@ from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
@@ -176,8 +176,7 @@ def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes
             problems += [_of_option(problem, name) for problem in wrong]
         else:
             notes.append(f"without {name}: {wrong[0].reason}")
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return found
 
 

@@ -8,7 +8,7 @@ differently changes a weight's last bit, and so the next loss a little.
 from collections.abc import Iterator
 
 from canzona_cli.bench.results import BenchResult
-from canzona_cli.errors import CanzonaError, Problem
+from canzona_cli.errors import CanzonaError, Problem, refuse
 
 FIRST_STEP = 1e-3
 """Largest relative difference of the first losses. Measured: none, as all strategies run the same forward pass."""
@@ -31,9 +31,7 @@ def check_losses(result: BenchResult) -> None:
     Raises:
         StrategiesDisagree: with every strategy whose losses differ from those of its kin.
     """
-    problems = disagreements(result)
-    if problems:
-        raise StrategiesDisagree(*problems)
+    refuse(disagreements(result), StrategiesDisagree)
 
 
 def disagreements(result: BenchResult) -> list[Problem]:

@@ -17,7 +17,7 @@ from canzona_cli.cluster.machine import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.corpus import PreparedCorpus
@@ -82,8 +82,7 @@ def prepare(
         raise ConfigError(*problems, *ready(composed.config), *error.problems) from None
     config = lined_up.reference.config
     wrong = [*problems, *ready(config)]
-    if wrong:
-        raise ConfigError(*wrong)
+    refuse(wrong)
     preflight.check_machine(config, lined_up.layout)
     check_free(config)
     return Session(

@@ -12,7 +12,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Device, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.planner import plannable
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.simulate.predict import with_cores
@@ -109,8 +109,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
             )
         else:
             found.update(numbers)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return tuple(sorted(found))
 
 
@@ -185,8 +184,7 @@ def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
     if len(named) > 1:
         fix = "leave recipe out for all sizes"
         problems.append(Problem(key="recipe", value=named[-1], reason="is given twice", fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:

@@ -14,7 +14,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, gathered, refuse
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.exchange import exchange_bytes
 
@@ -59,7 +59,7 @@ def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequ
     for value in dict.fromkeys(chosen):
         own = [word for word in overrides if not _sets(word, kind)]
         own.append(f"{_KEYS[kind]}={'null' if value == _AUTO else value}")
-        try:
+        with gathered(problems):
             sessions[value] = prepare(
                 own,
                 strategies=options.strategies or _STRATEGIES.get(kind),
@@ -68,10 +68,7 @@ def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequ
                 recipes_dirs=recipes_dirs,
                 directory=None if config.run.dir is None else f"{config.run.dir}/{kind}-{value}",
             )
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return Sweep(kind=kind, sessions=sessions)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.config.schema import ClusterConfig
-from canzona_cli.errors import ConfigError, Problem, unwritable
+from canzona_cli.errors import Problem, refuse, unwritable
 from canzona_cli.run.files import write_text_atomic
 
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
@@ -59,8 +59,7 @@ def check_writable(path: Path, *, force: bool) -> None:
         if not path.is_file():
             fix = "--out FILE.yaml names another"
         problems.append(Problem(key="--out", value=path, reason="is there already", fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.parent / f".{path.name}.probe"

@@ -24,7 +24,7 @@ from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
-from canzona_cli.errors import CheckpointInvalid, Problem
+from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
@@ -67,8 +67,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     world, config = trainee.world, trainee.config
     with _together(world, folder):
         wrong = [problem_of(folder, MANIFEST, reason) for reason in content_problems(manifest, config.model)]
-        if wrong:
-            raise CheckpointInvalid(*shortened(wrong))
+        refuse(shortened(wrong), CheckpointInvalid)
     with _together(world, folder), Reader(folder, manifest, config.model) as reader:
         pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world)
         for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
@@ -323,8 +322,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
                 continue
             kept = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
             state[matrix.name] = {"master": master, "state": {**kept, **counts}, "group": shared}
-    if problems:
-        raise CheckpointInvalid(*problems)
+    refuse(problems, CheckpointInvalid)
     if not weights_only:
         optimizer.load_state_dict(state)
 

@@ -16,7 +16,7 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, step
 from canzona_cli.checkpoint.manifest_file import parse_manifest
 from canzona_cli.checkpoint.shard_file import read_table
 from canzona_cli.config.reading import Absent, read_plain
-from canzona_cli.errors import CheckpointInvalid, Problem
+from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
@@ -35,9 +35,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before this one.
     """
     manifest = _parsed(folder)
-    problems = size_problems(folder, manifest)
-    if problems:
-        raise CheckpointInvalid(*shortened(problems))
+    refuse(shortened(size_problems(folder, manifest)), CheckpointInvalid)
     return manifest
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.planner.memory import MemoryEstimate, estimate
 
 BATCH_TOLERANCE = 0.125
@@ -47,9 +47,7 @@ def any_fits(config: RunConfig) -> bool:
 
 
 def _possible(config: RunConfig) -> list[Layout]:
-    problems = layout_problems(config)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(layout_problems(config))
     found = list(_layouts(config))
     if not found:
         raise ConfigError(_no_batch(config))

@@ -115,16 +115,14 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
-    from canzona_cli.errors import ConfigError
+    from canzona_cli.errors import gathered, refuse
     from canzona_cli.report.bench_figures import draw_simulation
     from canzona_cli.report.bench_simulated import SimulationView
 
-    try:
+    problems = [*options.problems]
+    with gathered(problems):
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
-    except ConfigError as error:
-        raise ConfigError(*options.problems, *error.problems) from None
-    if options.problems:
-        raise ConfigError(*options.problems)
+    refuse(problems)
     view, draw = SimulationView(simulation), partial(draw_simulation, simulation)
     _conclude(simulation.as_json(), options, view, draw, as_json=as_json)
 

@@ -65,9 +65,8 @@ def copy(
 def _sound(name: str, recipes_dirs: list[Path] | None) -> "Profile":
     """Raises ConfigError with everything that is wrong with it."""
     from canzona_cli.cluster.profiles import find_profile
-    from canzona_cli.errors import ConfigError
+    from canzona_cli.errors import refuse
 
     profile = find_profile(name, recipes_dirs or ())
-    if profile.problems:
-        raise ConfigError(*profile.problems)
+    refuse(profile.problems)
     return profile

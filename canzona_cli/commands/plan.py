@@ -9,7 +9,7 @@ import typer
 
 from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn_about, write_out
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 
 
 def plan(
@@ -129,6 +129,5 @@ def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
         problems.append(
             Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
         )
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     require_matplotlib(plot)

@@ -88,7 +88,7 @@ def _newest() -> list[Path]:
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, plot: Path | None, as_json: bool) -> None:
     """One directory, or several to compare; a trace belongs to one run, a picture to several."""
     from canzona_cli.bench.options import plot_problems
-    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.errors import Problem, refuse
 
     problems = [*plot_problems(plot)]
     if compare == (len(run_dirs) == 1):
@@ -107,5 +107,4 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, plo
     if as_json and trace is not None:
         reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"
         problems.append(Problem(key="--json", reason=reason, fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)

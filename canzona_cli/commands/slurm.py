@@ -153,7 +153,7 @@ def _swept(
         CanzonaError: as `swept_runs`; what is wrong with the options; runs that need different machines.
     """
     from canzona_cli.cluster.swept import swept_runs
-    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.errors import Problem, refuse
     from canzona_cli.launch.slurm_job import check, tasks_of
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
@@ -169,8 +169,7 @@ def _swept(
         shown = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
         reason, fix = "the tasks of an array all get the same machines", "submit a sweep for each number of GPUs"
         problems.append(Problem(key="--sweep", value=shown, reason=reason, fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return runs[0].config, runs[0].layout, options
 
 
@@ -181,16 +180,13 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
         ConfigError: the mistakes of both at once.
     """
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.errors import ConfigError
+    from canzona_cli.errors import gathered, refuse
     from canzona_cli.launch.slurm_job import option_problems
 
-    problems = tuple(option_problems(options))
-    try:
+    problems = [*option_problems(options)]
+    with gathered(problems):
         composed = compose_run(arguments, recipes_dirs=recipes_dirs)
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from error
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     warn_about(composed)
     return composed.config
 

@@ -6,7 +6,7 @@ import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 from canzona_cli.commands.output import tell
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.run.streams import unattended
 
 
@@ -120,6 +120,5 @@ def _recorded_steps(**options: str | None) -> list[str]:
         else:
             reason, fix = "is not the first and the last step to record", f"for example --{name} 5-7"
             problems.append(Problem(key=f"--{name}", value=text, reason=reason, fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return overrides

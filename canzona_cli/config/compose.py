@@ -26,7 +26,7 @@ from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import leaves, settings
 from canzona_cli.config.tree import composed, put, with_values
 from canzona_cli.config.typed import build
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     notes = [
         f"{group} {name} from {shown(file)} shadows the built-in"
         for group, name, file in shadowed([file for file in files if file not in given.values()])

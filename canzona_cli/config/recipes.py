@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.errors import ConfigError, Problem, closest
+from canzona_cli.errors import ConfigError, Problem, closest, refuse
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
@@ -32,18 +32,12 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
     from_environment = [part for part in os.environ.get(RECIPES_DIR_VARIABLE, "").split(os.pathsep) if part]
     named = [("--recipes-dir", path) for path in recipes_dirs]
     named += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
-    problems = [
-        Problem(
-            key=origin,
-            value=str(path),
-            reason="there is no such folder",
-            fix=f"give a folder of recipes, or one that holds some of {', '.join(f'{group}/' for group in GROUPS)}",
-        )
+    fix = f"give a folder of recipes, or one that holds some of {', '.join(f'{group}/' for group in GROUPS)}"
+    refuse(
+        Problem(key=origin, value=str(path), reason="there is no such folder", fix=fix)
         for origin, path in named
         if not path.expanduser().is_dir()
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    )
     return tuple(dict.fromkeys(path.expanduser().resolve() for _, path in named))
 
 
@@ -106,9 +100,7 @@ def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
         raise ConfigError(_no_such_file(group, asked, path, dirs))
     from canzona_cli.config.secrets import content_problems  # it knows every setting: help and completion do without
 
-    unsafe = list(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
-    if unsafe:
-        raise ConfigError(*unsafe)
+    refuse(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
     return path.resolve()
 
 

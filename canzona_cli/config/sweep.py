@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.settings import setting_of
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 
 MOST_RUNS = 1000
 """Slurm's own limit for an array, unless a cluster sets another."""
@@ -53,8 +53,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
         for key, count in Counter(swept).items()
         if count > 1
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     found = []
     lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
     for overrides in itertools.islice(itertools.product(*lists), MOST_RUNS + 1):

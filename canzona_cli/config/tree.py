@@ -20,7 +20,7 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 
 if TYPE_CHECKING:
     from hydra.plugins.config_source import ConfigSource
@@ -146,9 +146,7 @@ def composed(
             files.append(given[group] if option == _GIVEN else _provider(f"{group}/{option}.yaml", dirs))
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
-    unsafe = list(content_problems(tree, where))
-    if unsafe:
-        raise ConfigError(*unsafe)
+    refuse(content_problems(tree, where))
     return tree, files
 
 

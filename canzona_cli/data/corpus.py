@@ -16,7 +16,7 @@ from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.corpus import PreparedCorpus
 
 ReportProgress = Callable[[str, float], None]
@@ -62,8 +62,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         train_tokens=train_tokens,
         validation_tokens=validation_tokens,
     )
-    if problems := [*_vocabulary_problems(config, corpus), *_length_problems(config, pair, corpus)]:
-        raise ConfigError(*problems)
+    refuse([*_vocabulary_problems(config, corpus), *_length_problems(config, pair, corpus)])
     return corpus
 
 

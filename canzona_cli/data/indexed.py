@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.data.tokenizers import TokenArray, narrow, token_dtype
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.run.files import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -225,8 +225,7 @@ def inspect_pair(prefix: Path) -> PairInfo:
         reason = "is one file of the pair; name both by the prefix that they share"
         raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
-    if missing:
-        raise ConfigError(*(_missing(prefix, path) for path in missing))
+    refuse(_missing(prefix, path) for path in missing)
     try:
         raw = np.memmap(idx_path(prefix), dtype=np.uint8, mode="r") if idx_path(prefix).stat().st_size else None
         return _inspect(prefix, b"" if raw is None else memoryview(raw))
@@ -279,8 +278,7 @@ def _check_body(
         problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes, the index calls for {expected:,}", again))
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(lengths) or bool((np.diff(ends) < 0).any()):
         problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", again))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return PairInfo(
         prefix=prefix,
         tokens=tokens,

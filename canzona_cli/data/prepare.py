@@ -24,7 +24,7 @@ from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
 from canzona_cli.data.sources import InputFormat, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.machine import existing_folder
 
 _MAX_VOCAB_SIZE = 1 << 20
@@ -61,8 +61,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
     environment = [*_place_problems(prefix, sources, request)]
     if problems:
         raise ConfigError(*problems, *environment)
-    if environment:
-        raise EnvironmentProblem(*environment)
+    refuse(environment, EnvironmentProblem)
     with _output_folder(prefix):
         try:
             with exclusive(lock_path(prefix)):

@@ -10,7 +10,7 @@ from canzona_cli.cluster.gpu_needs import backend_problem, driver_problem, fused
 from canzona_cli.cluster.machine import LOOPBACK, LOOPBACK_FIX, loopback_problem, visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import EnvironmentProblem, Problem, refuse
 from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken, worker_environment
 from canzona_cli.planner.memory import GIB, estimate
 
@@ -21,9 +21,7 @@ def check_machine(config: RunConfig, layout: Layout) -> None:
     Raises:
         EnvironmentProblem: GPUs, memory or packages are missing; every one of them at once.
     """
-    problems = tuple(machine_problems(config, layout))
-    if problems:
-        raise EnvironmentProblem(*problems)
+    refuse(machine_problems(config, layout), EnvironmentProblem)
 
 
 def check_nodes(config: RunConfig) -> None:
@@ -57,12 +55,10 @@ def check_nodes(config: RunConfig) -> None:
     if config.run.dir is None:
         reason = f"the {nodes} machines of the run would each create their own directory"
         problems.append(Problem(key="run.dir", reason=reason, fix="run.dir=DIR, a directory that every machine shares"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
         problems.extend(_port_problems(config, cluster.rdzv_endpoint))
-    if problems:
-        raise EnvironmentProblem(*problems)
+    refuse(problems, EnvironmentProblem)
 
 
 def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem, refuse
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import tokens_wanted
 from canzona_cli.run.files import RunFiles
@@ -132,8 +132,7 @@ def _weights(config: RunConfig) -> Resumption:
     checkpoint = resolve(Path(where), str(Path(where).expanduser().absolute()), key=key)
     assert checkpoint is not None  # only where it was asked for the newest one of its own
     manifest, saved = _read(checkpoint)
-    if problems := shape_problems(saved, config, str(checkpoint)):
-        raise ConfigError(*problems)
+    refuse(shape_problems(saved, config, str(checkpoint)))
     before, now = saved.data.tokenizer, config.data.tokenizer
     other = f"data.tokenizer is {now}; the weights in {checkpoint} have learnt the ids of {before}"
     return Resumption(
@@ -225,8 +224,7 @@ def _read(checkpoint: Path) -> tuple[Manifest, RunConfig]:
         for name in inputs
         if name not in manifest.files
     ]
-    if found:
-        raise CheckpointInvalid(*found)
+    refuse(found, CheckpointInvalid)
     with _of_checkpoint(checkpoint):
         saved = load_resolved(checkpoint / "config.yaml")
     return manifest, saved
@@ -260,8 +258,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         reason = f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size"
         fix = "use the batch size it was saved with, or one that divides that number"
         problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return Resumption(
         # Where it lies once what killed saves left has been cleared away.
         checkpoint=checkpoint.with_name(step_name(progress.step)) if own else checkpoint,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, unwritable
+from canzona_cli.errors import EnvironmentProblem, Problem, refuse, unwritable
 from canzona_cli.launch.sbatch import directive_problems
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
@@ -85,9 +85,7 @@ def check(options: JobOptions) -> None:
     Raises:
         ConfigError: every one of them at once.
     """
-    problems = tuple(option_problems(options))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(option_problems(options))
 
 
 def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Path) -> str:

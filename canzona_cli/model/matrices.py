@@ -12,7 +12,7 @@ from typing import Literal
 
 from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
-from canzona_cli.errors import ConfigError
+from canzona_cli.errors import refuse
 from canzona_cli.model import geometry
 from canzona_cli.model.matrix import Kind, Matrix
 
@@ -71,8 +71,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         *uneven_problems("parallel.tp", layout.tp, cut, "parts"),
         *pipeline_problems(layers, layout.pp, layout.vpp),
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     found: list[Matrix] = []
     layer = unit = 0
     per_chunk = layers // (layout.pp * layout.vpp)

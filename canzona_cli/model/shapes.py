@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import Layout, ModelConfig
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.model.matrices import LayerBlock, LayerMatrix, number
 from canzona_cli.model.matrix import Kind, Matrix
 
@@ -128,8 +128,7 @@ def load_shapes(path: Path) -> ModelShapes:
         )
     reader = _Reader(where=path.name)
     shapes = reader.model(tree)
-    if reader.problems:
-        raise ConfigError(*reader.problems)
+    refuse(reader.problems)
     return shapes
 
 

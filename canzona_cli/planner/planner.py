@@ -11,7 +11,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import affecting
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
@@ -181,8 +181,7 @@ def update_costs(
         ConfigError: the profile has measurements that no such device could reach.
     """
     how = algorithm(config)
-    if problems := tuple(impossible_measurements(how, config.cluster)):
-        raise ConfigError(*problems)
+    refuse(impossible_measurements(how, config.cluster))
     by_shape = {
         shape: float(f"{seconds(how, *shape, config.cluster, implementation):.{COST_DIGITS - 1}e}")
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}

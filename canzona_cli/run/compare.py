@@ -1,12 +1,13 @@
 """Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went; and any
 number of runs by what they came to."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.config.settings import leaves
+from canzona_cli.errors import Problem, gathered, refuse
 from canzona_cli.run.breakdown import NOTHING_S, Breakdown
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
@@ -143,17 +144,13 @@ def several_runs(run_dirs: Sequence[Path]) -> Several:
     Raises:
         ConfigError: with every directory that holds no run.
     """
-    runs = tuple(_loaded(run_dirs))
-    return Several(runs=runs, settings=_differences([run.config for run in runs]))
-
-
-def compare_runs(run_a: Path, run_b: Path) -> Compared:
-    """Read both runs.
-
-    Raises:
-        ConfigError: with every directory that holds no run.
-    """
-    return compared(several_runs((run_a, run_b)))
+    runs: list[RunSummary] = []
+    problems: list[Problem] = []
+    for path in run_dirs:
+        with gathered(problems):
+            runs.append(load_summary(path))
+    refuse(problems)
+    return Several(runs=tuple(runs), settings=_differences([run.config for run in runs]))
 
 
 def compared(several: Several) -> Compared:
@@ -176,35 +173,14 @@ def _plan_hash(run_dir: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _loaded(run_dirs: Sequence[Path]) -> list[RunSummary]:
-    found: list[RunSummary] = []
-    problems: list[Problem] = []
-    for path in run_dirs:
-        try:
-            found.append(load_summary(path))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
-    return found
-
-
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
     """The settings that are not the same in all of them; none where one cannot be read."""
-    flat = [dict(_flat(config)) for config in configs if config is not None]
+    flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in _NO_DIFFERENCE]
     values = {key: tuple(one.get(key) for one in flat) for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
-def _flat(config: RunConfig) -> Iterator[tuple[str, object]]:
-    for name, value in vars(config).items():
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from ((f"{name}.{key}", inner) for key, inner in vars(value).items())
-        else:
-            yield name, value
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import Problem, gathered, refuse
 from canzona_cli.run.codec import load, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import clock_name
@@ -47,10 +47,7 @@ def load_timelines(files: RunFiles) -> list[RankTimeline]:
     found: list[RankTimeline] = []
     problems: list[Problem] = []
     for path in sorted(files.timelines.glob("rank-*.json")):
-        try:
+        with gathered(problems):
             found.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return sorted(found, key=lambda timeline: timeline.rank)

@@ -13,7 +13,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
 from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.errors import EnvironmentProblem
+from canzona_cli.errors import EnvironmentProblem, refuse
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
@@ -52,9 +52,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not everywhere the
             same.
     """
-    broken = contract.verify()
-    if broken:
-        raise EnvironmentProblem(*broken)
+    refuse(contract.verify(), EnvironmentProblem)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
     execution = execution_of(config)

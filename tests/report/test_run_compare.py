@@ -15,7 +15,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.report.run import ComparedView
 from canzona_cli.report.several import SeveralView, run_names
 from canzona_cli.run.codec import save
-from canzona_cli.run.compare import compare_runs, several_runs
+from canzona_cli.run.compare import compared, several_runs
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import RunResult, StepMetrics, ValidationLoss
 from tests.run.runs import CONFIG
@@ -59,14 +59,14 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 def shown(paths: tuple[Path, Path], width: int = 100) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(ComparedView(compared=compare_runs(*paths)))
+    console.print(ComparedView(compared=compared(several_runs(paths))))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) -> None:
-    compared = compare_runs(*runs)
-    assert compared.settings == {
+    both = compared(several_runs(runs))
+    assert both.settings == {
         "engine.strategy": ("canzona", "sc"),
         "parallel.tp": (None, 2),
         "run.trace_steps": (None, (3, 4)),
@@ -77,21 +77,21 @@ def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) 
 
 
 def test_losses_are_compared_at_steps_that_both_logged(runs: tuple[Path, Path]) -> None:
-    compared = compare_runs(*runs)
-    assert compared.first is not None
-    assert compared.last is not None
-    assert (compared.first.step, compared.first.change) == (2, 0.0)
-    assert (compared.last.step, compared.last.a, compared.last.b) == (4, 4.0, 4.2)
-    assert compared.last.change == pytest.approx(0.05)
-    assert compared.best_validation == pytest.approx((4.5, 4.6))
+    both = compared(several_runs(runs))
+    assert both.first is not None
+    assert both.last is not None
+    assert (both.first.step, both.first.change) == (2, 0.0)
+    assert (both.last.step, both.last.a, both.last.b) == (4, 4.0, 4.2)
+    assert both.last.change == pytest.approx(0.05)
+    assert both.best_validation == pytest.approx((4.5, 4.6))
     text = "\n".join(shown(runs))
     assert "+5.00%" in text
 
 
 def test_times_have_ratios_and_plans_are_named(runs: tuple[Path, Path]) -> None:
-    compared = compare_runs(*runs)
-    assert compared.plans == ("0123456789abcdef", None)
-    content = compared.as_json()
+    both = compared(several_runs(runs))
+    assert both.plans == ("0123456789abcdef", None)
+    content = both.as_json()
     phases = content["phases"]
     assert isinstance(phases, dict)
     assert phases["step"]["ratio"] == pytest.approx(2)
@@ -123,9 +123,9 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
     one, other = make_run(tmp_path / "one", CONFIG, {1: 5.0}), make_run(tmp_path / "other", CONFIG, {2: 4.0})
     RunFiles(one).breakdown.unlink()
     RunFiles(other).config.write_text("{")
-    compared = compare_runs(one, other)
-    assert (compared.first, compared.last, compared.settings) == (None, None, {})
-    assert compared.phases["forward"][0] is None
+    both = compared(several_runs((one, other)))
+    assert (both.first, both.last, both.settings) == (None, None, {})
+    assert both.phases["forward"][0] is None
     text = " ".join(" ".join(shown((one, other))).split())
     assert "settings: not compared" in text
     assert "A: no breakdown" in text
@@ -133,7 +133,7 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
 
 def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        compare_runs(tmp_path / "one", tmp_path / "other")
+        several_runs((tmp_path / "one", tmp_path / "other"))
     assert [problem.value for problem in caught.value.problems] == [tmp_path / "one", tmp_path / "other"]
 
 
