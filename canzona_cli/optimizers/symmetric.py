@@ -1,14 +1,35 @@
-"""Products whose result is known to be symmetric: half of it is computed and mirrored, where that is quicker."""
+"""Products whose result is known to be symmetric: half of it is computed and mirrored, where that is quicker.
 
-from collections.abc import Callable
+On CPUs by strips of rows; on CUDA by the kernel that a start-up measurement chose (`ladder`); else as any product.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 
-STRIPS = 3
-"""Row strips of a symmetric product. On one core of a Xeon with AMX, 768x2560 in bf16: the whole product 2.7 ms, three
-strips and the mirror 2.1 ms; two and four are slower."""
-STRIP_MIN_SIDE = 768
-"""Below, and nearer to square, more calls and the mirror cost what the strips save (512x2560, 1024x1024)."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
+"""Called with a, b, out, add, beta, alpha: out <- alpha A B + beta `add`, `add` None for nothing. A is (side, long) and
+B is (long, side): A's transpose, of the same memory, or, where both are squares, another symmetric matrix that commutes
+with A."""
+
+STRIPS, LEAST = 5, 2e8
+"""Strips of rows, and the multiply-adds from which on they win. Measured on one core of an AMD EPYC with AVX512-BF16
+(no AMX), bf16, time over that of the whole product: X X^T of 256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024
+0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072 0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640
+0.85, 1024 0.83, 1280 0.73. Halving recursively, strips of columns, and other numbers of strips (2 to 8) gain no more;
+without the mirror image it would be 0.05 less. All of them gave the whole product's bits."""
+AMX_STRIPS, AMX_LEAST = 3, 1.5e9
+"""The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and four strips
+are slower, and none gains at 512x2560 and 1024x1024."""
+
+_chosen: dict[tuple[int, int], Kernel] = {}
+
+
+def use(kernels: Mapping[tuple[int, int], Kernel]) -> None:
+    """From now on, multiply bf16 matrices A of these shapes (side, long) by these kernels."""
+    _chosen.clear()
+    _chosen.update(kernels)
 
 
 def gram(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -21,11 +42,7 @@ def gram(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     Returns:
         `out`.
     """
-    side, long = x.shape[-2:]
-    if x.device.type == "cpu" and x.ndim == 2 and x.dtype == torch.bfloat16 and STRIP_MIN_SIDE <= side <= long // 2:
-        _in_strips(x, out)
-    else:
-        torch.matmul(x, x.mT, out=out)
+    _multiply(x, x.mT, out, None, 0.0, 1.0)
     return out
 
 
@@ -50,17 +67,61 @@ def product(
     Returns:
         `out`.
     """
+    _multiply(a, b.mT, out, add, beta, alpha)  # by its rows: a strip streams contiguous ones
+    return out
+
+
+def in_strips(side: int, long: int) -> int:
+    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16; 1 where the whole is quicker."""
+    strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
+    return strips if float(side) * side * long >= least else 1
+
+
+def plain(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+) -> None:
+    """As any product; the one kernel that takes stacks (batch, side, long) too."""
+    if add is None and alpha == 1:
+        torch.matmul(a, b, out=out)
+        return
     fused: Callable[..., torch.Tensor] = torch.addmm if a.ndim == 2 else torch.baddbmm
-    if add is None:
-        return fused(out, a, b, beta=0, alpha=alpha, out=out)
-    return fused(add, a, b, beta=beta, alpha=alpha, out=out)
+    fused(out if add is None else add, a, b, beta=0.0 if add is None else beta, alpha=alpha, out=out)
 
 
-def _in_strips(x: torch.Tensor, out: torch.Tensor) -> None:
-    """X X^T by its lower block triangle, two thirds of the products, and a mirror image."""
-    side = x.size(0)
-    height = -(-side // (32 * STRIPS)) * 32
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+) -> None:
+    if a.ndim == 2 and a.dtype == torch.bfloat16:
+        side, long = a.shape
+        if (chosen := _chosen.get((side, long))) is not None:
+            chosen(a, b, out, add, beta, alpha)
+            return
+        if a.device.type == "cpu" and (strips := in_strips(side, long)) > 1:
+            _in_strips(strips, a, b, out, add, beta, alpha)
+            return
+    plain(a, b, out, add, beta, alpha)
+
+
+def _in_strips(
+    strips: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    beta: float,
+    alpha: float,
+) -> None:
+    """The lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
+    side = a.size(0)
+    height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
         end = min(side, top + height)
-        torch.mm(x[top:end], x[:end].mT, out=out[top:end, :end])
+        more = None if add is None else add[top:end, :end]
+        plain(a[top:end], b[:, :end], out[top:end, :end], more, beta, alpha)
         out[:top, top:end].copy_(out[top:end, :top].mT)
+
+
+@cache
+def _amx() -> bool:
+    capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # not in torch 2.11
+    return bool(capabilities().get("amx_bf16"))

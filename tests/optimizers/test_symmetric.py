@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.optimizers.symmetric import gram, product
+from canzona_cli.optimizers.symmetric import gram, in_strips, product, use
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """Of a result in its type: a unit in the last place."""
@@ -30,6 +30,8 @@ def test_gram_is_exact_to_rounding(shape: tuple[int, ...], dtype: torch.dtype, t
     out = torch.full((*shape[:-1], shape[-2]), float("nan"), dtype=dtype)
     assert gram(x, out) is out
     assert_near(out, exact, x.double().abs() @ x.double().mT.abs(), shape[-1])
+    if in_strips(*shape[-2:]) > 1 and dtype == torch.bfloat16 and x.ndim == 2:
+        assert torch.equal(out, out.mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,3 +49,34 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
         whole = exact if add is None else exact + beta * add.double()
         full = scale if add is None else scale + beta * add.double().abs()
         assert_near(out, whole, full, shape[-1])
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_strips_begin_where_they_were_measured_to_win(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: amx)
+    assert in_strips(1024, 3072) == (3 if amx else 5)
+    assert in_strips(768, 2560) == (3 if amx else 5)
+    assert in_strips(1024, 1024) == (1 if amx else 5)
+    assert in_strips(512, 512) == 1
+    x = random(1300, 1280, dtype=torch.bfloat16)
+    exact, out = x.double() @ x.double().mT, torch.empty(1300, 1300, dtype=torch.bfloat16)
+    assert_near(gram(x, out), exact, x.double().abs() @ x.double().mT.abs(), 1280)
+
+
+def test_a_chosen_kernel_multiplies_its_shape_alone() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def kernel(*given: object) -> None:
+        seen.append(given)
+
+    x, out = random(4, 6, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16)
+    use({(4, 6): kernel, (4, 4): kernel})
+    try:
+        gram(x, out)
+        product(out, out, out.clone(), add=out, beta=2.0, alpha=3.0)
+        assert [given[3:] for given in seen] == [(None, 0.0, 1.0), (out, 2.0, 3.0)]
+        for other in (x[:, :5], x.float(), x.expand(2, 4, 6)):
+            gram(other, torch.empty(*other.shape[:-1], 4, dtype=other.dtype))
+        assert len(seen) == 2
+    finally:
+        use({})
