@@ -49,8 +49,8 @@ def assign(
     """Owner and host of every matrix, for strategies canzona and asc.
 
     - canzona, layouts owner and aligned: `_balanced`; layout contiguous: the best of several cuts in natural order;
-    - asc: in every bucket the owner is the rank whose even share a unit starts in, hosts take turns in registration
-      order. Nothing is balanced.
+    - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by bucket, the
+      first ranks would get every remainder), hosts take turns in registration order. Nothing is balanced.
 
     With alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest cell / lower
     bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). The candidates are the same for
@@ -152,8 +152,9 @@ def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
 ) -> Iterator[tuple[int, Cell]]:
     if settings.strategy == "asc":
-        sizes = [[part.elements for part in parts] for parts in stage.parts]
-        owner_of = _in_order(stage, [even_start(own, stage.owners) for own in sizes])
+        parts = [part for parts in stage.parts for part in parts]
+        starts = even_start([part.elements for part in parts], stage.owners)
+        owner_of = {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
     elif settings.layout == "contiguous":
         owner_of = _pick(stage, settings.alpha, _contiguous(stage))
     else:

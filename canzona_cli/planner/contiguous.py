@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
-    """Owner of each piece of a bucket: the rank whose even share of the bucket the piece starts in (strategy asc)."""
+    """Owner of each piece: the rank whose even share of all of them the piece starts in."""
     total, starts = sum(weights), accumulate(weights[:-1], initial=0)
     return [min(owners - 1, int(start * owners // total)) for start in starts]
 

@@ -160,6 +160,18 @@ def test_asc_takes_the_even_share_a_unit_starts_in_and_hosts_in_turn() -> None:
     assert hosts == [0, 1, 0, 1, 0, 1, 0]
 
 
+def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
+    """Where a bucket has fewer matrices than there are ranks, every bucket's would be the same few ranks'."""
+    matrices, mesh, plan = transformer(8, 64, 128, 64), grid(1, 8), PlanSettings(strategy="asc")
+    found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=40_000)
+    assert found == assign(matrices, newton_schulz(matrices), mesh, plan), "buckets make no difference"
+    assert len(buckets(matrices, found, mesh, plan, 40_000)) > 1
+    elements = [float(matrix.elements) for matrix in matrices]
+    held = found.loads(matrices, elements, 0, 8, 1)
+    unit = max(sum(m.elements for m in matrices if m.unit == one.unit) for one in matrices)
+    assert max(held) < sum(held) / 8 + unit
+
+
 def test_contiguous_owners_ascend_in_every_bucket() -> None:
     matrices = transformer(6, 64, 192, 16)
     plan = replace(CANZONA, layout="contiguous")

