@@ -21,6 +21,7 @@ from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer
+from canzona_cli.optimizers.packed import pack, unpack
 from canzona_cli.planner.cost import algorithm, label, peak_seconds, seconds
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
@@ -164,8 +165,11 @@ class Group:
             for side in SIDES:
                 factor = optimizer.state[master].get(side)
                 if isinstance(factor, torch.Tensor):
-                    diagonal = factor.diagonal()
+                    length = master.size(SIDES.index(side))
+                    square = unpack(factor, factor.new_empty(length, length))
+                    diagonal = square.diagonal()
                     diagonal.add_(torch.rand_like(diagonal) * diagonal.mean())
+                    pack(square, factor)
 
     def _make(self, variant: Variant, rows: int, cols: int) -> torch.optim.Optimizer:
         if variant.kind == "megatron":

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .matrix_optimizer import MatrixOptimizer, ProductPrecision, products
+from .packed import average_gram, pack, packed_elements, unpack
 from .workspace import Workspace
 
 Side = Literal["L", "R"]
@@ -38,10 +39,13 @@ class KroneckerSettings(TypedDict, total=False):
 class KroneckerOptimizer(MatrixOptimizer):
     """Keeps the factors; a subclass makes a square of each and a direction of the gradient.
 
-    State of a matrix: `step`, updates so far; `L` and `R`, the factors, moving averages that start at their first
-    gradient's (corrected for starting at zero); what the subclass adds. A side longer than `max_preconditioner_dim` has
-    none.
+    State of a matrix: `step`, updates so far; `L` and `R`, the factors, packed, moving averages that start at their
+    first gradient's (corrected for starting at zero); what the subclass adds. A side longer than
+    `max_preconditioner_dim` has none. Whatever `precision` says, all that a refresh computes is in fp32.
     """
+
+    symmetric: tuple[str, ...] = ("",)
+    """What there is a packed square of for each side: the names before L and R."""
 
     def __init__(
         self,
@@ -103,8 +107,8 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Add the subclass's own state to a matrix's."""
 
     @abstractmethod
-    def _refresh(self, p: torch.Tensor, side: Side) -> None:
-        """Renew what is made of a factor; if that fails, leave it as it was."""
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
+        """Renew what is made of a factor (side, side), which is scratch; if that fails, leave it as it was."""
 
     def _refreshed(self, p: torch.Tensor) -> None:
         """Behind the refresh of all sides."""
@@ -114,50 +118,69 @@ class KroneckerOptimizer(MatrixOptimizer):
         """What `p` moves along; may be scratch."""
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        return {"step": None, **self._squares(p, "")}
+        packed = {
+            f"{name}{side}": (packed_elements(length),) for name in self.symmetric for side, length in self._lengths(p)
+        }
+        return {"step": None, **packed}
 
-    def _squares(self, p: torch.Tensor, prefix: str) -> dict[str, tuple[int, ...] | None]:
-        """Shapes of what there is one of for each side that has a factor."""
-        return {f"{prefix}{side}": (p.size(SIDES.index(side)),) * 2 for side in self._sides(p)}
+    def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Older versions kept whole squares of what is packed now."""
+        kept, found = self.kept(p), dict(state)
+        for name in self.symmetric:
+            for side, length in self._lengths(p):
+                key = f"{name}{side}"
+                if key in found and found[key].shape == (length, length):
+                    found[key] = pack(found[key], found[key].new_empty(kept[key] or ()))
+        return found
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         state = self.state[p]
         if not state:
             state["step"] = 0
-            for side in self._sides(p):
-                length = p.size(SIDES.index(side))
-                state[side] = p.new_zeros(length, length)
+            for side, length in self._lengths(p):
+                state[side] = p.new_zeros(packed_elements(length))
             self._start(p, state)
         done: int = state["step"]
         state["step"] = done + 1
         with products(self.precision):
             # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
             weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
-            for side in self._sides(p):
+            for side, length in self._lengths(p):
                 across = grad if side == "L" else grad.mT
-                outer = torch.mm(across, across.mT, out=self.workspace.like("square", state[side]))
-                state[side].lerp_(outer, weight)
-            period = self.precondition_frequency
-            if done == 0 or (done >= period and (done + self._offsets[p]) % period == 0):
-                for side in self._sides(p):
-                    self._refresh(p, side)
+                average_gram(state[side], across, weight, self._square(p, length))
+        period = self.precondition_frequency
+        if done == 0 or (done >= period and (done + self._offsets[p]) % period == 0):
+            with products("fp32"):
+                for side, length in self._lengths(p):
+                    self._refresh(p, side, unpack(state[side], self._square(p, length)))
                 self._refreshed(p)
+        with products(self.precision):
             direction = self._direction(p, grad)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
     def _sides(self, p: torch.Tensor) -> tuple[Side, ...]:
         """Sides that have a factor."""
-        return tuple(side for side, length in zip(SIDES, p.shape, strict=True) if length <= self.max_preconditioner_dim)
+        return tuple(side for side, _ in self._lengths(p))
+
+    def _lengths(self, p: torch.Tensor) -> list[tuple[Side, int]]:
+        """Sides that have a factor, and how long they are."""
+        return [at for at in zip(SIDES, p.shape, strict=True) if at[1] <= self.max_preconditioner_dim]
+
+    def _square(self, p: torch.Tensor, length: int) -> torch.Tensor:
+        """Scratch (length, length)."""
+        return self.workspace.get("square", (length, length), p.dtype, p.device)
 
     def _sandwich(self, p: torch.Tensor, name: str, x: torch.Tensor, *, transpose: Side | None = None) -> torch.Tensor:
-        """left x right of the squares that `p`'s state has under `name_L` and `name_R`, one of them transposed.
+        """left x right of the squares that `p`'s state has under `name` and the side, one of them transposed.
 
         Returns:
             Scratch, overwritten by the next call; `x` itself if no side has a square.
         """
         state = self.state[p]
-        for side in self._sides(p):
-            square = state[f"{name}_{side}"]
+        for side, length in self._lengths(p):
+            square = state[f"{name}{side}"]
+            if name in self.symmetric:
+                square = unpack(square, self._square(p, length))
             square = square.mT if side == transpose else square
             out = self.workspace.like(f"sandwich_{side}", p)
             x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)

@@ -57,6 +57,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for a count of steps. None for all of it where a class does not say: a checkpoint may then hold anything."""
         return None
 
+    def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Stored state of matrix `p`, whatever version of the class it is of, as this one keeps it."""
+        return state
+
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         for p in matrices:
             assert p.grad is not None

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from .decompositions import inverse_root, with_fallback
 from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
-from .matrix_optimizer import products
+from .packed import pack, packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
 
@@ -27,8 +27,10 @@ class Shampoo(KroneckerOptimizer):
     root -1/2; if both are, the update is the grafted method's own. The momentum is of gradients and not of updates, as
     in Shi et al.: one buffer serves the grafted Adam too, and new roots act on all of it.
 
-    State besides KroneckerOptimizer's: `exp_avg`, `root_L`, `root_R`, and `exp_avg_sq` of a grafted Adam.
+    State besides KroneckerOptimizer's: `exp_avg`, `root_L` and `root_R`, packed, and `exp_avg_sq` of a grafted Adam.
     """
+
+    symmetric = ("", "root_")
 
     def __init__(
         self,
@@ -54,21 +56,19 @@ class Shampoo(KroneckerOptimizer):
         state["exp_avg"] = torch.zeros_like(p)
         if self.grafting == "adam":
             state["exp_avg_sq"] = torch.zeros_like(p)
-        for side in self._sides(p):
-            length = p.size(0 if side == "L" else 1)
-            state[f"root_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+        for side, length in self._lengths(p):
+            one = torch.eye(length, dtype=p.dtype, device=p.device)
+            state[f"root_{side}"] = pack(one, p.new_empty(packed_elements(length)))
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
-        return {**super().kept(p), **self._squares(p, "root_"), **dict.fromkeys(moments, tuple(p.shape))}
+        return {**super().kept(p), **dict.fromkeys(moments, tuple(p.shape))}
 
-    def _refresh(self, p: torch.Tensor, side: Side) -> None:
-        state = self.state[p]
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
         compute = partial(inverse_root, power=0.5 / len(self._sides(p)), eps=self.shampoo_eps)
-        with products("fp32"):
-            root = with_fallback(compute, state[side], f"the eigendecomposition of {side}", partial(self._report, p))
+        root = with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
         if root is not None:
-            state[f"root_{side}"].copy_(root)
+            pack(root, self.state[p][f"root_{side}"])
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
         """With roots of all gradients that the momentum is of, no singular value is above what Adam's update can be
@@ -94,7 +94,7 @@ class Shampoo(KroneckerOptimizer):
         if not self._sides(p):
             return grafted
         norm = torch.linalg.vector_norm(grafted)
-        direction = self._sandwich(p, "root", mean)
+        direction = self._sandwich(p, "root_", mean)
         if self.grafting == "none":
             self._bound(p, direction)
         else:

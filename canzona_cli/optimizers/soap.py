@@ -34,29 +34,30 @@ class SOAP(KroneckerOptimizer):
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         state["exp_avg"] = torch.zeros_like(p)
         state["exp_avg_sq"] = torch.zeros_like(p)
-        for side in self._sides(p):
-            length = p.size(0 if side == "L" else 1)
+        for side, length in self._lengths(p):
             state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        return {**super().kept(p), **self._squares(p, "Q_"), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
+        bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
+        return {**super().kept(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
-    def _refresh(self, p: torch.Tensor, side: Side) -> None:
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
         state = self.state[p]
-        factor, basis = state[side], state[f"Q_{side}"]
+        basis = state[f"Q_{side}"]
         report = partial(self._report, p)
         if state["step"] == 1:  # both moments are still zero: nothing to carry over
             new = with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", report)
             if new is not None:
                 basis.copy_(new)
             return
-        powered = torch.mm(factor, basis, out=self.workspace.like("square", factor))
+        powered = torch.mm(factor, basis)
         sizes = torch.linalg.vecdot(basis, powered, dim=0)
         # Columns whose size is rounding stay in the order they have.
         sizes = sizes.where(sizes > rounding(len(sizes)) * sizes.max(), 0)
         order = sizes.argsort(descending=True, stable=True)
+        powered = powered[:, order]
         compute = partial(orthonormal, previous=basis[:, order])
-        new = with_fallback(compute, powered[:, order], f"the QR of {side}", report)
+        new = with_fallback(compute, powered, f"the QR of {side}", report)
         if new is None:
             return
         first, second, turned = state["exp_avg"], state["exp_avg_sq"], self.workspace.like("adam", p)
@@ -90,13 +91,13 @@ class SOAP(KroneckerOptimizer):
         state = self.state[p]
         beta1, beta2 = self.betas
         step: int = state["step"]
-        grad = self._sandwich(p, "Q", grad, transpose="L")
+        grad = self._sandwich(p, "Q_", grad, transpose="L")
         if step == 1 and self._sides(p):
             # In its own eigenvectors a gradient is diagonal, as far as squares in fp32 can tell them apart.
             grad.masked_fill_(grad.abs() <= RESOLVED * grad.abs().max(), 0.0)
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        return self._sandwich(p, "Q", self._adam(p, step), transpose="R")
+        return self._sandwich(p, "Q_", self._adam(p, step), transpose="R")
 
     def _adam(self, p: torch.Tensor, steps: int) -> torch.Tensor:
         """Adam's update in the eigenbasis from moments of `steps` gradients; scratch."""

@@ -253,10 +253,20 @@ def moment_bytes(algorithm: Algorithm) -> int:
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
-    """Shampoo and SOAP: two statistics and two roots (bases), one square for each side that has them, fp32."""
+    """Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
+    square; fp32."""
     if algorithm.name not in ("shampoo", "soap"):
         return 0
-    return 2 * FP32 * sum(side**2 for side in (rows, cols) if side <= algorithm.max_preconditioner_dim)
+    sides = [side for side in (rows, cols) if side <= algorithm.max_preconditioner_dim]
+    packed = sum(map(packed_elements, sides))
+    return FP32 * (packed + (packed if algorithm.name == "shampoo" else sum(side**2 for side in sides)))
+
+
+def packed_elements(side: int) -> int:
+    """Of a symmetric (side, side) matrix in 16 strips of rows, each from its diagonal block to the right
+    (`canzona_cli.optimizers.packed`)."""
+    height = -(-side // 16)
+    return sum(min(height, side - top) * (side - top) for top in range(0, side, height))
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

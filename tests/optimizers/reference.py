@@ -1,8 +1,10 @@
 """Naive update rules, written from the papers in fp64 and one formula a line, and runs that compare with them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+
+from canzona_cli.optimizers.packed import unpack
 
 Shape = tuple[int, int]
 
@@ -120,6 +122,13 @@ def soap(
         adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
         w = w - lr * weight_decay * w - lr * q_l @ adam @ q_r.T
     return w
+
+
+def unpacked(state: Mapping[str, torch.Tensor | int], key: str, side: int) -> torch.Tensor:
+    """A factor or root of a matrix's state as a square."""
+    packed = state[key]
+    assert isinstance(packed, torch.Tensor)
+    return unpack(packed, packed.new_empty(side, side))
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor | int]]:

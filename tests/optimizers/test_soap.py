@@ -49,11 +49,11 @@ def test_refreshed_at_every_step_it_is_emergings(betas: tuple[float, float]) -> 
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-    for one, two in zip(mine.state.values(), other.state.values(), strict=True):
+    for (side, _), one, two in zip(SQUARES, mine.state.values(), other.state.values(), strict=True):
         assert one.keys() == two.keys()
         assert one["step"] == two["step"] == 8
-        torch.testing.assert_close(one["L"], two["L"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one["R"], two["R"], rtol=1e-5, atol=1e-5)
+        for key in ("L", "R"):
+            torch.testing.assert_close(reference.unpacked(one, key, side), two[key], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("period", [2, 3, 10])
@@ -114,7 +114,9 @@ def test_bias_is_corrected() -> None:
         before = p.detach().clone()
         reference.step_through(optimizer, [p], [grad])
         moves.append(p.detach() - before)
-        torch.testing.assert_close(optimizer.state[p]["L"], grad[0] @ grad[0].T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            reference.unpacked(optimizer.state[p], "L", 9), grad[0] @ grad[0].T, rtol=1e-5, atol=1e-5
+        )
     for move in moves[1:]:
         torch.testing.assert_close(move, moves[0], rtol=1e-4, atol=1e-6)
 

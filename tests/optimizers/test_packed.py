@@ -1,0 +1,75 @@
+"""Symmetric factors kept by half are the factors, and checkpoints of whole ones still load."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from canzona_cli.optimizers import SOAP, Shampoo
+from canzona_cli.optimizers.kronecker import KroneckerOptimizer
+from canzona_cli.optimizers.packed import average_gram, pack, packed_elements, unpack
+from canzona_cli.planner import memory
+
+from . import reference as reference
+
+SIDES = [1, 5, 16, 17, 64, 100]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_what_is_packed_comes_back(side: int) -> None:
+    square = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    square = square + square.mT
+    packed = pack(square, torch.empty(packed_elements(side)))
+    assert torch.equal(unpack(packed, torch.full_like(square, float("nan"))), square)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("tall", [False, True])
+def test_averages_are_those_of_whole_products(side: int, tall: bool) -> None:
+    """On a CPU by strips, else by a whole product: each entry within the rounding of its sum."""
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randn(40, side, generator=drawn).mT if tall else torch.randn(side, 40, generator=drawn)
+    before = torch.randn(side, 60, generator=drawn)
+    before = before @ before.mT
+    exact = torch.lerp(before.double(), x.double() @ x.double().mT, 0.3)
+    scale = 0.7 * before.double().abs() + 0.3 * x.double().abs() @ x.double().abs().mT
+    packed = pack(before, torch.empty(packed_elements(side)))
+    average_gram(packed, x, 0.3, torch.full((side, side), float("nan")))
+    found = unpack(packed, torch.empty(side, side))
+    assert bool(((found - exact).abs() <= 50 * 2.0**-24 * scale).all())
+
+
+@pytest.mark.parametrize("side", [512, 1024, 4096, 5120, 12288])
+def test_of_the_sides_of_real_models_at_most_55_hundredths_are_kept(side: int) -> None:
+    assert packed_elements(side) <= 0.55 * side**2
+
+
+@pytest.mark.parametrize("side", [*SIDES, 151, 4096, 25600])
+def test_the_plan_counts_what_is_kept(side: int) -> None:
+    """The planner knows no torch."""
+    assert memory.packed_elements(side) == packed_elements(side)
+
+
+@pytest.mark.parametrize("make", [Shampoo, SOAP])
+def test_state_of_whole_squares_is_taken_over(make: Callable[..., KroneckerOptimizer]) -> None:
+    """As older versions kept it; the run goes on bit by bit as if it had been packed."""
+    shapes = [(24, 40)]
+    grads = reference.gradients(shapes, 6)
+    params = reference.weights(shapes)
+    optimizer = make(params, 0.02, precondition_frequency=2)
+    reference.step_through(optimizer, params, grads[:3])
+    (p,) = params
+    state = optimizer.state[p]
+    old = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    sides = {f"{name}{side}": length for name in optimizer.symmetric for side, length in (("L", 24), ("R", 40))}
+    for key, length in sides.items():
+        old[key] = reference.unpacked(state, key, length)
+    copies = [torch.nn.Parameter(p.detach().clone())]
+    resumed = make(copies, 0.02, precondition_frequency=2)
+    resumed.state[copies[0]] = {**resumed.converted(copies[0], old), "step": 3}
+    assert {key: tuple(value.shape) for key, value in resumed.state[copies[0]].items() if key != "step"} == {
+        key: shape for key, shape in resumed.kept(copies[0]).items() if shape is not None
+    }
+    reference.step_through(optimizer, params, grads[3:])
+    reference.step_through(resumed, copies, grads[3:])
+    assert torch.equal(p, copies[0])
