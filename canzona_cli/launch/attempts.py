@@ -27,8 +27,8 @@ def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
     # The command goes first: other machines take its presence for an invitation.
     left = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
-        *(files.environment, files.routing, files.predicted, files.breakdown, files.trace, files.timelines),
-        *(files.profile, files.ranks, files.logs),
+        *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),
+        *(files.timelines, files.profile, files.ranks, files.logs),
     )
     for path in left:
         _move(path, folder)

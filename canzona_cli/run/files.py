@@ -43,6 +43,8 @@ class RunFiles:
         """What strategies canzona and asc execute; the others have none."""
         self.routing = root / "routing.json"
         """Which parameters the optimizer updates as matrices, and which AdamW updates."""
+        self.kernels = root / "kernels.json"
+        """What multiplies to symmetric results."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"

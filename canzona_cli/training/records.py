@@ -15,6 +15,7 @@ from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
 from canzona_cli.run.heartbeat import Heart, Stage
+from canzona_cli.run.kernels import Kernels
 from canzona_cli.run.records import (
     CheckpointEvent,
     Ending,
@@ -168,12 +169,11 @@ class Journal:
             self._board.add({"validation/loss": loss}, step)
 
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
-        if not self._writes:
-            return
-        try:
-            save(self._files.breakdown, breakdown)
-        except OSError as error:
-            self._warn(f"{self._files.breakdown.name} cannot be written ({error.strerror})")
+        self._save(self._files.breakdown, breakdown)
+
+    def kernels(self, kernels: Kernels) -> None:
+        if kernels.choices:
+            self._save(self._files.kernels, kernels)
 
     def close(self) -> None:
         if self._board is not None:
@@ -182,6 +182,14 @@ class Journal:
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
         if self._writes:
             self._lines.append(path, line)
+
+    def _save(self, path: Path, record: MeasuredBreakdown | Kernels) -> None:
+        if not self._writes:
+            return
+        try:
+            save(path, record)
+        except OSError as error:
+            self._warn(f"{path.name} cannot be written ({error.strerror})")
 
     def _warn(self, said: str) -> None:
         """Say it in this rank's log, and to whoever watches the run if events can be written at all."""

@@ -23,6 +23,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
+    from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import grouping, parallel
     from canzona_cli.planner.plan_file import read_plan
@@ -48,6 +49,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     pulse.follow(trainee.timer)
     if (otherwise := grouping.contradiction(trainee)) is not None:
         journal.incident("grouping", detail=otherwise, level="warning")
+
+    journal.kernels(choose_kernels(config, world.device, alive=record.heart.progress))
 
     journal.stage("build data", str(corpus.prefix))
     datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")

@@ -19,8 +19,10 @@ import torch
 from canzona_cli.calibrate.team import Team
 from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
 from canzona_cli.config.compose import compose_run
+from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.planner.cost import algorithm, flops, work
+from canzona_cli.run.kernels import KernelChoice
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Outcome, Setup
 
@@ -64,8 +66,27 @@ def updates(setup: Setup, seconds: float) -> Outcome:
             break
         found.append(measure(team, variant, size, shape, setup.budget_s))
         show(found[-1])
+    choices = chosen_kernels(team, setup.sizes)
     torch.distributed.destroy_process_group()
-    return summary(found, left=len(items) - len(found))
+    return summary(found, choices, left=len(items) - len(found))
+
+
+def chosen_kernels(team: Team, sizes: Sequence[str]) -> list[KernelChoice]:
+    """What the ladder makes of the sizes' symmetric products, as their runs find it."""
+    found: dict[tuple[int, int], KernelChoice] = {}
+    for size in sizes:
+        for choice in choose_kernels(compose_run([f"recipe={size}", "optimizer=muon"]).config, team.device).choices:
+            found[choice.side, choice.long] = choice
+    for (side, long), choice in sorted(found.items()):
+        # In full, though a kernel that knows of the symmetry does half of it.
+        rates = ", ".join(
+            f"{trial.kernel} {trial.refused}"
+            if trial.seconds is None
+            else f"{trial.kernel} {2 * side * side * long / trial.seconds / 1e12:.3g} TFLOP/s"
+            for trial in choice.trials
+        )
+        print(f"X X' of {side} x {long}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
+    return list(found.values())
 
 
 def wanted(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
@@ -79,7 +100,7 @@ def wanted(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
     return sorted(items.values(), key=lambda item: expected(item[0], *item[2]))
 
 
-def summary(found: Sequence[Update], *, left: int) -> Outcome:
+def summary(found: Sequence[Update], choices: Sequence[KernelChoice], *, left: int) -> Outcome:
     """Large updates of Muon in one number; the others in the file."""
     more = f"; the time was up before {left} more" if left else ""
     if not found:
@@ -91,7 +112,8 @@ def summary(found: Sequence[Update], *, left: int) -> Outcome:
         typical = statistics.median(shares)
         said += f"; Muon of large matrices at {typical:.0%} of a product's rate, {min(shares):.0%} at least"
     fine = not shares or statistics.median(shares) >= SHARE
-    return Outcome(status="pass" if fine else "short", said=said, numbers={"updates": [asdict(one) for one in found]})
+    numbers = {"updates": [asdict(one) for one in found], "kernels": [asdict(one) for one in choices]}
+    return Outcome(status="pass" if fine else "short", said=said, numbers=numbers)
 
 
 def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:

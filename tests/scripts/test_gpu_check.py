@@ -94,6 +94,7 @@ def test_updates_of_every_algorithm_and_shape_beside_products(tmp_path: Path) ->
         assert (
             update["launches"] > (15 / 4 if "stacked" in update["algorithm"] else 15) or update["precision"] == "fp32"
         )
+    assert {choice["kernel"] for choice in numbers["kernels"]} == {"plain"}, "the ladder's, and tiny shapes'"
     lines = [line for line in done.stdout.splitlines() if " squared's " in line]
     assert len(lines) == len(updates)
 

@@ -1,0 +1,175 @@
+"""The ladder: which kernel multiplies to symmetric results, found out when a run starts, on its own shapes.
+
+Every kernel is compared with cuBLAS before it is timed, and none is taken that one rank cannot use, that is wrong
+anywhere, or that gains too little. All ranks take the same: strategy sc relies on equal updates everywhere.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from canzona_cli.config.execution import execution_of
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.megatron.grouping import device_seconds
+from canzona_cli.megatron.messages import gather
+from canzona_cli.optimizers import kernels as known
+from canzona_cli.optimizers import symmetric
+from canzona_cli.optimizers.symmetric import Kernel
+from canzona_cli.planner.activations import matrix_shapes
+from canzona_cli.planner.cost import algorithm
+from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
+
+Shape = tuple[int, int]
+"""(side, long) of X in X X^T."""
+Seconds = Callable[[Callable[[], None]], float]
+"""How long an operation takes."""
+
+LEAST_SIDE = 512
+"""Smaller products fill no GPU, whole or halved, and every shape that is tried takes seconds of compiling."""
+GAIN = 0.97
+"""A kernel is taken where it takes at most this share of cuBLAS's time: less is within the spread of a few samples."""
+_REPEATS = 9
+
+
+def product_shapes(config: RunConfig) -> list[Shape]:
+    """What the run's updates multiply to symmetric results, smallest first; nothing where they do not."""
+    how = algorithm(config)
+    if how.name != "muon" or how.custom or how.precision != "bf16" or not execution_of(config).ours:
+        return []
+    shapes = {(min(shape), max(shape)) for shape in matrix_shapes(config)}
+    return sorted(shapes | {(side, side) for side, _ in shapes}, key=lambda shape: (shape[0] ** 2 * shape[1], shape))
+
+
+def choose_kernels(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    ladder: Mapping[str, Callable[[], Kernel]] = known.LADDER,
+    seconds: Seconds = device_seconds,
+    alive: Callable[[], None] = lambda: None,
+) -> Kernels:
+    """Choose, use from now on, and say what was chosen; the same on every rank. Collective.
+
+    Args:
+        alive: called again and again meanwhile.
+    """
+    shapes = product_shapes(config)
+    if device.type != "cuda":
+        return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
+    loaded, refused = _load(ladder)
+    own = []
+    for shape in shapes:
+        own.append(_tried(shape, device, loaded, refused, seconds))
+        alive()
+    everyone = gather(Kernels(choices=tuple(own)))
+    choices = tuple(_agreed(of_shape) for of_shape in zip(*(found.choices for found in everyone), strict=True))
+    symmetric.use({(c.side, c.long): loaded[c.kernel] for c in choices if c.kernel != PLAIN})
+    return Kernels(choices=choices)
+
+
+def _on_cpu(shape: Shape) -> KernelChoice:
+    side, long = shape
+    return KernelChoice(side=side, long=long, kernel=STRIPS if symmetric.in_strips(side, long) > 1 else PLAIN)
+
+
+def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
+    """Kernels that can be imported, and trials of those that cannot."""
+    loaded: dict[str, Kernel] = {}
+    refused = []
+    for name, load in ladder.items():
+        try:
+            loaded[name] = load()
+        except Exception as error:  # whatever an optional package does when it is imported
+            refused.append(KernelTrial(kernel=name, refused=_words(error)))
+    return loaded, refused
+
+
+def _tried(
+    shape: Shape, device: torch.device, loaded: Mapping[str, Kernel], refused: Sequence[KernelTrial], seconds: Seconds
+) -> KernelChoice:
+    """Every kernel on this rank alone."""
+    side, long = shape
+    trials = list(refused)
+    if side >= LEAST_SIDE:
+        cases = list(_cases(shape, device))
+        trials += [_trial(name, kernel, cases, seconds) for name, kernel in loaded.items()]
+        trials.append(_trial(PLAIN, symmetric.plain, cases, seconds))
+    return KernelChoice(side=side, long=long, kernel=PLAIN, trials=tuple(trials))
+
+
+def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
+    """Of all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
+    trials = {}
+    for name in dict.fromkeys(trial.kernel for choice in found for trial in choice.trials):
+        of_ranks = [trial for choice in found for trial in choice.trials if trial.kernel == name]
+        reason = next((trial.refused for trial in of_ranks if trial.refused), "")
+        times = [trial.seconds for trial in of_ranks if trial.seconds is not None]
+        trials[name] = KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
+    usable = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
+    best = min(usable, key=lambda name: usable[name], default=PLAIN)
+    if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
+        best = PLAIN
+    said = (
+        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or too little faster")
+        if name in usable and name != best
+        else trial
+        for name, trial in trials.items()
+    )
+    return KernelChoice(side=found[0].side, long=found[0].long, kernel=best, trials=tuple(said))
+
+
+class _Case:
+    """One product, and what cuBLAS makes of it."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float) -> None:
+        self._given = a, b
+        self._scalars = add, beta, alpha
+        self._out = a.new_empty(a.size(0), a.size(0))
+        self._exact = torch.empty_like(self._out)
+        symmetric.plain(a, b, self._exact, add, beta, alpha)
+
+    def run(self, kernel: Kernel) -> None:
+        a, b = self._given
+        kernel(a, b, self._out, *self._scalars)
+
+    def wrong(self, kernel: Kernel) -> bool:
+        """Whether an element is off by more than two roundings to bf16, or by more than sums of terms of this size in
+        another order are. What is not written stays NaN."""
+        self._out.fill_(float("nan"))
+        self.run(kernel)
+        exact = self._exact.float()
+        near = (self._out.float() - exact).abs() <= 2.0**-7 * exact.abs() + 2.0**-12
+        return not bool(near.all())
+
+
+def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
+    """X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one. Rows have
+    norms near 1."""
+    side, long = shape
+    x = torch.randn(side, long, device=device).mul_(long**-0.5).bfloat16()
+    tall = x.mT.contiguous().mT
+    yield _Case(tall, tall.mT, None, 0.0, 1.0)
+    if side == long:
+        a = (x.float() + x.float().mT).mul_(0.5).bfloat16()
+        p = torch.addmm(a, a, a, beta=-0.5, alpha=2.0)
+        yield _Case(p, a.mT, None, 0.0, 1.0)
+        yield _Case(a, a.mT, a, -0.5, 2.0)
+    else:
+        yield _Case(x, x.mT, None, 0.0, 1.0)
+
+
+def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
+    """The last case is what is timed."""
+    try:
+        if any(case.wrong(kernel) for case in cases):
+            return KernelTrial(kernel=name, refused="its results are not cuBLAS's")
+        times = [seconds(lambda: cases[-1].run(kernel)) for _ in range(_REPEATS)]
+    except Exception as error:  # a compiler's, a driver's: this card is not for this kernel
+        return KernelTrial(kernel=name, refused=_words(error))
+    return KernelTrial(kernel=name, seconds=statistics.median(times))
+
+
+def _words(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:200]

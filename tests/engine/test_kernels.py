@@ -1,0 +1,204 @@
+"""The ladder of symmetric products: the fastest of the right ones, the same on all ranks, and cuBLAS where none is."""
+
+import ast
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from emerging_optimizers.triton_kernels import syrk
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.engine import kernels
+from canzona_cli.engine.kernels import choose_kernels, product_shapes
+from canzona_cli.optimizers import kernels as known
+from canzona_cli.optimizers import symmetric
+from canzona_cli.optimizers.symmetric import Kernel, plain
+from canzona_cli.run.kernels import KernelChoice
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
+from tests.dist.ranks import run_ranks
+
+SECONDS = {"quick": 1.0, "slow": 3.0, "hardly": 1.98, "plain": 2.0}
+"""Of the products of those that are called so."""
+
+
+def _config(*overrides: str) -> RunConfig:
+    return compose_run(["recipe=tiny", "train.precision=bf16", *overrides]).config
+
+
+def _named(name: str, calls: list[str], times: float = 1.0) -> Kernel:
+    def kernel(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+    ) -> None:
+        calls.append(name)
+        plain(a, b, out, add, beta, alpha)
+        out.mul_(times)
+
+    return kernel
+
+
+def _missing() -> Kernel:
+    raise ImportError("No module named 'quack'\nand more")
+
+
+def _half(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: object) -> None:
+    """Leaves what is above the diagonal as it was."""
+    out.copy_((a @ b).tril() + out.triu(1))
+
+
+def _only_transposes(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+) -> None:
+    plain(a, a.mT, out, add, beta, alpha)
+
+
+def _climb(ladder: dict[str, Callable[[], Kernel]], calls: list[str], config: RunConfig) -> list[KernelChoice]:
+    """With the times that kernels of these names would take; as many ranks as there are."""
+
+    def seconds(operation: Callable[[], None]) -> float:
+        calls.clear()
+        operation()
+        return SECONDS[calls[-1]] if calls else SECONDS["plain"]
+
+    with pytest.MonkeyPatch.context() as patched, cuda_stand_in():
+        patched.setattr(kernels, "LEAST_SIDE", 1)
+        return list(choose_kernels(config, DEVICE, ladder=ladder, seconds=seconds).choices)
+
+
+def _rank() -> dict[str, list[KernelChoice]]:
+    torch.distributed.init_process_group("gloo")
+    rank, calls = torch.distributed.get_rank(), list[str]()
+    quick, slow, wrong = _named("quick", calls), _named("slow", calls), _named("quick", calls, 1.02)
+    hardly = _named("hardly", calls)
+    config = _config()
+    found = {
+        "quickest": _climb({"a": lambda: slow, "b": lambda: quick, "c": _missing}, calls, config),
+        "none is quicker": _climb({"a": lambda: slow, "b": lambda: hardly}, calls, config),
+        "wrong": _climb(
+            {"a": lambda: wrong, "b": lambda: _half, "c": lambda: _only_transposes, "d": lambda: hardly}, calls, config
+        ),
+        "wrong on one rank": _climb({"a": lambda: quick if rank else wrong}, calls, config),
+        "slow on one rank": _climb({"a": lambda: slow if rank else quick}, calls, config),
+        "missing on one rank": _climb({"a": _missing if rank else lambda: quick}, calls, config),
+    }
+    found["in use"] = _climb({"a": lambda: quick}, calls, config)
+    calls.clear()
+    side, long = product_shapes(config)[-1]
+    x = torch.randn(side, long).bfloat16()
+    symmetric.gram(x, torch.empty(side, side, dtype=torch.bfloat16))
+    assert calls == ["quick"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def climbed() -> dict[str, list[KernelChoice]]:
+    one, other = run_ranks(2, _rank)
+    assert one == other, "every rank multiplies as the others do"
+    return one
+
+
+def _of(choices: list[KernelChoice]) -> Iterator[tuple[str, dict[str, str]]]:
+    for choice in choices:
+        yield choice.kernel, {trial.kernel: trial.refused for trial in choice.trials}
+
+
+def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: dict[str, list[KernelChoice]]) -> None:
+    assert climbed["quickest"]
+    for kernel, refused in _of(climbed["quickest"]):
+        assert kernel == "b"
+        assert refused["b"] == ""
+        assert refused["c"] == "ImportError: No module named 'quack'"
+        assert refused["a"] == refused["plain"] == "slower than b, or too little faster"
+    [times] = {tuple((trial.kernel, trial.seconds) for trial in choice.trials) for choice in climbed["quickest"]}
+    assert dict(times) == {"a": 3.0, "b": 1.0, "c": None, "plain": 2.0}
+    for kernel, refused in _of(climbed["none is quicker"]):
+        assert (kernel, refused["plain"]) == ("plain", "")
+        assert refused["a"]
+        assert refused["b"]
+
+
+def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelChoice]]) -> None:
+    """By 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
+    for choice in climbed["wrong"]:
+        refused = {trial.kernel: trial.refused for trial in choice.trials}
+        assert choice.kernel == "plain"
+        assert refused["a"] == refused["b"] == "its results are not cuBLAS's"
+        assert ("cuBLAS" in refused["c"]) == (choice.side == choice.long)
+
+
+def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[KernelChoice]]) -> None:
+    reasons = {"wrong on one rank": "cuBLAS's", "slow on one rank": "slower", "missing on one rank": "ImportError"}
+    for case, reason in reasons.items():
+        for kernel, refused in _of(climbed[case]):
+            assert kernel == "plain"
+            assert reason in refused["a"]
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "adamw"])
+def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
+    assert product_shapes(_config(f"optimizer={optimizer}")) == []
+    assert product_shapes(_config("train.precision=fp32")) == []
+    assert choose_kernels(_config(f"optimizer={optimizer}"), torch.device("cpu")).choices == ()
+
+
+def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config("model=qwen3-0.6b")
+    monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: False)
+    choices = {(c.side, c.long): c.kernel for c in choose_kernels(config, torch.device("cpu")).choices}
+    assert choices[1024, 3072] == choices[1024, 1024] == "strips"
+    assert set(choices) == set(product_shapes(config))
+    assert {c.kernel for c in choose_kernels(_config(), torch.device("cpu")).choices} == {"plain"}
+
+
+def test_emergings_kernel_is_asked_for_what_it_can_and_cublas_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, float, float]] = []
+
+    def tsyrk(
+        a: torch.Tensor, c: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
+        skip_upper_triangle: bool = False, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        asked.append((c is None, alpha, beta))
+        assert out is not None
+        plain(a, a.mT, out, c, beta, alpha)
+        return out
+
+    names = list(itertools.chain(*(f.__code__.co_varnames[:6] for f in (tsyrk, syrk.tsyrk_ex_small_matrix))))
+    assert names[:6] == names[6:], "emerging-optimizers' own arguments"
+    monkeypatch.setattr(syrk, "tsyrk_ex_small_matrix", tsyrk)
+    kernel = known.emerging()
+    cases = list(kernels._cases((24, 24), torch.device("cpu")))
+    assert not any(case.wrong(kernel) for case in cases)
+    assert asked == [(True, 1.0, 0.0), (False, 2.0, -0.5)]
+    monkeypatch.setattr(syrk, "HAS_TRITON_340", False)
+    with pytest.raises(ImportError, match="triton"):
+        known.emerging()
+
+
+def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages need CUDA to be imported; torch's copy says in its text what it takes."""
+    spec = importlib.util.find_spec("torch._vendor.quack")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "gemm_interface.py").read_text(encoding="utf-8")
+    [declared] = [
+        node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "gemm_symmetric"
+    ]
+    assert {"C", "out", "alpha", "beta"} < {argument.arg for argument in declared.args.args}
+    assert [argument.arg for argument in declared.args.args[:2]] == ["A", "B"]
+
+    def gemm_symmetric(
+        A: torch.Tensor, B: torch.Tensor, *, C: torch.Tensor | None, out: torch.Tensor, alpha: float, beta: float
+    ) -> None:
+        plain(A, B, out, C, beta, alpha)
+
+    stand_in = ModuleType("gemm_interface")
+    stand_in.gemm_symmetric = gemm_symmetric  # type: ignore[attr-defined]
+    for name in ("quack.gemm_interface", "torch._vendor.quack.gemm_interface"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    for load in (known.quack, known.torchs_quack):
+        assert not any(case.wrong(load()) for case in kernels._cases((24, 24), torch.device("cpu")))
