@@ -69,6 +69,7 @@ def train(
         raise ConfigError(Problem(key="--json", reason="shows one run", fix="leave out --json, or --sweep"))
     if not printed:
         unattended()
+    how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
     requests = Requests(raising=True)
     with handled(requests.add, to_the_end=True):
         try:
@@ -77,20 +78,11 @@ def train(
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
 
-                how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
                 train_swept(wanted, recipes_dir or [], requests, **how)
             else:
                 from canzona_cli.commands.train_run import run
 
-                run(
-                    wanted,
-                    recipes_dir or [],
-                    requests,
-                    dry_run=dry_run,
-                    prepare_only=prepare_only,
-                    as_json=as_json,
-                    show_config=show_config,
-                )
+                run(wanted, recipes_dir or [], requests, as_json=as_json, **how)
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

@@ -6,6 +6,7 @@ Apart from the command's options, so that its help and completion come without t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import typer
@@ -27,6 +28,7 @@ from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
 from canzona_cli.launch.slurm import adopt, current_step
 from canzona_cli.launch.stop import Preempted, Requests, before_workers
 from canzona_cli.launch.supervisor import Supervision
+from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.routing import routing
 from canzona_cli.planner.memory import estimate
@@ -74,20 +76,44 @@ def run(
     config = adopted.config
     for note in adopted.notes:
         progress(note)
-    plan = obtain_plan(config, layout)
+    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout))
     if dry_run or prepare_only:
         look = _Look(console=console, as_json=as_json, show_config=show_config)
-        (_show if dry_run else _prepare)(config, layout, plan, look)
+        (_show if dry_run else _prepare)(job, look)
         return
     try:
-        typed = (overrides, recipes_dirs)
-        outcome, directory = _launch(config, layout, plan, console, requests, typed=typed)
+        outcome, directory = _launch(job, console, requests, typed=(overrides, recipes_dirs))
     except Preempted as asked:
         files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
         outcome = before_workers(files, asked)
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
     _conclude(outcome, directory, config, console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A resolved run, as this machine starts it."""
+
+    config: RunConfig
+    layout: Layout
+    plan: Obtained | None
+    """What it executes; None for a run that executes none."""
+
+    @cached_property
+    def predicted(self) -> Prediction:
+        return prediction_here(self.config, self.layout, None if self.plan is None else self.plan.plan)
+
+    def write_inputs(self, run: RunDirectory, corpus: PreparedCorpus) -> None:
+        run.write_inputs(
+            config_yaml=dump_resolved(self.config),
+            layout=self.layout,
+            corpus=corpus,
+            command=torchrun.build(self.config, run.path),
+            plan=None if self.plan is None else self.plan.plan.to_json(),
+            predicted=self.predicted,
+            routing=routing(self.config),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +125,11 @@ class _Look:
     show_config: bool
 
 
-def _show(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look) -> None:
+def _show(job: _Job, look: _Look) -> None:
+    config, layout = job.config, job.layout
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(config, layout, plan, look, corpus, run_dir, _predicted(config, layout, plan))
+    _print_start(job, look, corpus, run_dir)
     try:
         found = resumption(config, layout)
     except CanzonaError as error:
@@ -114,40 +141,32 @@ def _show(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look)
         tell(f"note: this machine could not run it: {problem.reason}", "yellow")
 
 
-def _prepare(config: RunConfig, layout: Layout, plan: Obtained | None, look: _Look) -> None:
+def _prepare(job: _Job, look: _Look) -> None:
     """Everything that workers need, on the disk: another launcher starts them."""
+    config, layout = job.config, job.layout
     check_free(config, goes_on=True)
     resumption(config, layout)
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, goes_on=True)
     _say_resumption(run, run.go_on(config, layout))
-    predicted = _predicted(config, layout, plan)
-    _write_inputs(run, config, layout, plan, corpus, predicted)
+    job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
-    config = replace(config, run=replace(config.run, dir=str(run.path)))
-    _print_start(config, layout, plan, look, corpus, run.path, predicted, prepared=True)
+    _print_start(job, look, corpus, run.path, prepared=True)
 
 
 def _print_start(
-    config: RunConfig,
-    layout: Layout,
-    plan: Obtained | None,
-    look: _Look,
-    corpus: PreparedCorpus | None,
-    run_dir: Path,
-    predicted: Prediction,
-    *,
-    prepared: bool = False,
+    job: _Job, look: _Look, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
 ) -> None:
     """What the run comes to, and what starts it."""
+    config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
     shown = DryRun(
         config=config,
         config_yaml=dump_resolved(config) if look.show_config else None,
-        layout=layout,
+        layout=job.layout,
         corpus=corpus,
-        plan=plan,
-        ahead=outlook(config, layout, predicted.iteration_s),
-        memory=estimate(config, layout),
+        plan=job.plan,
+        ahead=outlook(config, job.layout, job.predicted.iteration_s),
+        memory=estimate(config, job.layout),
         command=torchrun.build(config, run_dir),
         prepared=prepared,
     )
@@ -157,43 +176,15 @@ def _print_start(
         look.console.print(shown, soft_wrap=True)
 
 
-def _predicted(config: RunConfig, layout: Layout, plan: Obtained | None) -> Prediction:
-    return prediction_here(config, layout, None if plan is None else plan.plan)
-
-
-def _write_inputs(
-    run: RunDirectory,
-    config: RunConfig,
-    layout: Layout,
-    plan: Obtained | None,
-    corpus: PreparedCorpus,
-    predicted: Prediction,
-) -> None:
-    run.write_inputs(
-        config_yaml=dump_resolved(config),
-        layout=layout,
-        corpus=corpus,
-        command=torchrun.build(config, run.path),
-        plan=None if plan is None else plan.plan.to_json(),
-        predicted=predicted,
-        routing=routing(config),
-    )
-
-
 def _launch(
-    config: RunConfig,
-    layout: Layout,
-    plan: Obtained | None,
-    console: Console,
-    requests: Requests,
-    *,
-    typed: tuple[list[str], list[Path]],
+    job: _Job, console: Console, requests: Requests, *, typed: tuple[list[str], list[Path]]
 ) -> tuple[Outcome, RunDirectory]:
     """Check, prepare data and run directory, and supervise the ranks of this machine until they end.
 
     Args:
         typed: overrides and folders of recipes.
     """
+    config, layout = job.config, job.layout
     node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
     preflight.check_nodes(config)
@@ -205,29 +196,27 @@ def _launch(
     view = make_view(config, layout, console)
     with _progress_of(view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
-        run, machines, config = _claim(config, layout, node_rank, corpus)
+        run = _claim(config, node_rank)
+        machines, command = _meet(run, job, node_rank, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
         tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
     per_node = torchrun.ranks_per_node(config)
     go_on = command_again(*typed, config, run.path)
     restarts = Restarts(most=config.run.restarts)
-    predicted: Prediction | None = None
 
     def attempt() -> Outcome:
-        nonlocal config, machines, view, predicted
+        nonlocal machines, command, view
         requests.raising = True
         if restarts.done:
             view = make_view(config, layout, console)
-            machines, config = _meet(run, config, layout, node_rank, corpus, restarts=restarts.done)
-        command = torchrun.build(config, run.path)
+            machines, command = _meet(run, job, node_rank, corpus, restarts=restarts.done)
         if node_rank == 0:
-            predicted = predicted or _predicted(config, layout, plan)
-            _write_inputs(run, config, layout, plan, corpus, predicted)
+            job.write_inputs(run, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
             if not restarts.done:
                 warn(data_warnings(config, layout, corpus))
-        view.header(run_dir=run.path, corpus=corpus, plan=plan, earlier=run.earlier)
+        view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
         return Supervision(
             run.files,
@@ -271,29 +260,27 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
         raise
 
 
-def _claim(
-    config: RunConfig, layout: Layout, node_rank: int, corpus: PreparedCorpus
-) -> tuple[RunDirectory, Machines, RunConfig]:
+def _claim(config: RunConfig, node_rank: int) -> RunDirectory:
     """The run directory: machine 0 creates it or continues in it, the others wait there for machine 0's address."""
     if node_rank == 0:
-        run = RunDirectory.create(config, goes_on=True)
-    else:
-        run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
-    machines, config = _meet(run, config, layout, node_rank, corpus, restarts=0)
-    return run, machines, config
+        return RunDirectory.create(config, goes_on=True)
+    return RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
 
 
 def _meet(
-    run: RunDirectory, config: RunConfig, layout: Layout, node_rank: int, corpus: PreparedCorpus, *, restarts: int
-) -> tuple[Machines, RunConfig]:
-    """Before each attempt: machine 0 finds out where it begins, the others hear where the ranks meet."""
+    run: RunDirectory, job: _Job, node_rank: int, corpus: PreparedCorpus, *, restarts: int
+) -> tuple[Machines, LaunchCommand]:
+    """Before each attempt: machine 0 finds out where it begins, the others hear where the ranks meet; what starts the
+    ranks of this one."""
+    config = job.config
     machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config), restarts=restarts)
     if node_rank:
-        return machines, replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
-    found = run.go_on(config, layout)
-    _say_resumption(run, found)
-    warn(() if found is None else filter(None, [reordered(found, config, layout, corpus.train_tokens)]))
-    return machines, config
+        config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
+    else:
+        found = run.go_on(config, job.layout)
+        _say_resumption(run, found)
+        warn(() if found is None else filter(None, [reordered(found, config, job.layout, corpus.train_tokens)]))
+    return machines, torchrun.build(config, run.path)
 
 
 def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:

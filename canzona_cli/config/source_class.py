@@ -1,13 +1,16 @@
 """Whether a class that `optimizer.source` names is there, found by reading and never by running anything of it."""
 
 import ast
+import symtable
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import decode_source, find_spec
 from pathlib import Path
 
 from canzona_cli.errors import closest
+
+_DYNAMIC = {"globals", "exec", "setattr"}
+"""What may give something to any name."""
 
 
 def source_problem(place: str, name: str) -> str | None:
@@ -48,47 +51,19 @@ def _located(module: str) -> ModuleSpec | str:
 
 def _missing(path: Path, name: str) -> str | None:
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        text = decode_source(path.read_bytes())
+        module = symtable.symtable(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         return f"{path} is no Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    statements = list(_at_module_level(tree.body))
-    names = {bound for statement in statements for bound in _bound(statement)}
-    if name in names or names & {"*", "__getattr__"}:
+    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
+    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
         return None
-    classes = [statement.name for statement in statements if isinstance(statement, ast.ClassDef)]
+    classes = [inside.get_name() for inside in module.get_children() if inside.get_type() == "class"]
     near = closest(name, classes)
     others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
     return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")
-
-
-def _at_module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, also those under if, try, with and loops."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _at_module_level(getattr(statement, field, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from _at_module_level(handler.body)
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement gives something to; `*` where it may be any."""
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield statement.name
-    elif isinstance(statement, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
-    elif isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        inside = [node for target in targets for node in ast.walk(target)]
-        yield from (node.id for node in inside if isinstance(node, ast.Name))
-        yield from ("*" for node in inside if isinstance(node, ast.Name) and node.id in _DYNAMIC)
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        yield from ("*" for found in ast.walk(statement) if isinstance(found, ast.Name) and found.id in _DYNAMIC)
-
-
-_DYNAMIC = ("globals", "exec", "setattr")
-"""What may give something to any name."""

@@ -8,7 +8,7 @@ from canzona_cli.model.routing import Routed, routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply
-from canzona_cli.run.words import clean, count, duration, layout_words, plural, size, step_time
+from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
 from canzona_cli.simulate.outlook import Outlook
 
 
@@ -20,6 +20,12 @@ def rank_word(device: Device | None) -> str:
 def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
     """`8 GPUs: TP 2 × PP 2 × DP 2`."""
     return f"{plural(layout.world_size, unit)}: {layout_words(layout, times=times)}"
+
+
+def layout_name(layout: Layout) -> str:
+    """`TP2 DP4 (micro-batch 4, full recomputation)`."""
+    again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
+    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
 
 
 def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str:

@@ -9,6 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from canzona_cli.run.words import clean
+
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
@@ -112,6 +114,14 @@ def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent:
 def note(text: str) -> Wrapped:
     """A faint remark below a table."""
     return wrapped(text, "dim", first="  ")
+
+
+def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
+    """What somebody should look at, behind a blank line; nothing where there are no lines."""
+    for number, line in enumerate(lines):
+        if number == 0:
+            yield Text()
+        yield wrapped(clean(line), "yellow", first="  ! ")
 
 
 def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:

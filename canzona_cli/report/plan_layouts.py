@@ -11,7 +11,7 @@ from canzona_cli.cluster.search import Found, Tried, search
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.report.header import optimizer_words, rank_word
+from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, headed, note, wrapped
 from canzona_cli.report.tables import GroupedTable, columns
 from canzona_cli.run.words import clean, count, layout_code, plural, step_time
@@ -116,8 +116,9 @@ class FastestLayouts(Page):
         least = _WORTH_NAMING / 10 * first.iteration_s
         told = [f"{step_time(abs(by))} {_sign(by)} {name}" for name, by in named[:3] if abs(by) > least]
         return (
-            f"{_name(first)} has the shortest simulated step per sequence. The next, {_name(second)}, is "
-            f"{self._slower(second):.2%} slower; against it, for a batch, the first has {', '.join(told)}."
+            f"{layout_name(first.layout)} has the shortest simulated step per sequence. The next, "
+            f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; against it, for a batch, the first "
+            f"has {', '.join(told)}."
         )
 
 
@@ -136,12 +137,6 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
 
 def _shares(one: Tried) -> list[tuple[str, float]]:
     return [(name, seconds / one.iteration_s) for name, seconds in one.spent.limits]
-
-
-def _name(one: Tried) -> str:
-    layout = one.layout
-    again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
-    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
 
 
 def _sign(by: float) -> str:

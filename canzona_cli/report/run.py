@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.report.charts import line_chart
-from canzona_cli.report.page import Page, Screen, Wrapped, labelled, wrapped
+from canzona_cli.report.page import Page, Screen, Wrapped, labelled, remarks, wrapped
 from canzona_cli.report.run_breakdown import BreakdownView
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
@@ -49,14 +49,9 @@ class RunView(Page):
         if summary.breakdown is not None:
             yield Text()
             yield BreakdownView(breakdown=summary.breakdown)
-        remarks = [*summary.warnings[-_MOST_WARNINGS:], *summary.notes]
-        if len(summary.warnings) > _MOST_WARNINGS:
-            earlier = plural(len(summary.warnings) - _MOST_WARNINGS, "earlier warning")
-            remarks.insert(0, f"{earlier} in events.jsonl")
-        if remarks:
-            yield Text()
-        for remark in remarks:
-            yield wrapped(clean(remark), "yellow", first="  ! ")
+        left_out = len(summary.warnings) - _MOST_WARNINGS
+        earlier = [f"{plural(left_out, 'earlier warning')} in events.jsonl"] if left_out > 0 else []
+        yield from remarks([*earlier, *summary.warnings[-_MOST_WARNINGS:], *summary.notes])
 
     def _error(self) -> Iterator[RenderableType]:
         first, *others = self.summary.errors
@@ -139,11 +134,8 @@ class ComparedView(Page):
             yield _table("phase, ms (mean)", self._phases())
             yield Text()
             yield _table("", self._figures())
-        notes = [f"{letter}: {note}" for letter, run in (("A", compared.a), ("B", compared.b)) for note in run.notes]
-        if notes:
-            yield Text()
-        for note in notes:
-            yield wrapped(clean(note), "yellow", first="  ! ")
+        sides = (("A", compared.a), ("B", compared.b))
+        yield from remarks(f"{letter}: {note}" for letter, run in sides for note in run.notes)
 
     def _losses(self) -> Iterator[_Row]:
         compared = self.compared

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from canzona_cli.bench.layout_results import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
 from canzona_cli.report.bench import error_text, percent, quartiles
-from canzona_cli.report.header import rank_word
+from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, GroupedTable, columns
 from canzona_cli.run.phases import PHASES
@@ -94,10 +94,9 @@ class TuneView(Page):
         if result.chosen not in result.layouts:
             return "The simulator's choice could not be measured."
         apart = "" if result.certain else ", which their quartiles do not tell apart"
-        return (
-            f"{_code(result.layouts[result.best])} is the fastest as measured; the simulator's choice, "
-            f"{_code(result.layouts[result.chosen])}, is {percent(result.slower(result.chosen))} slower{apart}."
-        )
+        best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
+        slower = percent(result.slower(result.chosen))
+        return f"{best} is the fastest as measured; the simulator's choice, {chosen}, is {slower} slower{apart}."
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
@@ -128,9 +127,3 @@ def _error_cells(found: Errors) -> tuple[Cell, ...]:
         percent(found.worst),
         found.worst_layout,
     )
-
-
-def _code(one: LayoutBench) -> str:
-    layout = one.layout
-    again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
-    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
