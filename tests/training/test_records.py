@@ -12,7 +12,9 @@ import pytest
 
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
+from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.kernels import KernelChoice, Kernels, KernelTrial
 from canzona_cli.run.records import StepMetrics
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
@@ -136,6 +138,8 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     journal.step(_metrics(2))
     journal.validation(2, 2.25)
     journal.breakdown(BREAKDOWN)
+    chosen = KernelChoice(side=2, long=3, kernel="plain", trials=(KernelTrial(kernel="plain", seconds=0.5),))
+    journal.kernels(Kernels(choices=(chosen,)))
     journal.close()
     lines = [json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -149,6 +153,7 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     validation = _read(files.validation)
     assert (validation["step"], validation["loss"]) == (2, 2.25)
     assert _read(files.breakdown)["version"] == 1
+    assert load_if_sound(files.kernels, Kernels) == Kernels(choices=(chosen,))
     assert load_breakdown(files.root).planned is None
 
 
