@@ -1,0 +1,154 @@
+"""`canzona train` with real workers: it executes the plan that `canzona plan` shows, with a user's own optimizer too,
+and leaves the trace and the profiles it was asked for, the plan beside the measured."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.planner.plan_file import read_plan
+from tests.commands.support import canzona, importable
+from tests.trace_events import read_trace
+
+RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
+OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
+SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=0")
+RECORDED = ("train.steps=6", "run.trace_steps=[5,6]", "run.profile_steps=[4,4]")
+SIGN = """
+import os
+import torch
+
+class Sign(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay, momentum=0.9):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        hidden = torch.cuda.is_available()
+        before = os.environ.pop("CUDA_VISIBLE_DEVICES")
+        with open(f"gpu-{os.getpid()}", "w") as file:
+            file.write(f"{hidden} {torch.cuda.is_available()}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * mean.sign())
+"""
+"""It says whether torch tells of a GPU: to the rank, and where nothing hides it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run that has ended well."""
+
+    folder: Path
+    """In which it was started; it lies in `run`."""
+    text: str
+    """What it printed."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With all that is asked for, on a machine on which torch tells of a GPU."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "sign.py").write_text(SIGN, encoding="utf-8")
+    planned = canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder)
+    assert planned.returncode == 0, planned.stderr
+    with_gpu = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "canzona_cli.app", "train", *RUN, *OPTIONS, *SMALL, "train.steps=6", "run.dir=run",
+         "--trace", "5-6", "--profile", "4"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120", "NO_COLOR": "1"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Trained(folder=folder, text=done.stdout)
+
+
+def test_beside_a_gpu_the_run_keeps_the_very_plan_that_plan_writes_and_says_which_it_is(trained: Trained) -> None:
+    told = [file.read_text() for file in trained.folder.glob("gpu-*")]
+    assert set(told) == {"False True"}, "hidden from each rank, and else visible"
+    names = ("mine.json", "run/plan.json")
+    mine, runs = (json.loads((trained.folder / name).read_text(encoding="utf-8")) for name in names)
+    assert mine.pop("about") == {"recipe": "qwen3-tiny", "gpus": 2}
+    runs.pop("about", None)
+    assert json.dumps(mine) == json.dumps(runs)
+    plan = read_plan(trained.folder / "run" / "plan.json")
+    assert plan.hash == mine["hash"] == read_plan(trained.folder / "mine.json").hash
+    assert f"{plan.name}: load balance" in trained.text
+    assert "custom sign.py:Sign (canzona)" in trained.text
+    lines = [json.loads(line) for line in (trained.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped"], line["fallbacks"]) for line in lines] == [(n, 0, 0) for n in range(1, 7)]
+    assert "skipped" not in trained.text
+
+
+def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Trained, tmp_path: Path) -> None:
+    text = " ".join(trained.text.split())
+    for part in ("planned error", "why ", "was not measured on this machine", "3 steps measured", "1 profiled"):
+        assert part in text
+    run = trained.folder / "run"
+    assert f"{run}/trace.json" in trained.text
+    assert f"{run}/profile/" in trained.text
+    trace = read_trace(run / "trace.json")
+    assert [name.split(" (")[0] for name in trace.processes.values()][:3] == ["rank 0", "rank 1", "planned: rank 0"]
+    assert [step["name"] for step in trace.tracks("rank 1", "step")[0]] == ["step 5", "step 6"]
+    assert json.loads((run / "profile" / "rank-1.json").read_text())["traceEvents"]
+
+    report = json.loads(canzona("report", run, "--json").stdout)["breakdown"]
+    assert report["planned"]["strategy"] == "canzona"
+    assert report["planned"]["phases"]["matrix_update"] > 0
+    assert report["why"]["text"]
+    written = canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder)
+    assert written.returncode == 0, written.stderr
+    assert (tmp_path / "again.json").read_text() == (run / "trace.json").read_text()
+
+
+def test_a_dry_run_shows_the_plan_and_where_it_comes_from(tmp_path: Path) -> None:
+    arguments = ("recipe=tiny", "gpus=2", "parallel.tp=2")
+    shown = " ".join(canzona("train", *arguments, "--dry-run", cwd=tmp_path).stdout.split())
+    assert "plan " in shown
+    assert "load balance 1." in shown
+    assert "from plans/" not in shown
+    assert canzona("plan", *arguments, cwd=tmp_path).returncode == 0
+    (path,) = (tmp_path / "plans").iterdir()
+    for more in ((), (f"engine.plan=plans/{path.name}",)):
+        shown = "".join(canzona("train", *arguments, *more, "--dry-run", cwd=tmp_path).stdout.split())
+        assert f"fromplans/{path.name}" in shown
+    shown = canzona("train", *arguments, "engine.strategy=layerwise", "--dry-run", cwd=tmp_path).stdout
+    assert "load balance" not in shown
+
+
+def test_what_cannot_be_planned_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+    for override, key in (("engine.c_max_mib=0.01", "engine.c_max_mib"), ("engine.plan=other.json", "engine.plan")):
+        done = canzona("train", "recipe=tiny", "gpus=2", "parallel.tp=2", override, "run.dir=run", cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert key in done.stderr
+        assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (("--trace", "5-", "--profile", "x"), ("--trace = 5-", "--profile = x")),
+        (("--trace", "3-2", "train.steps=4"), ("run.trace_steps = [3,2]",)),
+        (("--profile", "0", "run.trace_steps=[1,9]", "train.steps=4"), ("run.profile_steps", "run.trace_steps")),
+        (("run.trace_steps=4",), ("run.trace_steps",)),
+        (("run.trace_steps=[1,2,3]",), ("run.trace_steps",)),
+    ],
+)
+def test_steps_that_cannot_be_recorded_are_refused_together(
+    tmp_path: Path, arguments: tuple[str, ...], keys: tuple[str, ...]
+) -> None:
+    done = canzona("train", *RUN[:3], *SMALL, *arguments, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    for key in keys:
+        assert key in done.stderr
+    assert "Traceback" not in done.stderr
