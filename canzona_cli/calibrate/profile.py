@@ -8,8 +8,12 @@ from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
     AdamWConfig,
     ClusterConfig,
+    KroneckerConfig,
     Layout,
+    MomentumConfig,
     MuonConfig,
+    NewtonSchulzConfig,
+    OptimizerConfig,
     RunConfig,
     ShampooConfig,
     SoapConfig,
@@ -31,19 +35,22 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """The run under each optimizer that is measured: Muon one by one and stacked, SOAP, Shampoo.
-
-    An optimizer has the recipe's own settings where the recipe uses it.
-    """
+    """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its settings; what
+    can be stacked both one by one and stacked."""
     own, lr = config.optimizer, config.optimizer.lr
-    muon = own if isinstance(own, MuonConfig) else MuonConfig(name="muon", lr=lr)
-    optimizers = (
-        replace(muon, stack=False),
-        replace(muon, stack=True),
-        own if isinstance(own, SoapConfig) else SoapConfig(name="soap", lr=lr),
-        own if isinstance(own, ShampooConfig) else ShampooConfig(name="shampoo", lr=lr),
+    usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
+    chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
+    if isinstance(own, NewtonSchulzConfig | KroneckerConfig):
+        chosen[own.name] = own
+    return tuple(
+        replace(config, optimizer=each)
+        for optimizer in chosen.values()
+        for each in (
+            (replace(optimizer, stack=False), replace(optimizer, stack=True))
+            if isinstance(optimizer, MomentumConfig)
+            else (optimizer,)
+        )
     )
-    return tuple(replace(config, optimizer=optimizer) for optimizer in optimizers)
 
 
 def profile_of(

@@ -14,7 +14,7 @@ import torch
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.calibrate.team import Team, repeat, timed
-from canzona_cli.config.schema import MuonConfig, RunConfig, Splitting
+from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.engine.factory import optimizer_factory
 from canzona_cli.engine.hosted import Write, write_finite
 from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
@@ -93,7 +93,7 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 def expected(variant: Variant, rows: int, cols: int) -> float:
     """Seconds that measuring it will roughly take, by the cost model: refreshes dominate, including the first one."""
     how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
-    if isinstance(variant.config.optimizer, MuonConfig):
+    if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(how, rows, cols, cluster)
     return 3 * peak_seconds(how, rows, cols, cluster)
 
@@ -181,9 +181,9 @@ class Group:
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
     """As many as the model has layers, or as memory allows; one where each takes long."""
-    if not isinstance(variant.config.optimizer, MuonConfig) and max(rows, cols) > 1024:
+    if not isinstance(variant.config.optimizer, MomentumConfig) and max(rows, cols) > 1024:
         return 1
-    squares = 0 if isinstance(variant.config.optimizer, MuonConfig) else rows * rows + cols * cols
+    squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     bytes_each = 18 * rows * cols + 12 * squares
     return max(1, min(variant.config.model.num_layers, _BYTES_AT_ONCE[device.type] // bytes_each))
 

@@ -136,8 +136,8 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
     if optimizer != "muon":
         why = {
             "soap": "ignores optimizer.precondition_frequency",
-            "shampoo": "does not support Shampoo",
-        }.get(optimizer, "does not accept custom classes")
+            "custom": "does not accept custom classes",
+        }.get(optimizer, f"does not support {optimizer}")
         fix = "use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon"
         yield problem_with(config, "engine.strategy", f"is Megatron's own layer-wise optimizer, which {why}", fix)
     elif config.train.precision != "bf16":

@@ -2,15 +2,23 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import fields
 
 import torch
 
-from canzona_cli.config.schema import CustomConfig, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import (
+    CustomConfig,
+    KroneckerConfig,
+    MomentumConfig,
+    OptimizerBase,
+    OptimizerName,
+    RunConfig,
+)
 from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kronecker import OnFallback
 from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
@@ -20,6 +28,16 @@ from canzona_cli.planner.cost import algorithm, flops
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
+
+Kind = Callable[..., torch.optim.Optimizer]
+_KINDS: Mapping[OptimizerName, Kind] = {
+    "muon": Muon,
+    "normuon": NorMuon,
+    "shampoo": Shampoo,
+    "soap": SOAP,
+}
+_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "form", "stagger", "tf32"}
+"""Settings that the classes do not take under their own names."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,50 +69,47 @@ def optimizer_factory(
     """How a rank makes an optimizer of some of the matrices it hosts.
 
     Args:
-        matrices: of the whole model. Refreshes of Shampoo and SOAP are spread over their period by cost, and a matrix's
+        matrices: of the whole model. Refreshes of factors are spread over their period by cost, and a matrix's
             turn must not depend on who hosts it: any layout gives the same model.
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     chosen = config.optimizer
-    if isinstance(chosen, MuonConfig):
-        return _muon(config, chosen)
-    if isinstance(chosen, ShampooConfig | SoapConfig):
-        return _preconditioned(chosen, _refresh_offsets(config, chosen, matrices), on_fallback)
+    if isinstance(chosen, MomentumConfig):
+        return _orthogonal(config, chosen, _KINDS[chosen.name])
+    if isinstance(chosen, KroneckerConfig):
+        return _preconditioned(chosen, _KINDS[chosen.name], _refresh_offsets(config, chosen, matrices), on_fallback)
     assert isinstance(chosen, CustomConfig)
     return _custom(chosen, torch.device(config.cluster.device))
 
 
-def _muon(config: RunConfig, chosen: MuonConfig) -> MakeOptimizer:
+def _own(chosen: OptimizerBase) -> dict[str, object]:
+    """Settings that only this optimizer or its kin have; its class takes them by the same names."""
+    names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
+    return {name: getattr(chosen, name) for name in names}
+
+
+def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind) -> MakeOptimizer:
     workspace = Workspace()
 
     def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return Muon(
+        return kind(
             params,
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
-            momentum=chosen.momentum,
-            nesterov=chosen.nesterov,
-            ns_steps=chosen.ns_steps,
-            coefficients=chosen.coefficients,
-            scale_mode=chosen.scale_mode,
-            scale_factor=chosen.scale_factor,
             precision=config.train.precision,
-            stack=chosen.stack,
             workspace=workspace,
+            **_own(chosen),
         )
 
     return make
 
 
 def _preconditioned(
-    chosen: ShampooConfig | SoapConfig, offsets: dict[int, int], on_fallback: OnFallback | None
+    chosen: KroneckerConfig, kind: Kind, offsets: dict[int, int], on_fallback: OnFallback | None
 ) -> MakeOptimizer:
     workspace = Workspace()
-    kind: Callable[..., torch.optim.Optimizer] = SOAP
-    if isinstance(chosen, ShampooConfig):
-        kind = partial(Shampoo, shampoo_eps=chosen.shampoo_eps, grafting=chosen.grafting)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
@@ -103,13 +118,11 @@ def _preconditioned(
             weight_decay=chosen.weight_decay,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.eps,
-            shampoo_beta=chosen.shampoo_beta,
-            precondition_frequency=chosen.precondition_frequency,
-            max_preconditioner_dim=chosen.max_preconditioner_dim,
             refresh_offsets=[offsets[matrix.index] for matrix in matrices],
             on_fallback=on_fallback,
             precision="tf32" if chosen.tf32 else "fp32",
             workspace=workspace,
+            **_own(chosen),
         )
 
     return make
@@ -131,9 +144,7 @@ def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
     return custom
 
 
-def _refresh_offsets(
-    config: RunConfig, chosen: ShampooConfig | SoapConfig, matrices: Sequence[Matrix]
-) -> dict[int, int]:
+def _refresh_offsets(config: RunConfig, chosen: KroneckerConfig, matrices: Sequence[Matrix]) -> dict[int, int]:
     if not chosen.stagger:
         return {matrix.index: 0 for matrix in matrices}
     how = algorithm(config)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
-from canzona_cli.config.schema import OptimizerName, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import KroneckerConfig, OptimizerName, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights
@@ -63,7 +63,7 @@ def routing(config: RunConfig) -> Routing:
 
 def _matrices(config: RunConfig) -> tuple[Routed, ...]:
     model, splitting, chosen = config.model, splitting_of(config), config.optimizer
-    if isinstance(chosen, ShampooConfig | SoapConfig):
+    if isinstance(chosen, KroneckerConfig):
         longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
         if shortest > longest:
             reason = f"no side of any matrix is as short as that, so {chosen.name} would treat nothing as a matrix"

@@ -7,7 +7,7 @@ the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
@@ -18,12 +18,14 @@ from canzona_cli.config.schema import (
     ClusterConfig,
     CustomConfig,
     Form,
-    MuonConfig,
+    KroneckerConfig,
+    MomentumConfig,
+    NewtonSchulzConfig,
     OptimizerConfig,
     Precision,
     RunConfig,
     ShampooConfig,
-    SoapConfig,
+    UpdateName,
 )
 from canzona_cli.errors import Problem
 from canzona_cli.planner.plan import Algorithm
@@ -98,22 +100,20 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
-    if isinstance(optimizer, MuonConfig):
-        return Algorithm(
-            name="muon", ns_steps=optimizer.ns_steps, form=optimizer.form, precision=precision, stack=optimizer.stack
-        )
-    if isinstance(optimizer, ShampooConfig | SoapConfig):
-        return Algorithm(
-            name=optimizer.name,
-            refresh_period=optimizer.precondition_frequency,
-            max_preconditioner_dim=optimizer.max_preconditioner_dim,
-            grafting=optimizer.grafting if isinstance(optimizer, ShampooConfig) else "none",
-            tf32=optimizer.tf32,
-        )
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
-    return Algorithm(name="adamw")
+    a = Algorithm(name=optimizer.name)
+    if isinstance(optimizer, NewtonSchulzConfig):
+        a = replace(a, ns_steps=optimizer.ns_steps, form=optimizer.form, precision=precision)
+    if isinstance(optimizer, MomentumConfig):
+        a = replace(a, stack=optimizer.stack)
+    if isinstance(optimizer, KroneckerConfig):
+        period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
+        a = replace(a, refresh_period=period, max_preconditioner_dim=longest, tf32=optimizer.tf32)
+    if isinstance(optimizer, ShampooConfig):
+        a = replace(a, grafting=optimizer.grafting)
+    return a
 
 
 def implementation(config: RunConfig) -> Implementation:
@@ -125,17 +125,17 @@ def label(a: Algorithm) -> str:
     """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, custom."""
     if a.custom:
         return "custom"
-    if a.name != "muon":
+    if not RULES[a.name].orthogonal:
         return a.name
-    return f"muon/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
+    return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
     """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
-    - muon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B X; Gram
-      form, see `_gram`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
+    - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B
+      X; Gram form, see `_gram`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
       product per side, 9 n^3 + 2 n^3;
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
@@ -232,22 +232,30 @@ def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: U
 @lru_cache(maxsize=4096)
 def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """What every update of a (rows, cols) matrix does, and what one with a refresh does on top."""
-    if a.name == "muon":
-        assert a.form != "auto"
-        return _muon(a, rows, cols), Work()
-    if a.name == "shampoo":
-        return _shampoo(a, rows, cols)
-    if a.name == "soap":
-        return _soap(a, rows, cols)
+    return RULES[a.name].work(a, rows, cols)
+
+
+def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     return Work(elementwise=15.0 * rows * cols), Work()
 
 
-def _muon(a: Algorithm, rows: int, cols: int) -> Work:
+def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    return _orthogonalised(a, rows, cols), Work()
+
+
+def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Muon's, and the norms of rows and their scaling: 2 w + 4 bytes per element."""
+    muon, width = _orthogonalised(a, rows, cols), 2 if a.precision == "bf16" else 4
+    return replace(muon, traffic=muon.traffic + (2 * width + 4) * rows * cols, launches=muon.launches + 8), Work()
+
+
+def _orthogonalised(a: Algorithm, rows: int, cols: int) -> Work:
     """Newton-Schulz, and around it the operations of emerging-optimizers 0.3's Muon on fp32 masters.
 
     Bytes per element: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, the copy
     of the weight for the model 4 + w; casts to and from bf16 6 each. `addmm` first copies what it adds to.
     """
+    assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
     around = (76 + width + (12 if width == 2 else 0)) * m * n
@@ -338,12 +346,46 @@ def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> floa
     own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
     if own is not None:
         return own
-    for form in get_args(Form) if a.name == "muon" else ():
+    for form in get_args(Form) if RULES[a.name].orthogonal else ():
         other = replace(a, form=form)
         found = _measured(other, rows, cols, cluster)
         if found is not None:
             return found * modelled / _modelled(other, rows, cols, cluster)[0]
     return modelled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What plans know of an update rule."""
+
+    work: Callable[[Algorithm, int, int], tuple[Work, Work]]
+    """Of a (rows, cols) matrix: what every update does, and what one with a refresh does on top."""
+    fragment_bytes: int
+    """Memory traffic per element, besides writing the weight, of what an update of one matrix does on a fragment only:
+    decay, weight and, with Newton-Schulz, momentum and scaling."""
+    moments: int
+    """State with an element for each of the weight, in fp32; another one for Shampoo's Adam grafting."""
+    row_vectors: int = 0
+    """State with an element for each row."""
+    orthogonal: bool = False
+    """Newton-Schulz iterations, with scratch for them."""
+    packed: int = 0
+    """Symmetric squares for each side that has a factor, kept by half."""
+    squares: int = 0
+    """Other squares for each such side."""
+
+    @property
+    def preconditioned(self) -> bool:
+        return self.packed > 0
+
+
+RULES: Mapping[UpdateName, Rule] = {
+    "adamw": Rule(work=_adamw, fragment_bytes=28, moments=2),
+    "muon": Rule(work=_muon, fragment_bytes=64, moments=1, orthogonal=True),
+    "normuon": Rule(work=_normuon, fragment_bytes=76, moments=1, row_vectors=1, orthogonal=True),
+    "shampoo": Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2),
+    "soap": Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1),
+}
 
 
 def _modelled(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, float]:
@@ -380,7 +422,7 @@ def impossible_measurements(a: Algorithm, cluster: ClusterConfig) -> Iterator[Pr
 
 
 def _unit(a: Algorithm) -> Unit:
-    if a.name == "muon":
+    if not RULES[a.name].preconditioned:
         return a.precision
     return "tf32" if a.tf32 else "fp32"
 

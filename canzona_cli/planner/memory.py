@@ -24,7 +24,7 @@ from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.cost import RULES, algorithm
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.plan import Algorithm, Place, Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
@@ -248,18 +248,19 @@ def moment_bytes(algorithm: Algorithm) -> int:
 
     Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
     """
-    two = algorithm.name in ("soap", "adamw") or (algorithm.name == "shampoo" and algorithm.grafting == "adam")
-    return 2 * FP32 if two else FP32
+    return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
-    """Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
-    square; fp32."""
-    if algorithm.name not in ("shampoo", "soap"):
-        return 0
+    """Bytes of a matrix's other fp32 state.
+
+    Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
+    square. NorMuon: a number for each row.
+    """
+    rule = RULES[algorithm.name]
     sides = [side for side in (rows, cols) if side <= algorithm.max_preconditioner_dim]
-    packed = sum(map(packed_elements, sides))
-    return FP32 * (packed + (packed if algorithm.name == "shampoo" else sum(side**2 for side in sides)))
+    factors = sum(rule.packed * packed_elements(side) + rule.squares * side**2 for side in sides)
+    return FP32 * (rule.row_vectors * rows + factors)
 
 
 def packed_elements(side: int) -> int:

@@ -21,6 +21,7 @@ from canzona_cli.config.schema import (
     Reduction,
     Splitting,
     Strategy,
+    UpdateName,
 )
 from canzona_cli.config.schema.field import Count, CountOrZero, NotNegative, Ranks, Seconds
 from canzona_cli.model.matrix import Matrix
@@ -45,7 +46,7 @@ _MATRIX = tuple(field.name for field in fields(Matrix))
 class Algorithm:
     """What an update costs depends on."""
 
-    name: Literal["adamw", "muon", "shampoo", "soap"]
+    name: UpdateName
     """Whose update is priced; for a user's own optimizer the one it is like."""
     custom: bool = False
     """A user's own: measurements are looked up under its own label."""
@@ -59,7 +60,7 @@ class Algorithm:
     grafting: Literal["none", "sgd", "adam"] = "none"
     """Shampoo: whose update's norm it is given."""
     precision: Precision = "bf16"
-    """Muon: what its products are in. Shampoo's and SOAP's are in fp32."""
+    """What products of Newton-Schulz are in. Those with factors are in fp32."""
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any."""
     stack: bool = False

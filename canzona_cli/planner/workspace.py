@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from canzona_cli.config.execution import execution_of
-from canzona_cli.config.schema import MuonConfig, RunConfig
+from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.cost import RULES, algorithm
 
 Shape = tuple[int, int]
 """(rows, columns)."""
@@ -24,15 +24,15 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
     Muon: two iterates and two squares of the short side in the type of its products, for all stacked matrices of one
-    shape, and a direction in fp32. Shampoo and SOAP, all fp32: one square, one whole matrix, and one for each
-    preconditioned side.
+    shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always). Shampoo and SOAP, all fp32: one square,
+    one whole matrix, and one for each preconditioned side.
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
     """
     if not keeps_workspace(config):
         return 0
-    if isinstance(config.optimizer, MuonConfig):
+    if isinstance(config.optimizer, MomentumConfig):
         return _muon(config, config.optimizer, together)
     how = algorithm(config)
     shapes = {shape for batch in together for shape in batch}
@@ -45,7 +45,7 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
     return FP32 * (square + sum(max(sizes, default=0) for sizes in (whole, left, right)))
 
 
-def _muon(config: RunConfig, muon: MuonConfig, together: Iterable[Sequence[Shape]]) -> int:
+def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[Shape]]) -> int:
     iterate = square = direction = block = 0
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
@@ -54,7 +54,9 @@ def _muon(config: RunConfig, muon: MuonConfig, together: Iterable[Sequence[Shape
             square = max(square, stacked * min(rows, cols) ** 2)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
-    fp32 = (direction if muon.nesterov else 0) + (block if config.cluster.device == "cpu" else 0)
+    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0) + (
+        block if config.cluster.device == "cpu" else 0
+    )
     return element_bytes(config)[0] * 2 * (iterate + square) + FP32 * fp32
 
 
@@ -69,7 +71,7 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)
     kept = keeps_workspace(config)
-    if how.name == "muon":
+    if RULES[how.name].orthogonal:
         return 0 if kept else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
     if how.name == "adamw":
         return 3 * FP32 * rows * cols

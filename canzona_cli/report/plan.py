@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
+from canzona_cli.planner.cost import RULES
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
@@ -76,8 +77,8 @@ class PlanView(Page):
         algorithm = self.study.plan.subject.optimizer
         if algorithm.custom:
             return f"custom (priced like {algorithm.name})"
-        if algorithm.name == "muon":
-            return f"muon ({algorithm.ns_steps} Newton-Schulz steps)"
+        if RULES[algorithm.name].orthogonal:
+            return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
         return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
 
     def _rows(self, times: str) -> Iterator[tuple[str, Text | str]]:

@@ -21,7 +21,7 @@ from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
+from canzona_cli.planner.cost import RULES, algorithm, implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import GroupTraffic, Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
@@ -29,10 +29,6 @@ from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
 """Stream, phase, start, end; seconds from the beginning of the update."""
-
-FRAGMENT_BYTES = {"adamw": 28, "muon": 64, "shampoo": 24, "soap": 24}
-"""Memory traffic per element, besides writing the weight, of what a duplicated update does on its own fragment only:
-decay, weight and, for Muon, momentum and scaling. The cost of a hosted update has it for the whole matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +96,7 @@ class UpdateModel:
         self._sent, self._received = self._buffer + self._grad, self._grad + FP32
         self._returned = self._stored = 2 * self._width
         self._whole = execution_of(config) is Execution.REDUNDANT
-        self._fragment_bytes = FRAGMENT_BYTES[algorithm(config).name] + self._width
+        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + self._width
 
     @property
     def packing_s(self) -> float:

@@ -205,7 +205,7 @@ def test_an_option_that_canzona_gives_itself_is_refused(typed: str, name: str) -
 
 
 def test_why_megatrons_layerwise_takes_no_other_optimizer_is_told() -> None:
-    why = {"soap": "ignores optimizer.precondition_frequency", "shampoo": "does not support Shampoo"}
+    why = {"soap": "ignores optimizer.precondition_frequency", "shampoo": "does not support shampoo"}
     for optimizer, words in why.items():
         with pytest.raises(ConfigError, match=words):
             compose_run(["recipe=tiny", f"optimizer={optimizer}", "engine=layerwise"])

@@ -11,8 +11,9 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import Layout, MuonConfig, NorMuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from tests.dist import jobs
@@ -52,6 +53,8 @@ WHOLE: dict[str, Run] = {
     "shampoo": (("optimizer=shampoo", *OFTEN), STEPS),
     "soap": (("optimizer=soap", *OFTEN), STEPS),
 }
+KIN: dict[str, Run] = {"normuon": (("optimizer=normuon",), 3)}
+"""Rules that the engine cannot tell from those: compared in one layout."""
 SPLITTINGS: dict[str, Run] = {
     splitting: (("optimizer=muon", f"engine.splitting={splitting}"), 3)
     for splitting in ("fused", "qkv", "split", "per_head")
@@ -80,7 +83,7 @@ SENT_IN_BF16: Run = (("optimizer=muon", "engine.exchange_dtype=bf16"), 3)
 COMPARED: dict[str, list[Run]] = {
     "one rank": [*SPLITTINGS.values(), *STAGGERED.values(), *AT_ONCE.values()],
     "tp1 dp4": [*WHOLE.values(), *SPLITTINGS.values()],
-    "tp2 dp2": [*WHOLE.values(), *SPLITTINGS.values(), *BUFFERS, BF16],
+    "tp2 dp2": [*WHOLE.values(), *KIN.values(), *SPLITTINGS.values(), *BUFFERS, BF16],
     "tp4 dp1": [*WHOLE.values(), *SPLITTINGS.values(), SENT_IN_BF16],
     "tp2 pp2": [*WHOLE.values()],
     "dp3": [*WHOLE.values()],
@@ -105,6 +108,8 @@ def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 def _ordinary(config: RunConfig) -> Make:
     """The run's optimizer, made as a single process would."""
     o = config.optimizer
+    if isinstance(o, NorMuonConfig):
+        return lambda params: NorMuon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
     if isinstance(o, MuonConfig):
         return lambda params: Muon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
     if isinstance(o, SoapConfig):
@@ -128,8 +133,9 @@ def _different(first: Weights, second: Weights, names: Weights) -> list[str]:
 @cache
 def _single_process(name: str) -> Weights:
     """What an optimizer comes to in one process without the engine."""
-    settings, steps = WHOLE[name]
-    before = RUNS["tp1 dp4", WHOLE[name]].before
+    run = (WHOLE | KIN)[name]
+    settings, steps = run
+    before = RUNS["tp2 dp2", run].before
     config, _ = _resolve(*settings, *LAYOUTS["one rank"])
     return single_process(before, config, steps, _ordinary(config))
 
@@ -138,6 +144,13 @@ def _single_process(name: str) -> Weights:
 @pytest.mark.parametrize("name", WHOLE)
 def test_five_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
     found, expected = RUNS[where, WHOLE[name]], _single_process(name)
+    assert _different(found.after, expected, expected) == []
+    assert all(not torch.equal(found.before[key], expected[key]) for key in expected), "nothing was updated"
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_their_kin_equal_a_single_process_bitwise(name: str) -> None:
+    found, expected = RUNS["tp2 dp2", KIN[name]], _single_process(name)
     assert _different(found.after, expected, expected) == []
     assert all(not torch.equal(found.before[key], expected[key]) for key in expected), "nothing was updated"
 

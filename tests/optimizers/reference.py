@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIENT_SETS
 
 from canzona_cli.optimizers.packed import unpack
 
 Shape = tuple[int, int]
+QUINTIC = [tuple(triple) for triple in _COEFFICIENT_SETS["quintic"]]
+"""NVIDIA's."""
 
 
 def gradients(shapes: Sequence[Shape], steps: int, seed: int = 1) -> list[list[torch.Tensor]]:
@@ -122,6 +125,42 @@ def soap(
         adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
         w = w - lr * weight_decay * w - lr * q_l @ adam @ q_r.T
     return w
+
+
+def normuon(
+    weight: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    row_beta: float,
+    size: float,
+) -> torch.Tensor:
+    """NorMuon (Li et al. 2025, algorithm 1), with the look ahead and the length of the authors' normuon.py.
+
+    Args:
+        size: of an orthogonal matrix.
+    """
+    w = weight.double()
+    m, v = torch.zeros_like(w), torch.zeros(w.size(0), 1).double()
+    for grad in grads:
+        g = grad.double()
+        m = momentum * m + (1 - momentum) * g
+        o = orthogonalised(momentum * m + (1 - momentum) * g)
+        v = row_beta * v + (1 - row_beta) * (o**2).mean(1, keepdim=True)
+        even = o / v.sqrt()
+        w = w - lr * weight_decay * w - lr * size * even * o.norm() / even.norm()
+    return w
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Five steps of Newton-Schulz (Jordan et al. 2024), each by what it does to singular values."""
+    u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for a, b, c in QUINTIC:
+        s = a * s + b * s**3 + c * s**5
+    whole: torch.Tensor = u @ s.diag() @ v
+    return whole
 
 
 def unpacked(state: Mapping[str, torch.Tensor | int], key: str, side: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.optimizers import SOAP, Muon, Shampoo, stagger
+from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo, stagger
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
 
 from . import reference as reference
@@ -17,6 +17,7 @@ SHAPES = [(8, 12), (12, 8), (8, 12)]
 MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
     "muon": lambda p: Muon(p, 0.02),
     "muon-stacked": lambda p: Muon(p, 0.02, stack=True),
+    "normuon": lambda p: NorMuon(p, 0.02),
     "shampoo": lambda p: Shampoo(p, 0.02, precondition_frequency=2),
     "soap": lambda p: SOAP(p, 0.02, precondition_frequency=2),
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import CustomConfig
+from canzona_cli.config.schema import CustomConfig, UpdateName
 from canzona_cli.model.matrices import matrices
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
 from canzona_cli.planner.cost import (
@@ -35,7 +36,7 @@ GRAM = replace(MUON, form="gram")
 SHAMPOO = Algorithm(name="shampoo")
 SOAP = Algorithm(name="soap")
 ADAMW = Algorithm(name="adamw")
-EVERY = [MUON, GRAM, SHAMPOO, SOAP, ADAMW]
+EVERY = [*(Algorithm(name=name) for name in get_args(UpdateName)), GRAM]
 IDEAL = replace(H100, matmul_tflops=((1024, 700.0),), memory_gb_per_s=1e15, launch_us=0.0)
 """700 TFLOP/s from 1024 on, and nothing else takes time."""
 

@@ -7,8 +7,9 @@ import pytest
 
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.cost import RULES
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
-from canzona_cli.simulate.update import FRAGMENT_BYTES, RankUpdate, UpdateModel
+from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
 
 NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15)
@@ -129,5 +130,5 @@ def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
 
 def test_a_duplicated_update_does_its_elementwise_part_on_its_fragment_only() -> None:
     model = UpdateModel(run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)), layout(tp=8), [matrix(0)], [0.5])
-    saved = 7 / 8 * SIDE * SIDE * (FRAGMENT_BYTES["muon"] + 2) / (0.9 * 1e12)
+    saved = 7 / 8 * SIDE * SIDE * (RULES["muon"].fragment_bytes + 2) / (0.9 * 1e12)
     assert model.duplicated([0]).matrix_update_s == pytest.approx(0.5 - saved)

@@ -12,12 +12,17 @@ from canzona_cli.config.schema.optimizer import (
     AdamWConfig,
     CustomConfig,
     Form,
+    KroneckerConfig,
+    MomentumConfig,
     MuonConfig,
+    NewtonSchulzConfig,
+    NorMuonConfig,
     OptimizerBase,
     OptimizerConfig,
     OptimizerName,
     ShampooConfig,
     SoapConfig,
+    UpdateName,
 )
 from canzona_cli.config.schema.run import (
     BufferLayout,

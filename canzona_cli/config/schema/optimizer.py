@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
 
 from canzona_cli.config.schema.field import (
     CURVE,
@@ -20,7 +20,9 @@ from canzona_cli.config.schema.field import (
     Side,
 )
 
-OptimizerName = Literal["adamw", "muon", "shampoo", "soap", "custom"]
+UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "soap"]
+"""Update rules of our own and AdamW's."""
+OptimizerName = UpdateName | Literal["custom"]
 Form = Literal["standard", "gram"]
 """How Newton-Schulz is worked out: each step on the matrix itself, or on its Gram matrix, and on the matrix twice."""
 
@@ -35,8 +37,8 @@ class OptimizerBase:
     highest_lr: Annotated[
         Positive | None,
         "A learning rate above this is taken for a mistake: to use one, raise this too. null: 0.1 for adamw, soap"
-        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon; 10 for"
-        " custom, as plain SGD may need.",
+        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon"
+        " and normuon; 10 for custom, as plain SGD may need.",
         Example("1.0"),
         NOTHING,
     ] = None
@@ -64,13 +66,10 @@ class AdamWConfig(OptimizerBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(OptimizerBase):
-    """Muon on matrices, AdamW on the rest (Jordan et al. 2024)."""
+class NewtonSchulzConfig(OptimizerBase):
+    """What orthogonalises its update."""
 
-    name: Annotated[Literal["muon"], "The optimizer.", OPTIMIZER | PLAN]
     PLAUSIBLE_LR: ClassVar[float] = 0.5
-    momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
-    nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
     coefficients: Annotated[
         Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
@@ -92,6 +91,14 @@ class MuonConfig(OptimizerBase):
     scale_factor: Annotated[
         Positive, "Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025).", CURVE
     ] = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumConfig(NewtonSchulzConfig):
+    """What Muon and NorMuon share."""
+
+    momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
+    nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     stack: Annotated[
         bool,
         "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU.",
@@ -100,8 +107,23 @@ class MuonConfig(OptimizerBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KroneckerFactors(OptimizerBase):
-    """What Shampoo and SOAP share."""
+class MuonConfig(MomentumConfig):
+    """Muon on matrices, AdamW on the rest (Jordan et al. 2024)."""
+
+    name: Annotated[Literal["muon"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NorMuonConfig(MomentumConfig):
+    """NorMuon on matrices, AdamW on the rest (Li et al. 2025)."""
+
+    name: Annotated[Literal["normuon"], "The optimizer.", OPTIMIZER | PLAN]
+    row_beta: Annotated[Share, "Decay of the rows' mean squares.", CURVE] = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerConfig(OptimizerBase):
+    """What Shampoo, SOAP and their kin share."""
 
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
@@ -121,7 +143,7 @@ class _KroneckerFactors(OptimizerBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShampooConfig(_KroneckerFactors):
+class ShampooConfig(KroneckerConfig):
     """Shampoo on matrices, AdamW on the rest (Gupta et al. 2018)."""
 
     name: Annotated[Literal["shampoo"], "The optimizer.", OPTIMIZER | PLAN]
@@ -137,7 +159,7 @@ class ShampooConfig(_KroneckerFactors):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoapConfig(_KroneckerFactors):
+class SoapConfig(KroneckerConfig):
     """SOAP on matrices, AdamW on the rest (Vyas et al. 2024)."""
 
     name: Annotated[Literal["soap"], "The optimizer.", OPTIMIZER | PLAN]
@@ -166,7 +188,7 @@ class CustomConfig(OptimizerBase):
         CURVE,
     ] = field(default_factory=dict, hash=False)
     cost_like: Annotated[
-        Literal["adamw", "muon", "shampoo", "soap"],
+        UpdateName,
         "The optimizer whose update costs and state sizes plans assume for it, unless cluster.measured_updates has"
         " entries named custom.",
         SPREAD | PLAN,
@@ -178,13 +200,10 @@ class CustomConfig(OptimizerBase):
         return self.source.startswith("canzona_cli.optimizers.")
 
 
-OptimizerConfig = AdamWConfig | MuonConfig | ShampooConfig | SoapConfig | CustomConfig
+OptimizerConfig = AdamWConfig | MuonConfig | NorMuonConfig | ShampooConfig | SoapConfig | CustomConfig
 """Identified by `name`."""
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
-    "adamw": AdamWConfig,
-    "muon": MuonConfig,
-    "shampoo": ShampooConfig,
-    "soap": SoapConfig,
-    "custom": CustomConfig,
+    get_args(get_args(get_type_hints(kind, include_extras=True)["name"])[0])[0]: kind
+    for kind in get_args(OptimizerConfig)
 }
