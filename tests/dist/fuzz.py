@@ -44,8 +44,9 @@ from tests.dist.whole import Part, part_of
 
 HALF = 2
 """Steps on each layout."""
-SLACK = 30.0
-"""How many times what the control finds a case may be apart."""
+SLACK = {"bf16": 4.0, "fp32": 30.0}
+"""How many times what the control finds a case may be apart, by its precision. Seen in 300 cases: 1.5, as the control
+rounds no less than a run does, and, where a sum of a few terms stands for all, mostly 1 to 3, and once 21 (SOAP)."""
 FLOOR = 2e-6
 """What any case may be, relative: masters are fp32."""
 MESHES = [
@@ -93,6 +94,9 @@ def draw(seed: int) -> Case:
     # Megatron's own Muon, which runs under strategies sc and layerwise, splits no further than this.
     theirs = optimizer == "muon" and dice.random() < 0.3
     splitting = dice.choice(("fused", "qkv") if theirs else ("fused", "qkv", "split", "split", "per_head"))
+    if "max_preconditioner_dim" in settings:  # with no side as short as that nothing would be a matrix
+        sides = hidden, ffn, groups * each * head, {"per_head": head, "fused": ffn}.get(splitting, groups * head)
+        settings["max_preconditioner_dim"] = max(int(settings["max_preconditioner_dim"]), min(sides))
     grad_dtype = "bf16" if bf16 and dice.random() < 0.3 else "fp32"
     exchanged = "bf16" if bf16 and dice.random() < 0.5 else "fp32"
     shared = (
@@ -119,7 +123,7 @@ def draw(seed: int) -> Case:
         f"optimizer={optimizer}",
         f"optimizer.clip_grad={dice.choice((0, 0.1))}",
         f"optimizer.weight_decay={dice.choice((0, 0.1))}",
-        *settings,
+        *(f"optimizer.{key}={value}" for key, value in settings.items()),
     )
     # An exchange has to have room for the largest matrix.
     room = round(4 * hidden * max(2 * ffn, groups * (each + 2) * head) / 2**20 + 0.005, 3)
@@ -127,10 +131,10 @@ def draw(seed: int) -> Case:
     return Case(seed=seed, shared=shared, halves=(halves[0], halves[1]), noise=WIDTHS["bf16" if bf16 else "fp32"])
 
 
-def _optimizer(dice: random.Random) -> tuple[str, tuple[str, ...]]:
+def _optimizer(dice: random.Random) -> tuple[str, dict[str, str | float]]:
     """What keeps rounding from being amplified: see `tests.dist.trained.OPTIMIZERS`."""
     name = dice.choice(("muon", "muon", "soap", "shampoo", "adamw"))
-    settings: dict[str, object] = {"lr": 0.01, "eps": 1e-4}
+    settings: dict[str, str | float] = {"lr": 0.01, "eps": 1e-4}
     if name == "muon":
         settings = {
             "lr": 0.02,
@@ -147,7 +151,7 @@ def _optimizer(dice: random.Random) -> tuple[str, tuple[str, ...]]:
         }
         if name == "shampoo":
             settings["grafting"] = dice.choice(("none", "sgd", "adam"))
-    return name, tuple(f"optimizer.{key}={value}" for key, value in settings.items())
+    return name, settings
 
 
 def _half(
@@ -384,9 +388,9 @@ def _judged(first: Leg, second: Leg, began: list[Weighed], ended: list[Weighed],
     shaking = {name: _distance(control[name], value) for name, value in expected.items()}
     # SOAP amplifies rounding in whichever matrix has a factor full of it; with the others all masters fare alike.
     usual = max(shaking.values()) if first.config.optimizer.name == "soap" else median(shaking.values())
-    worst = 0.0
+    slack, worst = SLACK[first.config.train.precision], 0.0
     for name, value in expected.items():
-        allowed = SLACK * max(shaking[name], usual) + FLOOR
+        allowed = slack * max(shaking[name], usual) + FLOOR
         apart = _distance(found[name], value) / allowed
         worst = max(worst, apart)
         if not apart <= 1:
