@@ -1,18 +1,23 @@
 """Whether what a manifest lists is what a run of a model could have saved: names, types, shapes, places and counts.
 
 The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a checkpoint
-is judged as a whole before a tensor of it is opened.
+is judged as a whole before a tensor of it is opened: by the launcher before it starts workers, by `canzona checkpoint
+verify`, and by the workers themselves. What tensors hold, NaN among them, is seen where they are read.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
-from canzona_cli.checkpoint.manifest import Manifest, Piece, Scalar, StoredTensor
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, StoredTensor
+from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.errors import Problem
 from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
 
 MASTER: Final = "master"
@@ -29,8 +34,16 @@ _LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
 _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 
 
-def content_problems(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
-    """What is wrong with the tables of a manifest, a sentence for each entry."""
+def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
+    """What is wrong with the tables of a checkpoint's manifest, an entry each; opens nothing."""
+    reasons = list(_reasons(manifest, model))
+    if not reasons:
+        return []
+    first = problem_of(folder, MANIFEST, reasons[0])  # its way out, which other folders are read for, is that of all
+    return [replace(first, reason=reason) for reason in reasons]
+
+
+def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for stored, tensor in manifest.tensors.items():
         whole = tensor.whole(stored)

@@ -66,8 +66,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     """
     world, config = trainee.world, trainee.config
     with _together(world, folder):
-        wrong = [problem_of(folder, MANIFEST, reason) for reason in content_problems(manifest, config.model)]
-        refuse(shortened(wrong), CheckpointInvalid)
+        refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with _together(world, folder), Reader(folder, manifest, config.model) as reader:
         pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world)
         for _, of_one in groupby(pieces, key=lambda found: id(found.held)):

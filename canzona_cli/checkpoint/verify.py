@@ -118,7 +118,7 @@ def shortened(problems: Sequence[Problem]) -> list[Problem]:
     """The first few, and how many more there are."""
     kept = list(problems[:_MOST_PROBLEMS])
     if len(problems) > len(kept):
-        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} more files"))
+        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} more"))
     return kept
 
 

@@ -17,7 +17,7 @@ from canzona_cli.commands.output import checked_inputs, progress, show, tell, te
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
@@ -132,7 +132,7 @@ def _show(job: _Job, look: _Look) -> None:
     _print_start(job, look, corpus, run_dir)
     try:
         found = resumption(config, layout)
-    except CanzonaError as error:
+    except ConfigError as error:
         tell(f"note: it would be refused: {error}", "yellow")
     else:
         if found is not None:

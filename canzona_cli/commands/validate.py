@@ -15,10 +15,11 @@ def validate(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Check a recipe and its overrides, how they fit the cluster, plan and prepared data; shows all mistakes at once.
+    """Check a recipe and its overrides, how they fit the cluster, plan, prepared data and the checkpoint to go on from;
+    shows all mistakes at once.
 
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
-    does not fit in the cluster's memory.
+    does not fit in the cluster's memory, 5 when the checkpoint cannot be used.
     """
 
     from rich.console import Console
@@ -28,6 +29,7 @@ def validate(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.errors import CanzonaError
+    from canzona_cli.launch.resume import resumption
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
@@ -40,6 +42,7 @@ def validate(
         tell_batch(composed.config, layout)
         plan = obtain_plan(config, layout)
         corpus = checked_inputs(config, layout)
+        resumption(config, layout)
     except CanzonaError as error:
         if not as_json:
             raise

@@ -1,6 +1,6 @@
 """The checkpoint that a launch continues from, decided before anything is moved, written or started. Imports no torch.
 
-The content of big files is not read here: the workers hash them together, once, before they open any.
+Of big files the headers alone are read here: the workers hash them together, once, before they open any.
 """
 
 import math
@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import Manifest, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
-from canzona_cli.checkpoint.verify import read_manifest, verify_file, way_out
+from canzona_cli.checkpoint.verify import read_manifest, shortened, table_problems, verify_file, way_out
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
@@ -78,7 +79,8 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
             every reason at once.
-        CheckpointInvalid: the checkpoint is damaged, as far as its manifest and the sizes of its files show.
+        CheckpointInvalid: the checkpoint is damaged, or holds what no run of its model saves, as far as its manifest,
+            and the sizes and headers of its files show.
     """
     if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
         reason = f"checkpoint.resume={config.checkpoint.resume} says already what the run begins with"
@@ -227,6 +229,9 @@ def _read(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     refuse(found, CheckpointInvalid)
     with _of_checkpoint(checkpoint):
         saved = load_resolved(checkpoint / "config.yaml")
+    wrong = table_problems(checkpoint, manifest, [*manifest.files])
+    wrong += content_problems(checkpoint, manifest, saved.model)
+    refuse(shortened(wrong), CheckpointInvalid)
     return manifest, saved
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from canzona_cli.checkpoint.choose import Chosen
 from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.shard_file import tensor_bytes
 from canzona_cli.checkpoint.store import Found
@@ -119,7 +121,7 @@ class Content(Page):
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
         manifest = self.manifest
-        progress, config = manifest.progress, self._config()
+        progress, config = manifest.progress, _saved_config(self.found.path, manifest)
         yield "checkpoint", f"{self.found.name}, {self.found.path}"
         age = duration(max(0.0, time.time() - manifest.created))
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
@@ -136,18 +138,6 @@ class Content(Page):
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:
             yield "layout", describe_layout(layout, "rank", times=screen.times)
-
-    def _config(self) -> RunConfig | None:
-        """The settings it was written with; None where they cannot be read or are not those of the manifest."""
-        from canzona_cli.config.compose import load_resolved
-
-        entry = self.manifest.files.get(_CONFIG)
-        if entry is None or verify_file(self.found.path, _CONFIG, entry) is not None:
-            return None
-        try:
-            return load_resolved(self.found.path / _CONFIG)
-        except (CanzonaError, OSError):
-            return None
 
     def _sizes(self) -> Counter[str]:
         """Of whole tensors, by name."""
@@ -181,6 +171,19 @@ def _judged(found: Found, problems: Sequence[Problem]) -> dict[str, object]:
     return {"name": found.name, "path": str(found.path), "sound": not problems, "problems": wrong}
 
 
+def _saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
+    """The settings a checkpoint was written with; None where they cannot be read or are not those of the manifest."""
+    from canzona_cli.config.compose import load_resolved
+
+    entry = manifest.files.get(_CONFIG)
+    if entry is None or verify_file(folder, _CONFIG, entry) is not None:
+        return None
+    try:
+        return load_resolved(folder / _CONFIG)
+    except (CanzonaError, OSError):
+        return None
+
+
 def _saved_layout(found: Found) -> Layout | None:
     """How the ranks that wrote a checkpoint were laid out; None where that was not saved."""
     if found.manifest is None or _LAYOUT not in found.manifest.files:
@@ -192,7 +195,7 @@ def _saved_layout(found: Found) -> Layout | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """One checkpoint, every byte of it read."""
+    """One checkpoint, every byte of it read, and its tables compared with its model."""
 
     found: Found
     bytes: int
@@ -250,7 +253,7 @@ class AllVerified(Page):
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
             text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             if verified.problems:
-                text = f"{plural(len(verified.problems), 'bad file')}; {text}"
+                text = f"{plural(len(verified.problems), 'problem')}; {text}"
             yield wrapped(Text.assemble(mark, f" {verified.found.name}  {text}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
@@ -291,6 +294,8 @@ def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified | None:
     try:
         manifest, problems = verify(found.path, on_bytes=count)
         foreign = foreign_files(found.path, manifest)
+        if (config := _saved_config(found.path, manifest)) is not None:
+            problems += content_problems(found.path, manifest, config.model)
     except FileNotFoundError:
         return None
     except CheckpointInvalid as error:

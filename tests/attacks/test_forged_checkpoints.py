@@ -28,9 +28,10 @@ from tests.commands.support import canzona
 from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
-from tests.dist.saved import resolve, save
+from tests.dist.saved import FIXED, resolve, save
 from tests.dist.synthetic import finish_gathering
 
+REFUSED_HEADER = "a header that the library refuses"
 RUN = ("gpus=2", "optimizer=soap", "parallel.pp=1")
 
 
@@ -47,10 +48,10 @@ def _attacked(config: RunConfig, layout: Layout, plan: Plan | None, root: Path) 
     if trainee.world.rank == 0:
         for kind, (change, _) in forge.KINDS.items():
             forge.forged(honest, root / kind, change)
-        forge.odd_header(forge.copied(honest, root / "a header that the library refuses" / honest.name))
+        forge.odd_header(forge.copied(honest, root / REFUSED_HEADER / honest.name))
     torch.distributed.barrier()
     said = {}
-    for kind in (*forge.KINDS, "a header that the library refuses", "honest"):
+    for kind in (*forge.KINDS, REFUSED_HEADER, "honest"):
         folder = root / kind / honest.name
         try:
             restore(trainee, folder, verify_together(trainee.world, folder))
@@ -66,16 +67,49 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(
     config, layout = resolve(*RUN)
     first, second = run_ranks(2, partial(_attacked, config, layout, planned(config, layout), tmp_path))
     assert first.pop("honest") == second.pop("honest") == ""
-    assert "its header cannot be read" in first.pop("a header that the library refuses")
+    assert "its header cannot be read" in first.pop(REFUSED_HEADER)
     missing = {kind: said for kind, said in first.items() if kind in forge.KINDS and forge.KINDS[kind][1] not in said}
     assert missing == {}
     assert first.keys() == forge.KINDS.keys()
     assert {kind: said for kind, said in second.items() if kind in first and said != first[kind]} == {}
+    honest = tmp_path / "honest" / "step-00000001"
+    begins = replace(config, checkpoint=replace(config.checkpoint, resume=str(honest)))
+    assert (found := resumption(begins, layout)) is not None
+    assert found.checkpoint == honest
+    assert verify_all(choose(honest)).problems == []
+    late = set()
+    for kind in (*forge.KINDS, REFUSED_HEADER):
+        folder = tmp_path / kind / honest.name
+        try:
+            resumption(replace(begins, checkpoint=replace(config.checkpoint, resume=str(folder))), layout)
+        except CheckpointInvalid as error:
+            said = str(error)
+            assert (forge.KINDS[kind][1] if kind in forge.KINDS else "header") in said, (kind, said)
+            assert verify_all(choose(folder)).problems, kind
+        else:
+            late.add(kind)
+    assert late == IN_TENSORS | MISSING | OF_SOAP, "all else is refused before a worker starts, and by verify"
+    resumed = f"checkpoint.resume={tmp_path / 'a master that is turned' / honest.name}"
+    for command in (("validate",), ("train", "--dry-run"), ("train", f"run.root={tmp_path}/runs")):
+        done = canzona(*command, *FIXED, *RUN, resumed)
+        assert (done.returncode, "the model has" in done.stderr) == (5, True), (command, done.stderr)
+    assert not (tmp_path / "runs").exists()
     record_attack(
         attack=f"{len(forge.KINDS) + 1} kinds of forged checkpoints, all sizes and hashes right",
         answer="refused before anything of it is used, by all ranks together, with what is wrong",
         exit_code=int(CheckpointInvalid.exit_code),
     )
+
+
+IN_TENSORS = {kind for kind, (_, said) in forge.KINDS.items() if said.startswith(("1 of the", "state position"))}
+"""Seen by whoever reads the tensors."""
+MISSING = {
+    *("a master that is missing", "a basis that is missing", "a step that is missing"),
+    *("a rank without generators", "a generator of another length"),
+}
+"""Which nobody but the ranks that want it can tell."""
+OF_SOAP = {"a factor of another shape", "state that no optimizer has"}
+"""What an optimizer keeps besides moments it alone knows."""
 
 
 class _Counting(torch.optim.SGD):

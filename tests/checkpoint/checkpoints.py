@@ -36,7 +36,7 @@ def shard(rank: int, step: int) -> Shard:
     seed = hashlib.sha256(f"{rank}/{step}".encode()).digest()
     tensors = {
         f"layers.{rank}.q/master": buffer("F32", (16, 8), seed * 16),
-        f"layers.{rank}.q/momentum_buffer": buffer("BF16", (16, 8), seed * 8),
+        f"layers.{rank}.q/momentum_buffer": buffer("F32", (16, 8), seed * 16),
     }
     scalars: dict[str, Scalar] = {f"layers.{rank}.q/step": step}
     return Shard(tensors=tensors, scalars=scalars)

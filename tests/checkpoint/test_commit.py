@@ -52,7 +52,7 @@ def test_a_checkpoint_holds_what_all_ranks_gave_and_nothing_else(root: Path, rer
         for kind in ("master", "momentum_buffer")
     }
     kept = sum(tensor_bytes(t.dtype, t.shape) for t in manifest.tensors.values())
-    assert kept == 2 * (16 * 8 * 4 + 16 * 8 * 2)
+    assert kept == 2 * (16 * 8 * 4 + 16 * 8 * 4)
 
 
 def test_nothing_is_to_be_seen_before_the_last_rank_has_written(root: Path) -> None:

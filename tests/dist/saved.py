@@ -1,8 +1,9 @@
 """Small runs that save and go on elsewhere, on real ranks, and what their checkpoints hold."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -15,6 +16,7 @@ from canzona_cli.checkpoint.manifest import Header, Manifest, Progress
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.verify import read_manifest
+from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
@@ -131,7 +133,8 @@ def save(trainee: Trainee, store: Path, step: int) -> None:
             created=time.time(),
             canzona="0",
         )
-        commit.finish(partial_folder, world.world_size, header, {}, timeout_s=60)
+        texts = {"config.yaml": dump_resolved(trainee.config), "layout.json": json.dumps(asdict(world.layout))}
+        commit.finish(partial_folder, world.world_size, header, texts, timeout_s=60)
     torch.distributed.barrier()
 
 

@@ -197,7 +197,7 @@ def test_many_bad_files_are_told_in_a_few_lines(root: Path) -> None:
     with pytest.raises(CheckpointInvalid) as caught:
         read_manifest(folder)
     assert len(caught.value.problems) == 11
-    assert caught.value.problems[-1].reason == "and 990 more files"
+    assert caught.value.problems[-1].reason == "and 990 more"
 
 
 OUTCOMES: dict[str, list[list[int] | None]] = {

@@ -22,6 +22,7 @@ from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, Validatio
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config
 
+NORM = {"final_layernorm.weight/master": buffer("F32", (256,), bytes(1024))}
 INTERVAL = 2
 """Steps between two validations."""
 
@@ -60,7 +61,7 @@ def save(
         canzona="0",
     )
     partial = begin(files.checkpoints, step)
-    write_part(partial, 0, Shard(tensors={"a/master": buffer("F32", (4,), bytes(16))}, scalars={}))
+    write_part(partial, 0, Shard(tensors=NORM, scalars={}))
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(layout))}
     return finish(partial, 1, header, texts, 5.0)
 
