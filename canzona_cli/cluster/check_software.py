@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -79,10 +78,10 @@ def package(requirement: Requirement) -> Finding:
 
 
 class TorchProbe:
-    """Two processes that import torch and meet over gloo, started at once so that other checks run meanwhile."""
+    """A process that imports torch, in which two ranks meet over gloo; started at once, so that other checks run
+    meanwhile."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="canzona-doctor-")
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         # What a run on one machine uses, so that this tests what a run will do; leftovers of torchrun would confuse it.
         environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
@@ -90,27 +89,24 @@ class TorchProbe:
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "canzona_cli.training.probe", str(Path(self._folder.name) / "store"), str(rank)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in (0, 1)
-        ]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "canzona_cli.training.probe"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
 
     def result(self) -> dict[str, object] | str:
-        """Rank 0's findings, or why there are none."""
+        """Its findings, or why there are none."""
         try:
-            out, err = self._processes[0].communicate(timeout=PROBE_TIMEOUT_S)
+            out, err = self._process.communicate(timeout=PROBE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"importing and trying it took longer than {PROBE_TIMEOUT_S:.0f} s"
         finally:
             self.close()
-        code = self._processes[0].returncode
+        code = self._process.returncode
         try:
             found = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
@@ -119,16 +115,10 @@ class TorchProbe:
         return found if isinstance(found, dict) else "its answer cannot be read"
 
     def close(self) -> None:
-        """End both processes and remove their folder."""
-        for process in self._processes:
-            if process.poll() is None:
-                try:
-                    # Rank 1 ends by itself once both have met.
-                    process.communicate(timeout=5 if self._processes[0].poll() == 0 else 0.1)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.communicate()
-        self._folder.cleanup()
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
 
 
 def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
@@ -146,7 +136,7 @@ def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
         meaning = "ranks on CPU cannot talk to one another"
         yield judged("torch", "gloo", False, str(problem), meaning, fix, otherwise="fail")
     else:
-        yield judged("torch", "gloo", True, "two processes met and added up a tensor", "the backend of CPU ranks")
+        yield judged("torch", "gloo", True, "two ranks met and added up a tensor", "the backend of CPU ranks")
     nccl = found.get("nccl")
     value = str(nccl or "not in this build")
     yield judged("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")

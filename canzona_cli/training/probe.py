@@ -1,12 +1,12 @@
-"""What torch can do on this machine, for `canzona doctor`: run twice at once as `python -m` STORE RANK.
+"""What torch can do on this machine, for `canzona doctor`: prints one line of JSON.
 
-The two processes meet over gloo on the loopback interface and add up a tensor, as two workers would. Rank 0 prints one
-line of JSON. A process of its own, because importing torch takes seconds and a broken installation may crash outright.
+A process of its own, because importing torch takes seconds and a broken installation may crash outright. Two ranks, its
+threads, meet over gloo on the loopback interface and add up a tensor, as two workers would.
 """
 
 import json
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 _TIMEOUT = timedelta(seconds=15)
@@ -14,8 +14,7 @@ _MATMUL = 768
 
 
 def main() -> None:
-    """Print the findings of rank 0 as JSON; the other rank prints nothing."""
-    store_file, rank = sys.argv[1], int(sys.argv[2])
+    """Print the findings as JSON."""
     import torch
 
     found: dict[str, object] = {
@@ -28,9 +27,7 @@ def main() -> None:
     if torch.distributed.is_available():
         found["gloo_built"] = torch.distributed.is_gloo_available()
         found["nccl_built"] = torch.distributed.is_nccl_available()
-        found["gloo_error"] = _meet(store_file, rank)
-    if rank != 0:
-        return
+        found["gloo_error"] = _meet()
     if found.get("nccl_built"):
         found["nccl"] = _nccl_version()
     if torch.cuda.is_available():
@@ -40,21 +37,26 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _meet(store_file: str, rank: int) -> str | None:
-    """Add up a tensor over both processes; the error's text when that fails."""
+def _meet() -> str | None:
+    """Add up a tensor over two ranks; the error's text when that fails."""
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore  # where its type lives
+    from torch._C._distributed_c10d import HashStore  # where its type lives
+    from torch.distributed import ProcessGroupGloo
+
+    store = HashStore()
+
+    def summed(rank: int) -> float:
+        total = torch.tensor([rank + 1.0])
+        ranks = ProcessGroupGloo(store, rank, 2, _TIMEOUT)
+        ranks.allreduce([total]).wait()  # type: ignore[attr-defined]
+        return total.item()
 
     try:
-        store = FileStore(store_file, 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_TIMEOUT)
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total)
-        dist.destroy_process_group()
+        with ThreadPoolExecutor(2) as threads:
+            totals = list(threads.map(summed, (0, 1)))
     except Exception as error:  # whatever it is, the doctor's reader should see it
         return f"{type(error).__name__}: {error}"
-    return None if total.item() == 3.0 else f"the sum of 1 and 2 came out as {total.item()}"
+    return None if totals == [3.0, 3.0] else f"the sum of 1 and 2 came out as {totals}"
 
 
 def _nccl_version() -> str | None:
