@@ -48,11 +48,12 @@ GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that 4."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
-GRAM_RESTART = 2
-"""Newton-Schulz steps behind which the Gram form makes the iterate, and its Gram matrix anew from that: the first steps
-stretch small singular values most, and with them what was rounded."""
-GRAM_GAIN = 0.95
-"""The Gram form is chosen where it takes at most this share of the standard form's time."""
+MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
+"""Bytes of memory traffic per element of Megatron's Muon, emerging-optimizers 0.3's, on top of ours: decay 8, momentum
+12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to and from bf16 6 each."""
+GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
+"""The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose short side
+is at least this: roundings average over fewer elements of smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +159,11 @@ def seconds(
     """
     if implementation == "megatron":
         a, cluster = replace(a, form="standard"), replace(cluster, symmetric_factor=1.0)
-        own = _measured(a, rows, cols, cluster, prefix="megatron/")
-        if own is not None:
-            return own
+        for prefix in ("megatron/", ""):
+            own = _measured(a, rows, cols, cluster, prefix)
+            if own is not None:
+                return own
+        return _modelled(a, rows, cols, cluster, implementation)[0]
     return _seconds(replace(a, form=form_of(a, rows, cols, cluster)), rows, cols, cluster)
 
 
@@ -172,7 +175,7 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     if a.form != "auto":
         return a.form
     standard, gram = (_seconds(replace(a, form=form), rows, cols, cluster) for form in get_args(Form))
-    return "gram" if gram <= GRAM_GAIN * standard else "standard"
+    return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
@@ -250,15 +253,15 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _orthogonalised(a: Algorithm, rows: int, cols: int) -> Work:
-    """Newton-Schulz, and around it the operations of emerging-optimizers 0.3's Muon on fp32 masters.
+    """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
 
-    Bytes per element: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, the copy
-    of the weight for the model 4 + w; casts to and from bf16 6 each. `addmm` first copies what it adds to.
+    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
+    4, the copy of the weight for the model 4 + w. `addmm` first copies what it adds to.
     """
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
-    around = (76 + width + (12 if width == 2 else 0)) * m * n
+    around = (56 + 3 * width) * m * n
     if a.form == "gram":
         return _gram(steps, m, n, width, around)
     return Work(
@@ -270,22 +273,32 @@ def _orthogonalised(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
-    """The Gram form: X X' and Q X once in each of its parts, and in between polynomials of the Gram matrix R alone.
+    """The Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram matrix R alone.
 
-    Every step takes R R; all but a part's first take Q P, all but its last P R P, for P the step's polynomial and Q the
-    product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
-    u = 2 m^3 and r = n / m, 5 steps in parts of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
+    Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's polynomial and Q
+    the product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
+    u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
 
     Each step passes four times over a square: what `addmm` adds to, and diagonals.
     """
-    parts = 1 if steps <= GRAM_RESTART else 2
-    squares = 4 * steps - 3 * parts
+    count = len(segments(steps))
+    squares = 4 * steps - 3 * count
     return Work(
-        products=((parts, m, m, n),),
-        symmetric=((parts, m, n), (squares, m, m)),
+        products=((count, m, m, n),),
+        symmetric=((count, m, n), (squares, m, m)),
         traffic=around + 4 * width * steps * m * m,
-        launches=13 + 2 * parts + squares + 3 * steps,
+        launches=13 + 2 * count + squares + 3 * steps,
     )
+
+
+def segments(steps: int) -> tuple[int, ...]:
+    """Newton-Schulz steps that the Gram form makes on one Gram matrix, before it makes the iterate and a new one.
+
+    Two, for small singular values grow most at first, and with them what was rounded; then at most three.
+    """
+    rest = max(0, steps - 2)
+    count = -(-rest // 3)
+    return (min(steps, 2), *(rest // count + (place < rest % count) for place in range(count)))
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
@@ -388,11 +401,16 @@ RULES: Mapping[UpdateName, Rule] = {
 }
 
 
-def _modelled(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, float]:
+def _modelled(
+    a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
+) -> tuple[float, float]:
     """Seconds on average and in a step that refreshes."""
     if a.name == "adamw":
         return (adamw_seconds(rows * cols, cluster),) * 2
-    step, refresh = (_duration(part, _unit(a), cluster) for part in work(a, rows, cols))
+    own, besides = work(a, rows, cols)
+    if implementation == "megatron":
+        own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
+    step, refresh = (_duration(part, _unit(a), cluster) for part in (own, besides))
     return step + refresh / a.refresh_period, step + refresh
 
 

@@ -8,96 +8,69 @@ matrices, a fragment of 1 / tp of each.
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 
-from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import group_traffic
+from canzona_cli.planner.pipeline import HostedPipeline, Job
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
+CLOSE = 0.002
+"""Fewer exchanges are better where they take hardly longer: what they cost besides varies most."""
 
 Group = tuple[int, ...]
 """Matrices of one micro-group, by index in the plan's list."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeCost:
-    """What a fused all-to-all inside a TP group costs."""
-
-    bytes_per_s: float = 450e9
-    """One rank, one direction."""
-    latency_s: float = 20e-6
-    """One exchange, launch included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One matrix as its owner's pipeline sees it."""
-
-    matrix: Matrix
-    host: int
-    seconds: float
-    width: int
-    """Bytes of an element in the exchange."""
-
-    @property
-    def index(self) -> int:
-        return self.matrix.index
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole matrix in the exchange."""
-        return self.matrix.elements * self.width
 
 
 def micro_groups(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     assignment: Assignment,
-    layout: Layout,
     settings: PlanSettings,
     bytes_per_element: int,
-    link: ExchangeCost | None = None,
+    pipeline: HostedPipeline,
 ) -> tuple[MicroGroup, ...]:
     """Micro-groups of every owner in order of execution.
 
     - registration: in registration order, a group closed when the next matrix would overfill a host;
     - balanced: every host's next costliest matrices together, so that hosts are busy equally long in each group;
     - greedy: the paper's; its hosts are chosen by `greedy_hosts` (see `assign`);
-    - auto: the order and the capacity up to C_max with the shortest `pipeline_seconds`.
+    - auto: see `_searched`; the fewest groups of those that take no more than `CLOSE` above the shortest.
 
     With tp = 1 nothing travels, and every owner has one group.
 
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
     """
-    check_capacity(matrices, layout, settings, bytes_per_element)
-    link = link or ExchangeCost()
+    check_capacity(matrices, pipeline.tp, settings, bytes_per_element)
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        job = Job(matrix=matrix, host=cell.host, seconds=cost, width=bytes_per_element)
+        job = Job(matrix=matrix, host=cell.host, seconds=cost)
         held.setdefault((matrix.stage, cell.owner), []).append(job)
     known: dict[Hashable, list[tuple[int, ...]]] = {}
     found: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held.items()):
         # Most owners have the same costs on the same hosts; each such list is grouped once.
-        key = tuple((job.host, job.seconds, job.size, job.matrix.home, job.matrix.replicated) for job in jobs)
+        key = tuple(
+            (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated) for job in jobs
+        )
         if key not in known:
-            positions = {job.index: position for position, job in enumerate(jobs)}
-            known[key] = [tuple(positions[i] for i in group) for group in _groups(jobs, layout.tp, settings, link)]
+            positions = {job.matrix.index: position for position, job in enumerate(jobs)}
+            known[key] = [
+                tuple(positions[i] for i in group) for group in _groups(jobs, settings, bytes_per_element, pipeline)
+            ]
         found += [
-            MicroGroup(stage=stage, owner=owner, index=number, matrices=tuple(jobs[p].index for p in group))
+            MicroGroup(stage=stage, owner=owner, index=number, matrices=tuple(jobs[p].matrix.index for p in group))
             for number, group in enumerate(known[key])
         ]
     return tuple(found)
 
 
-def check_capacity(matrices: Sequence[Matrix], layout: Layout, settings: PlanSettings, bytes_per_element: int) -> None:
+def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
     """Raises ConfigError where no group could hold the largest matrix."""
-    if settings.c_max_bytes is None or layout.tp == 1 or not matrices:
+    if settings.c_max_bytes is None or tp == 1 or not matrices:
         return
     largest = max(matrices, key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
@@ -126,87 +99,85 @@ def greedy_hosts(
     bytes_per_element: int,
 ) -> list[int]:
     """Hosts of an owner's matrices by the paper's rule, in the order of `indices`."""
-    jobs = [Job(matrix=matrices[index], host=0, seconds=costs[index], width=bytes_per_element) for index in indices]
-    placed = {job.index: job.host for group in _rolled_back(jobs, tp, c_max_bytes) for job in group}
+    jobs = [Job(matrix=matrices[index], host=0, seconds=costs[index]) for index in indices]
+    capacity = _elements(c_max_bytes, bytes_per_element)
+    placed = {job.matrix.index: job.host for group in _rolled_back(jobs, tp, capacity) for job in group}
     return [placed[index] for index in indices]
 
 
-def pipeline_seconds(groups: Sequence[Sequence[Job]], tp: int, link: ExchangeCost) -> float:
-    """Seconds from the first exchange to the last, for an owner's groups in this order.
-
-    One communication stream carries in(1), in(2), out(1), in(3), out(2), ...; every host computes its groups in order.
-    in(i) waits for the stream, compute(i) for in(i) and compute(i - 1) on that host, out(i) for the stream and for
-    compute(i) on every host. An exchange lasts the latency and the bytes of its busiest rank.
-    """
-    stream = 0.0  # when the communication stream is free
-    ready = [0.0] * tp  # when each host has updated all it has so far
-    leaving: tuple[float, float] | None = None  # when the previous group is updated, and how long its weights travel
-    for group in groups:
-        inwards, outwards = _exchange_seconds(group, tp, link)
-        arrived = stream = stream + inwards
-        # out(i - 1) is queued behind in(i), so that computing never waits for weights to leave.
-        if leaving is not None:
-            stream = max(stream, leaving[0]) + leaving[1]
-        for job in group:
-            ready[job.host] = max(ready[job.host], arrived) + job.seconds
-        leaving = max(ready), outwards
-    return max(stream, leaving[0]) + leaving[1] if leaving is not None else 0.0
+def _elements(c_max_bytes: int | None, bytes_per_element: int) -> int | None:
+    return None if c_max_bytes is None else c_max_bytes // bytes_per_element
 
 
-def _exchange_seconds(group: Sequence[Job], tp: int, link: ExchangeCost) -> tuple[float, float]:
-    """Seconds of the gradients' exchange and of the weights', both at the wider element of the two.
-
-    Without the weights' flags: a few bytes should not decide between groupings that take equally long.
-    """
+def _groups(
+    jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
+) -> list[Group]:
+    capacity, tp = _elements(settings.c_max_bytes, bytes_per_element), pipeline.tp
     if tp == 1:
-        return 0.0, 0.0
-    moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp, flags=False)
-    width = group[0].width
-    return (
-        link.latency_s + moved.gradients.busiest * width / link.bytes_per_s,
-        link.latency_s + moved.weights.busiest * width / link.bytes_per_s,
-    )
-
-
-def _groups(jobs: Sequence[Job], tp: int, settings: PlanSettings, link: ExchangeCost) -> list[Group]:
-    capacity = settings.c_max_bytes
-    if tp == 1:
-        return [tuple(job.index for job in jobs)]
+        return [tuple(job.matrix.index for job in jobs)]
     if settings.grouping == "greedy":
         groups = _rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
-        kept = {job.index: job.host for group in groups for job in group} == {job.index: job.host for job in jobs}
-        chosen = groups if kept else _cut(jobs, tp, capacity)
+        kept = {job.matrix.index: job.host for group in groups for job in group}
+        chosen = groups if kept == {job.matrix.index: job.host for job in jobs} else _cut(jobs, tp, capacity)
     elif settings.grouping == "registration":
         chosen = _cut(jobs, tp, capacity)
     elif settings.grouping == "balanced":
         chosen = _cut(_rounds(jobs, tp, descending=True), tp, capacity)
     else:
-        chosen = min(_searched(jobs, tp, capacity), key=lambda groups: pipeline_seconds(groups, tp, link))
-    return [tuple(job.index for job in group) for group in chosen]
+        found = [(pipeline.seconds(groups), groups) for groups in _searched(jobs, tp, capacity)]
+        least = min(seconds for seconds, _ in found)
+        _, _, chosen = min(
+            ((len(groups), seconds, groups) for seconds, groups in found if seconds <= (1 + CLOSE) * least),
+            key=lambda one: one[:2],
+        )
+    return [tuple(job.matrix.index for job in group) for group in chosen]
 
 
-def _searched(jobs: Sequence[Job], tp: int, c_max_bytes: int | None) -> Iterator[list[list[Job]]]:
-    """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max."""
-    largest = max(job.size for job in jobs)
+def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
+    """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max.
+
+    And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
+    host, or of those hosts alone that are busy longer than the mean.
+    """
+    largest = max(job.matrix.elements for job in jobs)
     hosted = [0] * tp
     for job in jobs:
-        hosted[job.host] += job.size
-    most = min(c_max_bytes or max(hosted), max(hosted))
+        hosted[job.host] += job.matrix.elements
+    most = min(capacity or max(hosted), max(hosted))
     # Doubling: the time is flat around its minimum, and a plan has to be made within a second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
+    busy = [sum(job.seconds for job in jobs if job.host == host) for host in range(tp)]
+    late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
+    rising = _rounds(jobs, tp, descending=False)
     orders = (
         list(jobs),
         _rounds(jobs, tp, descending=True),
-        _rounds(jobs, tp, descending=False),
+        rising,
         # Little to wait for at both ends: something small to start with, something small to finish on.
-        _arched(_rounds(jobs, tp, descending=False)),
+        _arched(rising, tp),
     )
-    for capacity in capacities:
-        for order in orders:
-            yield _cut(order, tp, capacity)
+    for order in orders:
+        divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
+        for size in capacities:
+            yield _cut(order, tp, size)
+            for first, middle, last in divided:
+                yield [group for group in (first, *_cut(middle, tp, size), last) if group]
+
+
+def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
+    """Every host's first job, what lies between, and the last job of the hosts in `late` that have another."""
+    first: dict[int, Job] = {}
+    last: dict[int, Job] = {}
+    for job in order:
+        first.setdefault(job.host, job)
+        last[job.host] = job
+    begin = list(first.values())
+    end = [job for host, job in last.items() if host in late and first[host] is not job]
+    taken = {job.matrix.index for job in (*begin, *end)}
+    return begin, [job for job in order if job.matrix.index not in taken], end
 
 
 def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
@@ -214,11 +185,11 @@ def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
-        if capacity is not None and groups[-1] and hosted[job.host] + job.size > capacity:
+        if capacity is not None and groups[-1] and hosted[job.host] + job.matrix.elements > capacity:
             groups.append([])
             hosted = [0] * tp
         groups[-1].append(job)
-        hosted[job.host] += job.size
+        hosted[job.host] += job.matrix.elements
     return groups
 
 
@@ -226,7 +197,8 @@ def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
     """Every host's first job by cost, then every host's second, and so on."""
     sign = -1 if descending else 1
     queues = [
-        sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.seconds, j.index)) for host in range(tp)
+        sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.seconds, j.matrix.index))
+        for host in range(tp)
     ]
     longest = max(map(len, queues))
     if not descending:
@@ -235,9 +207,11 @@ def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
 
-def _arched(ascending: Sequence[Job]) -> list[Job]:
-    """Up the even positions and down the odd ones."""
-    return [*ascending[::2], *reversed(ascending[1::2])]
+def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
+    """Every host's jobs up its even positions and down the odd ones, in rounds."""
+    queues = [[job for job in ascending if job.host == host] for host in range(tp)]
+    arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
+    return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
 
 
 def _rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
@@ -264,11 +238,11 @@ def _least_busy(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[Job]
     heap = [(0.0, host) for host in range(tp)]
     hosted = [0] * tp
     placed = []
-    for job in sorted(jobs, key=lambda j: (-j.seconds, j.index)):
+    for job in sorted(jobs, key=lambda j: (-j.seconds, j.matrix.index)):
         busy, host = heap[0]
-        hosted[host] += job.size
+        hosted[host] += job.matrix.elements
         if capacity is not None and hosted[host] > capacity:
             return None
         heapq.heapreplace(heap, (busy + job.seconds, host))
         placed.append(replace(job, host=host))
-    return sorted(placed, key=lambda j: j.index)
+    return sorted(placed, key=lambda j: j.matrix.index)

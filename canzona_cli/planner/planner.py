@@ -20,18 +20,15 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
 from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, seconds
 from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
-from canzona_cli.planner.micro_groups import ExchangeCost, micro_groups
+from canzona_cli.planner.micro_groups import micro_groups
 from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Cell, Mesh, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
-_PROBES = (float(1 << 20), float(8 << 20))
-"""Bytes of two exchanges of usual sizes."""
-_NO_TIME_S = 1e-12
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -219,7 +216,7 @@ def _plan(
         buckets=ReductionModel(config, layout).choose(
             buckets(members, assignment, layout, asked, limit), asked, scratch=True
         ),
-        groups=micro_groups(members, costs, assignment, layout, frugal, width, _exchange_link(config, layout)),
+        groups=micro_groups(members, costs, assignment, frugal, width, HostedPipeline.of(planning(config), layout)),
         lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
     )
 
@@ -240,18 +237,6 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
     for times in (8, 4, 2, 1):
         if asked is None or times * largest < asked:
             yield times * largest
-
-
-def _exchange_link(config: RunConfig, layout: Layout) -> ExchangeCost:
-    """What micro-groups travel over: the TP group's link of the profile."""
-    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    if group.size == 1:
-        return ExchangeCost()
-    # What two sizes take gives latency and bandwidth, whether from the profile's figures or its measurements.
-    small, large = (links.all_to_all([size] * group.size, [size] * group.size, group).seconds for size in _PROBES)
-    # A profile may say that the larger takes no longer: then there is latency, and next to nothing else.
-    bytes_per_s = (_PROBES[1] - _PROBES[0]) / max(large - small, _NO_TIME_S)
-    return ExchangeCost(bytes_per_s=bytes_per_s, latency_s=max(0.0, small - _PROBES[0] / bytes_per_s))
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:

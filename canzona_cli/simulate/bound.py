@@ -193,8 +193,8 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...],
     elements; and seconds of packing an element where it is hosted."""
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     planned = execution_of(config) is Execution.PLANNED
-    costs = update_costs(config, members, "canzona" if planned else "megatron")
+    costs = update_costs(config, members, implementation(config))
     model = UpdateModel(config, layout, members, costs)
     whole_s = 0.0 if planned else model.duplicated(range(len(members))).seconds
-    packing_s = model.packing_s if layout.tp > 1 else 0.0
+    packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
     return whole_s, costs, sum(matrix.elements for matrix in members), packing_s

@@ -8,6 +8,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, stage_parameters, stages
+from canzona_cli.planner.cost import implementation
 from canzona_cli.planner.memory import estimate, plan_memory
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.planner.planner import update_costs
@@ -73,7 +74,8 @@ def simulate_strategy(
     """
     if strategy == "adamw":
         return simulate(config, layout, Workload(strategy=strategy))
-    costs = update_costs(with_strategy(config, strategy), matrices, "megatron")
+    own = with_strategy(config, strategy)
+    costs = update_costs(own, matrices, implementation(own))
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
     if strategy == "layerwise":
         assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))

@@ -1,10 +1,6 @@
 """The update phase: what every rank does between clipped gradients and its own updated matrices.
 
-hosted (canzona, asc): an owner's TP group runs its micro-groups as a pipeline. Compute stream of each rank, with two
-groups in flight: pack 0, pack 1, then per group: unpack its gradients, update its matrices, pack their new weights,
-pack the gradients of the group after the next, unpack the weights of the group before. One communicator carries the
-exchanges in the order gradients 0, gradients 1, weights 0, gradients 2, weights 1, ...; each starts once all ranks of
-the group have packed for it and the one before is done.
+hosted (canzona, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
 duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
 does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
@@ -15,15 +11,16 @@ device each; `Crowded` lays it on a timeline with all other ranks' updates, for 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import RULES, algorithm, implementation, memory_rate, step_factor
-from canzona_cli.planner.exchange import GroupTraffic, Traffic, exchange_bytes, group_traffic
-from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.buckets import FP32
+from canzona_cli.planner.cost import RULES, algorithm, memory_rate
+from canzona_cli.planner.exchange import exchange_bytes
+from canzona_cli.planner.links import Transfer
+from canzona_cli.planner.pipeline import Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
@@ -68,40 +65,15 @@ class RankUpdate:
         return max(0.0, self.exchange_total_s - self.exchange_s)
 
 
-class Pipeline[Moment](Protocol):
-    """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
-
-    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None: ...
-
-    def wait(self, host: int, moment: Moment) -> None: ...
-
-    def exchange(self, transfer: Transfer) -> Moment:
-        """Starts once all ranks have come to it and the one before is done."""
-        ...
-
-
 class UpdateModel:
     """Prices updates and exchanges of a run's matrices."""
 
     def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
-        self._updating = step_factor(config.cluster, "matrix_update", implementation(config))
-        self._exchanging = step_factor(config.cluster, "exchange", implementation(config))
-        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-        self._width, self._grad = exchange_bytes(config)
-        self._buffer = element_bytes(config)[1]
+        self.pipeline = HostedPipeline.of(config, layout)
         self._rate = memory_rate(config.cluster)
-        self._packing = self._exchanging / self._rate
-        # Memory traffic per element: gradients before and behind their exchange, weights before and behind theirs.
-        self._sent, self._received = self._buffer + self._grad, self._grad + FP32
-        self._returned = self._stored = 2 * self._width
         self._whole = execution_of(config) is Execution.REDUNDANT
-        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + self._width
-
-    @property
-    def packing_s(self) -> float:
-        """Seconds of packing and unpacking per element of a hosted matrix, all ranks together."""
-        return (self._sent + self._received + self._returned + self._stored) * self._packing
+        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + exchange_bytes(config)[0]
 
     def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
         """One owner's micro-groups, in order: its TP ranks' updates, by host."""
@@ -117,108 +89,50 @@ class UpdateModel:
 
     def run_hosted[Moment](self, groups: Sequence[MicroGroup], assignment: Assignment, ranks: Pipeline[Moment]) -> None:
         """Has `ranks` work through an owner's micro-groups."""
-        if self._tp == 1:
-            for group in groups:
-                for index in group.matrices:
-                    ranks.work(0, "matrix_update", self._updating * self._costs[index])
-            return
-        loads = [self._load(group, assignment) for group in groups]
-        gradients: list[Moment] = []
-        for load in loads[:2]:
-            gradients.append(self._send_gradients(load, ranks))
-        weights: list[Moment] = []
-        for number, load in enumerate(loads):
-            for host in range(self._tp):
-                ranks.wait(host, gradients[number])
-                ranks.work(host, "exchange", load.hosted[host] * self._received * self._packing)
-                ranks.work(host, "matrix_update", self._updating * load.seconds[host])
-                ranks.work(host, "exchange", load.hosted[host] * self._returned * self._packing)
-            weights.append(ranks.exchange(self._travel(load.moved.weights, self._width)))
-            if number + 2 < len(loads):
-                gradients.append(self._send_gradients(loads[number + 2], ranks))
-            if number:
-                self._receive_weights(loads[number - 1], weights[number - 1], ranks)
-        if loads:
-            self._receive_weights(loads[-1], weights[-1], ranks)
+        self.pipeline.run([[self._job(index, assignment) for index in group.matrices] for group in groups], ranks)
+
+    def _job(self, index: int, assignment: Assignment) -> Job:
+        return Job(matrix=self._matrices[index], host=assignment.cells[index].host, seconds=self._costs[index])
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
         """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
+        how = self.pipeline
         for index in members:
             matrix = self._matrices[index]
             if self._tp > 1 and not matrix.replicated:
                 # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
-                gather = self._links.all_gather(4.0 * matrix.elements, self._group)
-                rank.wait(0, rank.exchange(gather.times(self._exchanging)))
+                gather = how.links.all_gather(4.0 * matrix.elements, how.group)
+                rank.wait(0, rank.exchange(gather.times(how.exchanging)))
                 if self._whole:
-                    packed = matrix.fragment_elements(self._tp) * (self._buffer + FP32)
-                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * self._packing)
+                    packed = matrix.fragment_elements(self._tp) * (how.buffer + FP32)
+                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * how.byte_s)
             on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
             alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
-            rank.work(0, "matrix_update", self._updating * alone)
-
-    def _load(self, group: MicroGroup, assignment: Assignment) -> "_Load":
-        members = [self._matrices[index] for index in group.matrices]
-        hosts = [assignment.cells[index].host for index in group.matrices]
-        load = _Load(self._tp, group_traffic(members, hosts, self._tp))
-        for matrix, host in zip(members, hosts, strict=True):
-            load.hosted[host] += matrix.elements
-            load.seconds[host] += self._costs[matrix.index]
-            for rank in matrix.holders(self._tp):
-                load.stored[rank] += matrix.held_elements(self._tp)
-        return load
-
-    def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
-        for host, stored in enumerate(load.stored):
-            ranks.work(host, "exchange", stored * self._sent * self._packing)
-        return ranks.exchange(self._travel(load.moved.gradients, self._grad))
-
-    def _travel(self, traffic: Traffic, width: int) -> Transfer:
-        """`width`: bytes of an element."""
-        sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
-        return self._links.all_to_all(sent, received, self._group).times(self._exchanging)
-
-    def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
-        for host, stored in enumerate(load.stored):
-            ranks.wait(host, landed)
-            ranks.work(host, "exchange", stored * self._stored * self._packing)
+            rank.work(0, "matrix_update", how.updating * alone)
 
 
-class _Load:
-    """What one micro-group asks of each TP rank: elements, and seconds of update."""
-
-    def __init__(self, tp: int, moved: GroupTraffic) -> None:
-        self.stored, self.hosted = [0] * tp, [0] * tp
-        self.moved = moved
-        self.seconds = [0.0] * tp
-
-
-class Alone:
+class Alone(Clock):
     """A TP group whose ranks have a device each: every rank's time follows from its own work and the exchanges."""
 
     def __init__(self, tp: int) -> None:
-        self._now = [0.0] * tp
+        super().__init__(tp)
         self._own: list[list[Segment]] = [[] for _ in range(tp)]
         self._transfers: list[Segment] = []
-        self._free = 0.0
 
     def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+        begin = self.now[host]
+        super().work(host, phase, seconds)
         if seconds > 0:
-            begin = self._now[host]
-            self._now[host] = begin + seconds
-            self._own[host].append(("compute", phase, begin, self._now[host]))
-
-    def wait(self, host: int, moment: float) -> None:
-        self._now[host] = max(self._now[host], moment)
+            self._own[host].append(("compute", phase, begin, self.now[host]))
 
     def exchange(self, transfer: Transfer) -> float:
-        start = max(self._free, *self._now)
-        self._free = start + transfer.seconds
+        landed = super().exchange(transfer)
         if transfer.seconds > 0:
-            self._transfers.append(("exchange", "exchange", start, self._free))
-        return self._free
+            self._transfers.append(("exchange", "exchange", landed - transfer.seconds, landed))
+        return landed
 
     def results(self) -> tuple[RankUpdate, ...]:
-        return tuple(_result(own, self._transfers, now) for own, now in zip(self._own, self._now, strict=True))
+        return tuple(_result(own, self._transfers, now) for own, now in zip(self._own, self.now, strict=True))
 
 
 class Crowded:

@@ -82,9 +82,9 @@ def test_the_form_of_a_shape_is_the_one_that_takes_less() -> None:
     for shape in ((5120, 25600), (5120, 5120)):
         chosen = replace(auto, form=form_of(auto, *shape, H100))
         assert seconds(auto, *shape, H100) == seconds(chosen, *shape, H100) == peak_seconds(auto, *shape, H100)
-        assert seconds(auto, *shape, H100) <= min(seconds(form, *shape, H100) for form in (STANDARD, GRAM)) / 0.95
+        assert seconds(auto, *shape, H100) <= min(seconds(form, *shape, H100) for form in (STANDARD, GRAM)) / 0.98
         theirs = replace(H100, symmetric_factor=0.5)
-        assert seconds(auto, *shape, theirs, "megatron") == seconds(STANDARD, *shape, H100)
+        assert seconds(auto, *shape, theirs, "megatron") == seconds(STANDARD, *shape, H100, "megatron")
 
 
 def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> None:

@@ -17,7 +17,6 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, group_traffic, senders, to_hosts
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.measures import communication, exchange_sent
-from canzona_cli.planner.micro_groups import ExchangeCost, Job, pipeline_seconds
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
 from canzona_cli.planner.planner import subject
 from canzona_cli.planner.step_buffers import step_buffers
@@ -231,20 +230,3 @@ def test_simulated_transfers_are_those_of_the_engines_messages(case: Case) -> No
                 sent, received = [r.sent * size for r in routes], [r.received * size for r in routes]
                 wanted.append(links.all_to_all(sent, received, group_of))
         assert sorted(recorder.transfers, key=repr) == sorted(wanted, key=repr)
-
-
-@given(case=cases(), width=st.sampled_from([2, 4]))
-@settings(max_examples=75, deadline=None)
-def test_grouping_prices_the_fragments_that_travel(case: Case, width: int) -> None:
-    """Without flags, see `micro_groups`."""
-    for group in case.plan.groups:
-        jobs = [
-            Job(matrix=matrix, host=host, seconds=0.0, width=width)
-            for matrix, host in zip(case.members(group), case.hosts(group), strict=True)
-        ]
-        wanted = 0
-        for back in (False, True):
-            routes = case.routes(group, back=back)
-            sides = [parcels for route in routes for parcels in (route.sends, route.receives)]
-            wanted += width * max(sum(parcel.elements for parcel in side) for side in sides)
-        assert pipeline_seconds([jobs], case.layout.tp, ExchangeCost(bytes_per_s=1.0, latency_s=0.0)) == wanted

@@ -12,9 +12,12 @@ from canzona_cli.config.schema import Grouping, Layout
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.micro_groups import ExchangeCost, Job, check_capacity, micro_groups, pipeline_seconds
-from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
+from canzona_cli.planner.links import EFFICIENCY, Group, Links
+from canzona_cli.planner.micro_groups import CLOSE, check_capacity, micro_groups
+from canzona_cli.planner.pipeline import HostedPipeline, Job
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
+from tests.sizes import H100
 
 MODELS = st.builds(
     transformer,
@@ -25,7 +28,19 @@ MODELS = st.builds(
     fused_fc1=st.booleans(),
 )
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4))
-LINK = ExchangeCost(bytes_per_s=1e9, latency_s=1e-6)
+
+
+def link(tp: int, bytes_per_s: float = 1e9, latency_s: float = 1e-6, width: int = 4) -> HostedPipeline:
+    """A TP group whose exchanges take the same both ways, and whose copies take no time."""
+    cluster = replace(
+        H100,
+        intra_node_gb_per_s=bytes_per_s / EFFICIENCY["machine"] / 1e9,
+        intra_node_latency_us=1e6 * latency_s,
+        measured_on={},
+    )
+    return HostedPipeline(
+        tp=tp, links=Links(cluster=cluster), group=Group(size=tp, per_machine=tp), width=width, grad=width
+    )
 
 
 def _plan(
@@ -34,7 +49,7 @@ def _plan(
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, mesh, plan, width, LINK)
+    return found, micro_groups(matrices, costs, found, plan, width, link(mesh.tp, width=width))
 
 
 @given(
@@ -75,30 +90,44 @@ def test_auto_is_no_slower_than_registration_or_balanced_order(matrices: tuple[M
         by_owner = defaultdict(list)
         for group in groups:
             by_owner[group.owner].append(
-                [Job(matrix=matrices[i], host=found.cells[i].host, seconds=costs[i], width=4) for i in group.matrices]
+                [Job(matrix=matrices[i], host=found.cells[i].host, seconds=costs[i]) for i in group.matrices]
             )
-        spans[grouping] = {owner: pipeline_seconds(jobs, mesh.tp, LINK) for owner, jobs in by_owner.items()}
+        spans[grouping] = {owner: link(mesh.tp).seconds(jobs) for owner, jobs in by_owner.items()}
     for owner, span in spans["auto"].items():
-        assert span <= min(spans["registration"][owner], spans["balanced"][owner]) * (1 + 1e-9)
+        assert span <= min(spans["registration"][owner], spans["balanced"][owner]) * (1 + CLOSE + 1e-9)
 
 
 def test_pipeline_of_two_groups_by_hand() -> None:
     # 1000 bytes over 2 ranks: a fragment of 500 takes 1 + 0.5 s at 1000 bytes/s. in 0-1.5, in 1.5-3, compute 1.5-11.5
     # on host 0, out 11.5-13; compute 3-7 on host 1, long done; out 13-14.5.
     of_1000_bytes = replace(transformer(1, 64, 64, 64)[0], rows=50, cols=10)
-    first = [Job(matrix=of_1000_bytes, host=0, seconds=10.0, width=2)]
-    second = [Job(matrix=replace(of_1000_bytes, index=1), host=1, seconds=4.0, width=2)]
-    link = ExchangeCost(bytes_per_s=1000.0, latency_s=1.0)
-    assert pipeline_seconds([first, second], 2, link) == pytest.approx(14.5)
+    first = [Job(matrix=of_1000_bytes, host=0, seconds=10.0)]
+    second = [Job(matrix=replace(of_1000_bytes, index=1), host=1, seconds=4.0)]
+    slow = link(2, 1000.0, 1.0, 2)
+    assert slow.seconds([first, second]) == pytest.approx(14.5, abs=0.01)  # and a flag for each matrix
     # Together: one exchange each way, each host in and out 500 bytes at once.
-    assert pipeline_seconds([[*first, *second]], 2, link) == pytest.approx(1.5 + 10 + 1.5)
+    assert slow.seconds([[*first, *second]]) == pytest.approx(1.5 + 10 + 1.5, abs=0.01)
 
 
 def test_without_links_to_wait_for_the_pipeline_is_the_busiest_host() -> None:
     matrices = transformer(1, 64, 64, 64)
-    jobs = [Job(matrix=matrices[i], host=i % 2, seconds=float(i), width=2) for i in range(6)]
+    jobs = [Job(matrix=matrices[i], host=i % 2, seconds=float(i)) for i in range(6)]
     groups = [jobs[:2], jobs[2:4], jobs[4:]]
-    assert pipeline_seconds(groups, 2, ExchangeCost(bytes_per_s=1e30, latency_s=0.0)) == pytest.approx(1 + 3 + 5)
+    assert link(2, 1e30, 0.0).seconds(groups) == pytest.approx(1 + 3 + 5)
+
+
+def test_what_nothing_hides_is_made_small() -> None:
+    """Every host has a small matrix and a large one, and one host more: the small ones travel first, and the last to
+    travel back is what the busiest host did last."""
+    base = transformer(1, 64, 64, 64)[0]
+    shapes = ((10, 0, 1.0), (100, 0, 20.0), (10, 1, 1.0), (100, 1, 20.0), (20, 1, 4.0))
+    members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
+    found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
+    costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
+    groups = micro_groups(members, costs, found, plan, 4, quick)
+    assert [group.matrices for group in groups] == [(0, 2), (1, 3), (4,)]
+    # Where a message costs more than it hides, there is one.
+    assert len(micro_groups(members, costs, found, plan, 4, link(2, 5000.0, 30.0))) == 1
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:
@@ -125,8 +154,8 @@ def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols
     matrix = replace(transformer(1, 8, 16, 4)[0], rows=rows, cols=cols)
     settings = PlanSettings(strategy="canzona", c_max_bytes=0)
     with pytest.raises(ConfigError) as caught:
-        check_capacity([matrix], grid(2, 1), settings, width)
+        check_capacity([matrix], 2, settings, width)
     (problem,) = caught.value.problems
     advised = float(problem.fix.split()[1].partition("=")[2])
     typed = replace(settings, c_max_bytes=int(advised * (1 << 20)))  # as the planner reads it
-    check_capacity([matrix], grid(2, 1), typed, width)
+    check_capacity([matrix], 2, typed, width)

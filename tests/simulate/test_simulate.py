@@ -18,6 +18,7 @@ from canzona_cli.planner.buckets import bucket_elements, buckets
 from canzona_cli.planner.cost import algorithm, flops, seconds
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
+from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
@@ -59,7 +60,7 @@ def inputs(
             costs=costs,
             assignment=assignment,
             buckets=buckets(members, assignment, mesh, wanted, limit),
-            groups=micro_groups(members, costs, assignment, mesh, wanted, 4),
+            groups=micro_groups(members, costs, assignment, wanted, 4, HostedPipeline.of(config, mesh)),
         )
     else:
         workload = Workload(strategy=strategy, matrices=members, costs=costs)
@@ -313,7 +314,7 @@ def test_matrices_of_another_model_find_a_module() -> None:
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted),
-        groups=micro_groups(members, costs, assignment, mesh, wanted, 4),
+        groups=micro_groups(members, costs, assignment, wanted, 4, HostedPipeline.of(config, mesh)),
     )
     result = simulate(config, mesh, workload)
     assert result.phases["matrix_update"] == pytest.approx(14e-3)

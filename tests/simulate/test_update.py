@@ -12,7 +12,7 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
 
-NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15)
+NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15, launch_us=0.0)
 """Packing is free, exchanges are not."""
 FREE = replace(NO_COPIES, intra_node_gb_per_s=1e15)
 SIDE = 1024
@@ -95,6 +95,13 @@ def test_packing_and_unpacking_go_through_memory() -> None:
     # Read and written: two fragments packed, one whole matrix unpacked, in gradients; and back, in weights.
     moved = 2 * SIDE * SIDE * 2 * (4 + 2)
     assert update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
+
+
+def test_the_copy_of_every_fragment_is_launched() -> None:
+    (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], replace(FREE, launch_us=10.0))
+    # Of two matrices a rank hosts one. Gradients: one fragment packed, two unpacked. Weights: the other's fragment
+    # packed, its own rounded and written; one unpacked.
+    assert update.exchange_s == pytest.approx((1 + 2 + 3 + 1) * 10e-6)
 
 
 def test_gradients_travel_in_the_exchanges_own_type() -> None:
