@@ -27,8 +27,8 @@ def plan(
         typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
     ] = None,
     compare: Annotated[
-        Literal["strategies", "layouts", "alpha"] | None,
-        typer.Option("--compare", help="Phases of all strategies, other layouts, or other alphas."),
+        Literal["strategies", "layouts", "alpha", "form"] | None,
+        typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, or forms."),
     ] = None,
     shapes: Annotated[
         Path | None,

@@ -4,10 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
+from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
+from canzona_cli.planner.cost import form_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
 from canzona_cli.planner.reduction import collectives, sent_elements
@@ -63,6 +65,60 @@ class Communication:
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
     padding_fraction: float
     """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateKind:
+    """Matrices that are updated alike."""
+
+    rows: int
+    cols: int
+    matrices: int
+    seconds: float
+    """Of one of them."""
+    form: Form | None
+    """None where nothing is orthogonalised."""
+    products: Literal["plain", "symmetric"]
+    """Whether those with a symmetric result are priced as symmetric kernels' (`cluster.symmetric_factor`)."""
+    stacked: bool
+    error: float | None
+    """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest, in exact
+    arithmetic; rounding in bf16 adds less than 0.01 in either form. None where that is not known."""
+
+
+POLYNOMIAL_ERROR = {
+    "simple": 0.198,
+    "quintic": 0.017,
+    "polar_express": 0.088,
+    "cans": 0.081,
+    "aol": 1.54,
+    "deepseekv4": 0.198,
+}
+"""`UpdateKind.error` of five steps, by coefficients; `aol` is made for four."""
+
+
+def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
+    """How each shape of the plan is updated, the one that takes longest in all first."""
+    how, optimizer = plan.subject.optimizer, config.optimizer
+    orthogonal = isinstance(optimizer, NewtonSchulzConfig)
+    counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
+    error = None
+    if isinstance(optimizer, NewtonSchulzConfig) and how.ns_steps == 5:
+        error = POLYNOMIAL_ERROR[optimizer.coefficients]
+    halved = orthogonal and how.precision == "bf16" and config.cluster.symmetric_factor < 1
+    return tuple(
+        UpdateKind(
+            rows=rows,
+            cols=cols,
+            matrices=number,
+            seconds=cost,
+            form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
+            products="symmetric" if halved else "plain",
+            stacked=how.stack,
+            error=error,
+        )
+        for (rows, cols, cost), number in sorted(counted.items(), key=lambda one: -one[1] * one[0][2])
+    )
 
 
 def balance(plan: Plan) -> Balance:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.planner.cost import RULES
+from canzona_cli.planner.measures import kinds
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
@@ -90,6 +91,8 @@ class PlanView(Page):
             yield "epochs", read.words
         yield from outlook_rows(study.config, study.outlook)
         yield "matrices", self._matrices()
+        if rows := self._updates(times):
+            yield "updates", rows
         layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy == "canzona" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"
         yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}"
@@ -148,6 +151,18 @@ class PlanView(Page):
             f"{text}; there are more ranks than matrices: {ranks - busy:,} of {ranks:,} ranks update none, and the "
             f"busiest has {self.study.balance.grid:.1f} times an even share"
         )
+
+    def _updates(self, times: str) -> str:
+        """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`: how each shape is orthogonalised."""
+        found = kinds(self.study.config, self.study.plan)
+        if found[0].form is None:
+            return ""
+        shapes = ", ".join(
+            f"{one.matrices:,} of {one.rows:,} {times} {one.cols:,} {one.form} {step_time(one.seconds)}"
+            for one in found
+        )
+        how = f"{found[0].products} products{', stacked' if found[0].stacked else ''}"
+        return f"{shapes}; {how}" + ("" if found[0].error is None else f", expected error {found[0].error:g}")
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"

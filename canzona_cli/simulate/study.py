@@ -11,10 +11,19 @@ from types import MappingProxyType
 from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, even_shards, with_strategy
-from canzona_cli.config.schema import BufferLayout, EngineConfig, Layout, RunConfig, Strategy
+from canzona_cli.config.schema import (
+    BufferLayout,
+    EngineConfig,
+    Form,
+    Layout,
+    NewtonSchulzConfig,
+    RunConfig,
+    Strategy,
+)
+from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.buckets import bucket_elements
-from canzona_cli.planner.measures import Balance, Communication, balance, communication
+from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
@@ -25,9 +34,10 @@ from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
-Comparison = Literal["strategies", "layouts", "alpha"]
+Comparison = Literal["strategies", "layouts", "alpha", "form"]
 LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 1
 """Of what `--json` prints; additions keep it."""
 
@@ -69,7 +79,7 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """What `--compare layouts` or `alpha` tried."""
+    """What `--compare` layouts, alpha or form tried."""
 
     @property
     def strategy(self) -> str:
@@ -129,6 +139,7 @@ class Study:
             "matrices": len(self.plan.matrices),
             "buckets": len(self.plan.buckets),
             "micro_groups": len(self.plan.groups),
+            "updates": [asdict(kind) for kind in kinds(self.config, self.plan)],
             "load_balance": {**balanced, "gap": self.balance.gap, "slowest_rank": self.balance.slowest.rank},
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
@@ -187,7 +198,7 @@ def study_run(
         shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
 
     Raises:
-        ConfigError: the engine settings are impossible.
+        ConfigError: the engine settings are impossible, or forms are compared of an optimizer that has none.
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
@@ -248,16 +259,19 @@ def _compared(
 def _variants(
     config: RunConfig, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
 ) -> Iterator[Variant]:
-    engine = config.engine
+    engine, optimizer = config.engine, config.optimizer
+    runs: dict[str, RunConfig] = {}
     if compare == "layouts":
-        engines: dict[str, EngineConfig] = {name: _possible(replace(engine, layout=name)) for name in LAYOUTS}
+        runs = {name: replace(config, engine=_possible(replace(engine, layout=name))) for name in LAYOUTS}
     elif compare == "alpha":
-        engines = {f"alpha {alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
-    else:
-        return
-    for name, changed in engines.items():
-        run = replace(config, engine=changed)
-        tried = plan if changed == engine else plan_unbounded(run, layout, shapes)
+        runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
+    elif compare == "form":
+        if not isinstance(optimizer, NewtonSchulzConfig):
+            reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"
+            raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
+        runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
+    for name, run in runs.items():
+        tried = plan if run == config else plan_unbounded(run, layout, shapes)
         yield Variant(
             name=name,
             balance=balance(tried),

@@ -222,6 +222,7 @@ def test_other_pictures_than_png_are_refused(tmp_path: Path) -> None:
         ("strategies", ("Phases of the slowest rank", "parameter gathering")),
         ("layouts", ("Alternatives", "owner", "contiguous", "aligned")),
         ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
+        ("form", ("Alternatives", "standard", "gram", "auto")),
     ],
 )
 def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:

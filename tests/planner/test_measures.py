@@ -4,11 +4,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.measures import balance, communication, exchange_sent
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients
+from canzona_cli.planner.cost import algorithm, form_of, seconds
+from canzona_cli.planner.measures import POLYNOMIAL_ERROR, balance, communication, exchange_sent, kinds
 from canzona_cli.planner.memory import GIB, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
@@ -127,6 +130,34 @@ def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
     assert memory.parts["matrix_state"] == wanted
 
 
+def test_a_plan_says_how_each_shape_is_updated() -> None:
+    config, layout, _ = planned("32b", 256, tp=8)
+    config = replace(
+        config,
+        optimizer=MuonConfig(name="muon", lr=0.01, form="auto"),
+        cluster=replace(config.cluster, symmetric_factor=0.5),
+    )
+    plan = plan_unbounded(config, layout)
+    found = kinds(config, plan)
+    assert sum(kind.matrices for kind in found) == len(plan.matrices)
+    assert sum(kind.matrices * kind.seconds for kind in found) == pytest.approx(sum(plan.costs))
+    for kind in found:
+        how = algorithm(config)
+        assert kind.form == form_of(how, kind.rows, kind.cols, config.cluster)
+        assert kind.seconds == pytest.approx(seconds(how, kind.rows, kind.cols, config.cluster))
+        assert (kind.products, kind.stacked, kind.error) == ("symmetric", False, 0.017)
+    soap = replace(config, optimizer=SoapConfig(name="soap", lr=0.01))
+    assert {(kind.form, kind.error) for kind in kinds(soap, plan_unbounded(soap, layout))} == {(None, None)}
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_the_expected_error_is_that_of_the_polynomials(name: CoefficientSet) -> None:
+    values = torch.logspace(math.log10(7e-3), 0, 2000, dtype=torch.float64)
+    for a, b, c in coefficients(name, 5):
+        values = a * values + b * values**3 + c * values**5
+    assert float((values - 1).square().mean().sqrt()) == pytest.approx(POLYNOMIAL_ERROR[name], rel=0.03)
+
+
 def test_the_memory_of_each_rank_is_capped() -> None:
     """Unbalanced asc would overfill a rank; where there is no room for that, its assignment gives way."""
     config, layout, balanced = planned("8b", 64, tp=8)
@@ -143,7 +174,9 @@ def test_the_memory_of_each_rank_is_capped() -> None:
 
 def test_a_plan_that_no_rank_has_room_for_does_not_fit() -> None:
     config, layout, plan = planned("8b", 64, tp=4)
-    needed = plan_memory(config, layout, plan).total - plan_memory(config, layout, plan).parts["matrix_state"] / 2
+    memory = plan_memory(config, layout, plan)
+    # Smaller exchanges spare some of the engine's buffers, but no state.
+    needed = memory.total - memory.buffers.lasting - memory.parts["matrix_state"] / 2
     full = replace(config, cluster=replace(config.cluster, memory_gib=needed / GIB + config.cluster.reserved_gib))
     with pytest.raises(DoesNotFit):
         make_plan(full, layout)
