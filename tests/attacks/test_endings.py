@@ -72,10 +72,14 @@ def test_a_closed_terminal_saves_the_run(
 ENDINGS = [
     ("done", None, "done", 0),
     ("crash", None, "failed", 70),
+    ("diverged", None, "diverged", 70),
+    ("hang", None, "failed", 71),
     ("stopped", signal.SIGUSR2, "preempted", 75),
     ("stopped", signal.SIGTERM, "preempted", 75),
     ("stopped", signal.SIGINT, "interrupted", 130),
 ]
+
+ENDED = {"done": "done", "crash": "a rank crashed", "diverged": "the loss diverged", "hang": "a rank hangs"}
 
 
 @pytest.mark.parametrize(("ending", "number", "status", "code"), ENDINGS)
@@ -89,13 +93,13 @@ def test_output_on_a_full_disk_changes_no_ending(
     status: str,
     code: int,
 ) -> None:
-    victim = train(full, ending=ending)
+    victim = train(full, *(["run.hang_timeout_s=1"] if ending == "hang" else []), ending=ending)
     if number is not None:
         victim.until(lambda: steps(files) >= 3)
         victim.signal(number)
     victim.finish()
     assert_ended(files, victim, status, code)
-    name = f"{number.name}, saved" if number else {"done": "done", "crash": "a rank crashed"}[ending]
+    name = f"{number.name}, saved" if number else ENDED[ending]
     record_attack(attack=f"output on a full disk: {name}", answer="as it would be", exit_code=code)
 
 
@@ -103,10 +107,15 @@ def test_output_on_a_full_disk_changes_no_mistake_either_and_a_page_that_is_lost
     train: Attack, files: RunFiles, full: Streams, tmp_path: Path, record_attack: RecordAttack
 ) -> None:
     assert train(full, "train.steps=-1").finish() == 2
+    assert train(full, "model.num_layers=2000", "model.hidden_size=65536").finish() == 4
+    (tmp_path / "step-00000001").mkdir()
+    assert train(full, f"checkpoint.resume={tmp_path / 'step-00000001'}").finish() == 5
     assert not files.root.exists()
     lost = attacked("plan", "recipe=qwen3-tiny", "gpus=1", "--json", "--dry-run", streams=full, cwd=tmp_path)
     assert lost.finish() == 3
     record_attack(attack="output on a full disk: a bad setting", answer="as it would be", exit_code=2)
+    record_attack(attack="output on a full disk: it does not fit", answer="as it would be", exit_code=4)
+    record_attack(attack="output on a full disk: no checkpoint there", answer="as it would be", exit_code=5)
     record_attack(attack="output on a full disk: plan --json", answer="told, where that can be read", exit_code=3)
 
 

@@ -14,7 +14,9 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
+from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import ResumePoint
 from canzona_cli.training.data import Batch
 from tests.attacks.table import RecordAttack
 from tests.faults.forked import forked_run
@@ -69,25 +71,20 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
     overrides = (*SHORT, f"data.cache_dir={corpus_cache}")
     assert forked_run(tmp_path / "whole", *overrides).exit_code == 0
     longest_s = seconds_of(tmp_path / "whole")
-    killed = 0
     for _ in range(KILLS):
-        doomed, moment = chance.randrange(4), chance.uniform(0, longest_s / 2)
+        doomed, moment = chance.randrange(4), chance.uniform(0, longest_s / (2 * KILLS))
 
         def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float = moment) -> Batch:
             if rank == doomed and not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
                 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
             return batch
 
-        try:
+        with pytest.raises(AssertionError, match="died without a word"):  # what `run_ranks` says of a rank that is gone
             forked_run(tmp_path / "broken", *overrides, spoil=doom)
-        except AssertionError as error:  # what `run_ranks` says of a rank that is gone
-            assert "died without a word" in str(error)  # noqa: PT017
-            killed += 1
-    assert killed
     assert forked_run(tmp_path / "broken", *overrides).exit_code == 0
     assert ending(tmp_path / "broken") == ending(tmp_path / "whole")
     record_attack(
-        attack=f"SIGKILL of a rank at {killed} random moments, started again each time",
+        attack=f"SIGKILL of a rank at {KILLS} random moments, started again each time",
         answer="ended bit for bit as an unbroken run",
         exit_code=0,
     )
@@ -109,7 +106,7 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
     code, output = whole.finish()
     assert code == 0, output
     longest_s = time.monotonic() - begun
-    kills: list[int] = []
+    kills: list[str] = []
     runs = reached = 0
     while len(kills) < 20 or code != 0:
         run = begin(f"broken-{runs}")
@@ -121,10 +118,14 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
             time.sleep(chance.uniform(0.0, 0.2))
         if len(kills) < 20 and run.process.poll() is None:
             family = run.processes()
+            doomed = chance.randrange(len(family) + 1)
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                chance.choice([psutil.Process(run.process.pid), *family]).send_signal(signal.SIGKILL)
+                [psutil.Process(run.process.pid), *family][doomed].send_signal(signal.SIGKILL)
             reached = run.steps
-            kills.append(reached)
+            came_from = 0 if (point := load_if_sound(run.files.resume, ResumePoint)) is None else point.step
+            whom = "launcher" if doomed == 0 else f"process {doomed} of {len(family)} below it"
+            after_s = time.monotonic() - begun
+            kills.append(f"| {runs} | {after_s:.2f} s | {whom} | {came_from} | {reached} |")
             code, _ = run.finish()
             assert not alive(family)
         else:
@@ -132,7 +133,8 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
         if code == 0:
             assert ending(run.files.root) == ending(whole.files.root)
             runs, reached = runs + 1, 0
-    print(f"killed after steps {kills}, {runs} runs")
+    print("| run | launched for | killed | began at step | reached step |", "|---|---|---|---|---|", *kills, sep="\n")
+    print(f"{runs} runs, each bit for bit as the unbroken one")
     record_attack(
         attack=f"SIGKILL of launcher, torchrun or a rank at 20 random moments of {runs} runs, started again each time",
         answer="ended bit for bit as an unbroken run",

@@ -1,16 +1,21 @@
 """Whatever is sent to the ports that a run listens on, it trains on."""
 
+import os
 import random
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.attacks.table import RecordAttack
+from tests.dist.ranks import run_ranks
 from tests.faults.support import LaunchedRun, alive
 
+Address = tuple[str, int]
 GARBAGE = (
     b"",
     b"GET / HTTP/1.1\r\nHost: run\r\n\r\n",
@@ -20,28 +25,39 @@ GARBAGE = (
 )
 
 
+def throw(listening: Sequence[Address]) -> list[socket.socket]:
+    """Garbage to each; half of the connections stay open."""
+    seeded, opened = random.Random(15), list[socket.socket]()
+    for address in listening:
+        for garbage in (*GARBAGE, seeded.randbytes(100), seeded.randbytes(70_000)):
+            connection = socket.create_connection(address, timeout=5)
+            connection.settimeout(1)
+            with suppress(OSError):
+                connection.sendall(garbage)
+            opened.append(connection)
+    for connection in opened[::2]:
+        connection.close()
+    return opened[1::2]
+
+
+def listened_on(processes: Sequence[psutil.Process]) -> list[Address]:
+    """By any of them."""
+    return [
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
 def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_attack: RecordAttack) -> None:
     run = LaunchedRun(tmp_path / "run", "endless")
     try:
         run.wait_for_steps(2)
         family = run.family()
-        listening = [
-            connection.laddr
-            for process in family
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        ]
-        assert {address.ip for address in listening} == {"127.0.0.1"}
-        seeded, open_ = random.Random(15), []
-        for address in listening:
-            for garbage in (*GARBAGE, seeded.randbytes(100), seeded.randbytes(70_000)):
-                connection = socket.create_connection((address.ip, address.port), timeout=5)
-                connection.settimeout(1)
-                with suppress(OSError):
-                    connection.sendall(garbage)
-                open_.append(connection)
-        for connection in open_[::2]:
-            connection.close()
+        listening = listened_on(family)
+        assert {ip for ip, _ in listening} == {"127.0.0.1"}, "another machine could reach it"
+        opened = throw(listening)
         steps = run.files.metrics.read_text().count("\n")
         run.wait_for_steps(steps + 5)
         run.process.send_signal(signal.SIGINT)
@@ -49,7 +65,7 @@ def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_at
         assert code == 130, output
         assert run.result()["step"] == run.files.metrics.read_text().count("\n")
         assert not alive(family)
-        for connection in open_[1::2]:
+        for connection in opened:
             connection.close()
     finally:
         run.process.kill()
@@ -59,3 +75,33 @@ def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_at
         answer="trained on; stopped when asked",
         exit_code=130,
     )
+
+
+def besieged() -> tuple[int, list[float]]:
+    """Of one of two ranks: the ports of both, and a sum that they make over a group that is opened afterwards."""
+    torch.distributed.init_process_group("gloo")
+    rank, opened = torch.distributed.get_rank(), list[socket.socket]()
+    family = psutil.Process(os.getppid()).children()
+    listening = listened_on(family)
+    torch.distributed.barrier()
+    if rank == 0:
+        opened = throw(
+            [("127.0.0.1", port) for _, port in listening]
+        )  # the store of these ranks, not torchrun's, is on ::
+    torch.distributed.barrier()
+    summed = torch.full((3,), 1.0 + rank)
+    group = torch.distributed.new_group()
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    torch.distributed.all_reduce(summed, group=group)
+    for connection in opened:
+        connection.close()
+    return len(listening), summed.tolist()
+
+
+def test_garbage_to_the_ports_of_ranks_that_train_changes_no_sum(record_attack: RecordAttack) -> None:
+    first, second = run_ranks(2, besieged)
+    assert first == second
+    ports, summed = first
+    assert ports >= 2, "each rank listens"
+    assert summed == [3.0] * 3
+    record_attack(attack=f"garbage to {ports} ports of ranks over gloo", answer="they add up as ever", exit_code=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from canzona_cli.errors import ExitCode
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.records import RankError, RankResult, StageEvent, StepMetrics
+from canzona_cli.run.records import FAILURES, Failure, RankError, RankResult, StageEvent, StepMetrics
 from tests.checkpoint.checkpoints import save as save_checkpoint
 
 STEP_S = 0.01
@@ -35,11 +35,14 @@ def main(files: RunFiles) -> int:
         reason, code = files.stop_reason(), ExitCode.INTERRUPTED
         code = ExitCode.PREEMPTED if reason == "preempted" else code
         state = RankResult(rank=0, pid=os.getpid(), status=reason, exit_code=code, step=step, time=time.time())
-    if ending == "crash":
+    if ending == "hang":
+        time.sleep(3600)
+    if ending in ("crash", "diverged"):
         error = RankError(type="OSError", message="the cable is loose", traceback="Traceback ...\n  in train")
-        state = RankResult(rank=0, pid=os.getpid(), status="failed", exit_code=70, step=step, error=error)
+        status: Failure = "failed" if ending == "crash" else "diverged"
+        state = RankResult(rank=0, pid=os.getpid(), status=status, exit_code=70, step=step, error=error)
     save(files.rank(0), state)
-    return int(state.status == "failed")
+    return int(state.status in FAILURES)
 
 
 if __name__ == "__main__":
