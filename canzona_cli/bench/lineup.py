@@ -14,7 +14,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Layout, NewtonSchulzConfig, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, plan_memory
@@ -103,6 +103,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     names = _possible(base, strategies, notes)
     if "engine.splitting" not in composed.explicit and "engine" not in composed.explicit:
         base = _split_alike(base, names, notes)
+    base = _form_alike(base, names, notes, chosen="optimizer.form" in composed.explicit)
     base = replace(
         base,
         # The rates of the recipe's own first steps, however short the bench is.
@@ -196,6 +197,21 @@ def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[st
     verb = "splits" if len(limited) == 1 else "split"
     notes.append(f"engine.splitting=qkv for all: {' and '.join(limited)} {verb} no further")
     return replace(config, engine=replace(config.engine, splitting="qkv"))
+
+
+def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str], *, chosen: bool) -> RunConfig:
+    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; then it is said
+    that arithmetic differs."""
+    optimizer = config.optimizer
+    theirs = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
+    if not isinstance(optimizer, NewtonSchulzConfig) or optimizer.form == "standard" or not theirs:
+        return config
+    whose = f"{' and '.join(theirs)} {'is' if len(theirs) == 1 else 'are'} Megatron's own, in standard form"
+    if chosen:
+        notes.append(f"other arithmetic: optimizer.form={optimizer.form} in canzona and asc; {whose}")
+        return config
+    notes.append(f"optimizer.form=standard for all: {whose}; canzona's own is faster with form=auto")
+    return replace(config, optimizer=replace(optimizer, form="standard"))
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:

@@ -316,8 +316,10 @@ def assumptions() -> tuple[str, ...]:
         "both directions take turns.",
         "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
         "start gathering the first layer's matrices with the last update.",
-        "Matrices are split the same way and updated by the same arithmetic under every strategy; layerwise and sc "
-        "repeat it on every tensor-parallel rank after a synchronous gather in fp32.",
+        "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "
+        "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
+        "full products, canzona and asc as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
+        "compares the same arithmetic.",
         "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type.",
         "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
         "Gradients are clipped in every step.",

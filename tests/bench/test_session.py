@@ -71,6 +71,19 @@ def test_what_the_user_sets_stays() -> None:
     assert not any("splitting" in note or "batch" in note for note in line_up.notes)
 
 
+def test_arithmetic_is_the_same_where_megatrons_own_takes_part_or_else_it_is_said() -> None:
+    cases: list[tuple[str, tuple[AnyStrategy, ...], str]] = [
+        ("auto", ("canzona", "sc"), "other arithmetic: optimizer.form=auto"),
+        ("gram", ("canzona", "asc"), ""),
+        ("standard", ("canzona", "layerwise"), ""),
+    ]
+    for form, strategies, said in cases:
+        line_up = prepared(f"optimizer.form={form}", strategies=strategies).line_up
+        forms = {getattr(strategy.config.optimizer, "form", None) for strategy in line_up.strategies}
+        assert forms == {form}
+        assert [note[: len(said)] for note in line_up.notes if "form=" in note] == [said] * bool(said)
+
+
 def test_strategies_that_only_split_further_keep_their_splitting() -> None:
     assert prepared(strategies=("canzona", "asc")).config.engine.splitting == "split"
 
