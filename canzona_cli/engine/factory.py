@@ -24,7 +24,7 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import algorithm, flops
+from canzona_cli.planner.cost import algorithm, flops, stack_of
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
@@ -36,7 +36,7 @@ _KINDS: Mapping[OptimizerName, Kind] = {
     "shampoo": Shampoo,
     "soap": SOAP,
 }
-_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "form", "stagger", "tf32"}
+_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "form", "stagger", "tf32"}
 """Settings that the classes do not take under their own names."""
 
 _log = logging.getLogger(__name__)
@@ -91,14 +91,16 @@ def _own(chosen: OptimizerBase) -> dict[str, object]:
 
 
 def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind) -> MakeOptimizer:
-    workspace = Workspace()
+    workspace, how = Workspace(), algorithm(config)
 
-    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
         return kind(
             params,
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
+            stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
             workspace=workspace,
             **_own(chosen),
         )

@@ -17,7 +17,7 @@ from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel
 from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.cost import RULES, algorithm
 from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Shape = tuple[int, int]
@@ -35,7 +35,7 @@ _REPEATS = 9
 def product_shapes(config: RunConfig) -> list[Shape]:
     """What the run's updates multiply to symmetric results, smallest first; nothing where they do not."""
     how = algorithm(config)
-    if how.name != "muon" or how.custom or how.precision != "bf16" or not execution_of(config).ours:
+    if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
     shapes = {(min(shape), max(shape)) for shape in matrix_shapes(config)}
     return sorted(shapes | {(side, side) for side, _ in shapes}, key=lambda shape: (shape[0] ** 2 * shape[1], shape))

@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
@@ -68,7 +68,7 @@ class Muon(MatrixOptimizer):
         scale_mode: ScaleMode = "spectral",
         scale_factor: float = 0.2,
         precision: Literal["bf16", "fp32"] = "bf16",
-        stack: bool = False,
+        stack: bool | Mapping[tuple[int, int], int] = False,
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
@@ -83,8 +83,8 @@ class Muon(MatrixOptimizer):
         scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
             arXiv:2502.16982).
         precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
-        stack: Orthogonalise matrices of one shape in batched products. Spares launches when matrices are small and
-            many, and costs scratch for all of them at once.
+        stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
+            Spares launches when matrices are small and many, and costs scratch for all of them at once.
         workspace: Scratch to share with other optimizers.
         """
         if ns_steps < 1:
@@ -100,11 +100,22 @@ class Muon(MatrixOptimizer):
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         with products("fp32"):
-            if self.stack:
-                for _, same in groupby(sorted(matrices, key=_kind), key=_kind):
-                    self._update_stack(list(same), group)
-            else:
-                super()._update_group(matrices, group)
+            for _, same in groupby(sorted(matrices, key=_kind) if self.stack else matrices, key=_kind):
+                of_shape = list(same)
+                most = self._most(of_shape)
+                for first in range(0, len(of_shape), most):
+                    together = of_shape[first : first + most]
+                    if len(together) > 1:
+                        self._update_stack(together, group)
+                    else:
+                        super()._update_group(together, group)
+
+    def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
+        """How many matrices of one shape are updated together."""
+        if isinstance(self.stack, bool):
+            return len(of_shape) if self.stack else 1
+        rows, cols = of_shape[0].shape
+        return self.stack.get((rows, cols), 1)
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)

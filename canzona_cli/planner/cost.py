@@ -54,6 +54,15 @@ MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 """The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose short side
 is at least this: roundings average over fewer elements of smaller ones."""
+MUON_AROUND = 13
+"""Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
+STACK_GAIN = 0.95
+"""Matrices are stacked by themselves where each then takes at most this share of its time alone."""
+STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""What the iterates and squares of stacked matrices may take; two matrices whatever they take where stacking was asked
+for."""
+PRICED_STACK = 4
+"""Matrices in a stack as the model prices it: a host may have fewer of a shape than would fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +131,34 @@ def implementation(config: RunConfig) -> Implementation:
     return "canzona" if execution_of(config).ours else "megatron"
 
 
+def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
+    """How many (rows, cols) matrices a host updates together at most; 1: one by one.
+
+    As `form_of`, it depends on the shape and the profile alone. By itself it goes by two measurements, or else on GPUs
+    by the model. On CPUs batched products are not always quicker, and strips of large ones (`optimizers.symmetric`)
+    always are.
+    """
+    if not RULES[a.name].orthogonal or a.custom or a.stack is False:
+        return 1
+    fitting = _fitting(a, rows, cols, cluster)
+    if a.stack is True:
+        return max(2, fitting)
+    a = replace(a, form=form_of(a, rows, cols, cluster))
+    ways = replace(a, stack=False), replace(a, stack=True)
+    alone, together = (_measured(way, rows, cols, cluster) for way in ways)
+    if alone is None or together is None:
+        if cluster.device == "cpu":
+            return 1
+        alone, together = (_modelled(way, rows, cols, cluster)[0] for way in ways)
+    return fitting if fitting > 1 and together <= STACK_GAIN * alone else 1
+
+
+def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
+    """Matrices whose iterates and squares fit in a stack's scratch."""
+    m, n = sorted((rows, cols))
+    return STACK_BYTES[cluster.device] // (2 * (2 if a.precision == "bf16" else 4) * (m * n + m * m))
+
+
 def label(a: Algorithm) -> str:
     """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, custom."""
     if a.custom:
@@ -158,13 +195,13 @@ def seconds(
             the standard form in full products.
     """
     if implementation == "megatron":
-        a, cluster = replace(a, form="standard"), replace(cluster, symmetric_factor=1.0)
+        a, cluster = replace(a, form="standard", stack=False), replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
             own = _measured(a, rows, cols, cluster, prefix)
             if own is not None:
                 return own
         return _modelled(a, rows, cols, cluster, implementation)[0]
-    return _seconds(replace(a, form=form_of(a, rows, cols, cluster)), rows, cols, cluster)
+    return _seconds(_as_run(a, rows, cols, cluster), rows, cols, cluster)
 
 
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
@@ -174,13 +211,14 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     """
     if a.form != "auto":
         return a.form
+    a = replace(a, stack=a.stack is True)
     standard, gram = (_seconds(replace(a, form=form), rows, cols, cluster) for form in get_args(Form))
     return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Seconds of an update in the step that refreshes; a measurement is scaled as the model's are to each other."""
-    a = replace(a, form=form_of(a, rows, cols, cluster))
+    a = _as_run(a, rows, cols, cluster)
     mean, peak = _modelled(a, rows, cols, cluster)
     return _seconds(a, rows, cols, cluster) * (peak / mean)
 
@@ -268,7 +306,7 @@ def _orthogonalised(a: Algorithm, rows: int, cols: int) -> Work:
         products=((steps, m, m, n),),
         symmetric=((steps, m, n), (steps, m, m)),
         traffic=around + 2 * width * steps * (m * n + m * m),
-        launches=13 + 5 * steps,
+        launches=MUON_AROUND + 5 * steps,
     )
 
 
@@ -287,7 +325,7 @@ def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
         products=((count, m, m, n),),
         symmetric=((count, m, n), (squares, m, m)),
         traffic=around + 4 * width * steps * m * m,
-        launches=13 + 2 * count + squares + 3 * steps,
+        launches=MUON_AROUND + 2 * count + squares + 3 * steps,
     )
 
 
@@ -354,6 +392,12 @@ def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
         yield work(replace(a, form=form), rows, cols)
 
 
+def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
+    """With a (rows, cols) matrix's form, and stacked or not."""
+    form, stack = form_of(a, rows, cols, cluster), stack_of(a, rows, cols, cluster) > 1
+    return replace(a, form=form, stack=stack)
+
+
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Of one form: measured, or else modelled; where only another form was measured, scaled as the model's are."""
     own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
@@ -410,7 +454,8 @@ def _modelled(
     own, besides = work(a, rows, cols)
     if implementation == "megatron":
         own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
-    step, refresh = (_duration(part, _unit(a), cluster) for part in (own, besides))
+    together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
+    step, refresh = (_duration(part, _unit(a), cluster, together) for part in (own, besides))
     return step + refresh / a.refresh_period, step + refresh
 
 
@@ -425,13 +470,14 @@ def impossible_measurements(a: Algorithm, cluster: ClusterConfig) -> Iterator[Pr
     """Measured updates of an algorithm whose products alone would exceed a GPU's peak."""
     if cluster.device == "cpu":
         return
-    labels = {label(one): one for form in get_args(Form) for one in (replace(a, form=form),)}
+    ways = (replace(a, form=form, stack=stack) for form in get_args(Form) for stack in (False, True))
+    labels = {label(one): one for one in ways}
     for name, rows, cols, seconds in cluster.measured_updates:
         how = labels.get(name.removeprefix("megatron/"))
         if how is None:
             continue
         step = work(how, rows, cols)[0]
-        halved = 0.0 if name.startswith("megatron/") else 1 - cluster.symmetric_factor
+        halved = 0.0 if name.startswith("megatron/") or how.stack else 1 - cluster.symmetric_factor
         rate = (step.product_flops - halved * step.symmetric_flops) / seconds / 1e12
         if rate > SCATTER * cluster.bf16_tflops:
             reason = f"is {rate:,.0f} TFLOP/s, above cluster.bf16_tflops={cluster.bf16_tflops:g}"
@@ -445,18 +491,26 @@ def _unit(a: Algorithm) -> Unit:
     return "tf32" if a.tf32 else "fp32"
 
 
-def _duration(work: Work, unit: Unit, cluster: ClusterConfig) -> float:
+def _duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int) -> float:
+    """Of one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume, launched once,
+    and never by a symmetric kernel."""
+
+    def product(m: int, k: int, n: int) -> float:
+        return matmul_seconds(cluster, together * m, k, n, unit) / together
+
+    around = min(work.launches, MUON_AROUND)
+    launches = around + (work.launches - around) / together
     fp32 = matmul_rate(cluster, 1.0, "fp32")
     qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
-    halved = cluster.symmetric_factor if unit == "bf16" else 1.0
+    halved = cluster.symmetric_factor if unit == "bf16" and together == 1 else 1.0
     return (
-        sum(count * matmul_seconds(cluster, m, k, n, unit) for count, m, k, n in work.products)
-        + sum(count * halved * matmul_seconds(cluster, m, k, m, unit) for count, m, k in work.symmetric)
+        sum(count * product(m, k, n) for count, m, k, n in work.products)
+        + sum(count * halved * product(m, k, m) for count, m, k in work.symmetric)
         + sum(8 / 3 * n**3 / qr for n in work.qr)
         + sum(9.0 * n**3 / eigh for n in work.eigh)
         + work.traffic / memory_rate(cluster)
-        + work.launches * cluster.launch_us * 1e-6
+        + launches * cluster.launch_us * 1e-6
     )
 
 

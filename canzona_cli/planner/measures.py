@@ -9,7 +9,7 @@ from typing import Literal
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import form_of
+from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
 from canzona_cli.planner.reduction import collectives, sent_elements
@@ -80,7 +80,8 @@ class UpdateKind:
     """None where nothing is orthogonalised."""
     products: Literal["plain", "symmetric"]
     """Whether those with a symmetric result are priced as symmetric kernels' (`cluster.symmetric_factor`)."""
-    stacked: bool
+    together: int
+    """How many a host updates at once at most, in batched products; 1: one by one."""
     error: float | None
     """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest, in exact
     arithmetic; rounding in bf16 adds less than 0.01 in either form. None where that is not known."""
@@ -113,8 +114,8 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
             matrices=number,
             seconds=cost,
             form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
-            products="symmetric" if halved else "plain",
-            stacked=how.stack,
+            products="symmetric" if halved and stack_of(how, rows, cols, config.cluster) == 1 else "plain",
+            together=stack_of(how, rows, cols, config.cluster),
             error=error,
         )
         for (rows, cols, cost), number in sorted(counted.items(), key=lambda one: -one[1] * one[0][2])

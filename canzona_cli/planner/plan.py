@@ -63,8 +63,8 @@ class Algorithm:
     """What products of Newton-Schulz are in. Those with factors are in fp32."""
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any."""
-    stack: bool = False
-    """Muon: matrices of one shape in batched products."""
+    stack: Literal["auto"] | bool = False
+    """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
 
 
 @dataclass(frozen=True, kw_only=True)

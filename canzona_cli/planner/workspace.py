@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import RULES, algorithm
+from canzona_cli.planner.cost import RULES, algorithm, stack_of
 
 Shape = tuple[int, int]
 """(rows, columns)."""
@@ -49,7 +49,7 @@ def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[S
     iterate = square = direction = block = 0
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
-            stacked = count if muon.stack else 1
+            stacked = min(count, stack_of(algorithm(config), rows, cols, config.cluster))
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
             direction = max(direction, rows * cols)

@@ -159,9 +159,10 @@ class PlanView(Page):
             return ""
         shapes = ", ".join(
             f"{one.matrices:,} of {one.rows:,} {times} {one.cols:,} {one.form} {step_time(one.seconds)}"
+            f"{f' stacked by {one.together}' if one.together > 1 else ''}"
             for one in found
         )
-        how = f"{found[0].products} products{', stacked' if found[0].stacked else ''}"
+        how = f"{found[0].products} products"
         return f"{shapes}; {how}" + ("" if found[0].error is None else f", expected error {found[0].error:g}")
 
     def _where(self) -> str:

@@ -1,6 +1,6 @@
 """Muon is emerging-optimizers' and torch's Muon, in any execution."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -103,7 +103,8 @@ def test_bf16_errs_no_more_than_emergings_bf16(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"]) -> None:
+def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a shape, or at most so many; of the latter, what is left over is updated alone."""
     shapes = [(12, 40), (40, 12), (12, 40), (16, 16), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
     apart, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision), shapes, grads)
@@ -112,9 +113,20 @@ def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"]) -> None:
         shapes,
         grads,
     )
+    batches: list[tuple[int, ...]] = []
+
+    def recording(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        batches.append(tuple(x.shape))
+        return newton_schulz(x, *given)
+
+    monkeypatch.setattr("canzona_cli.optimizers.muon.newton_schulz", recording)
+    at_most = {(12, 40): 2, (40, 12): 9}
+    some, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision, stack=at_most), shapes, grads)
+    assert sorted(batches) == sorted([(2, 12, 40), (12, 40), (16, 16), (2, 40, 12)] * 5)
     tolerance = ATOL if precision == "fp32" else BF16_ATOL
-    for a, b in zip(apart, together, strict=True):
+    for a, b, c in zip(apart, together, some, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+        torch.testing.assert_close(a, c, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

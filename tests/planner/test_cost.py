@@ -17,6 +17,9 @@ from canzona_cli.model.matrices import matrices
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
 from canzona_cli.planner.cost import (
     MEMORY_EFFICIENCY,
+    PRICED_STACK,
+    STACK_BYTES,
+    STACK_GAIN,
     adamw_seconds,
     algorithm,
     flops,
@@ -26,6 +29,7 @@ from canzona_cli.planner.cost import (
     matmul_seconds,
     peak_seconds,
     seconds,
+    stack_of,
     work,
 )
 from canzona_cli.planner.plan import Algorithm
@@ -214,7 +218,7 @@ def test_adamw_is_memory_traffic() -> None:
 
 
 def test_what_a_run_says_is_what_is_priced() -> None:
-    assert algorithm(run("32b", 256)) == MUON
+    assert algorithm(run("32b", 256)) == replace(MUON, stack="auto")
     assert algorithm(run("32b", 256, strategy="adamw")) == ADAMW
     assert algorithm(run("tiny", 2, precision="fp32")).precision == "fp32"
     soap = compose_run(["recipe=32b", "optimizer=soap", "optimizer.precondition_frequency=7"], training=False).config
@@ -222,6 +226,37 @@ def test_what_a_run_says_is_what_is_priced() -> None:
     dims = ["optimizer.max_preconditioner_dim=64", "optimizer.grafting=sgd"]
     shampoo = compose_run(["recipe=32b", "optimizer=shampoo", *dims], training=False).config
     assert algorithm(shampoo) == Algorithm(name="shampoo", max_preconditioner_dim=64, grafting="sgd")
+
+
+def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
+    """By the model, or by two measurements; on CPUs by these alone. Never more than the scratch allows."""
+    auto = replace(MUON, stack="auto")
+    found = {(m, n): stack_of(auto, m, n, H100) for m, n in ((128, 5120), (5120, 1024), (5120, 5120), (5120, 25600))}
+    assert found[128, 5120] > found[5120, 1024] > 1
+    assert found[5120, 5120] == found[5120, 25600] == 1
+    for (m, n), count in found.items():
+        assert count == 1 or count * 4 * (m * n + min(m, n) ** 2) <= STACK_BYTES["cuda"]
+        alone, together = (seconds(replace(auto, stack=stack), m, n, H100) for stack in (False, True))
+        assert seconds(auto, m, n, H100) == (together if count > 1 else alone)
+        assert (together <= STACK_GAIN * alone) == (count > 1)
+    launches = 5 * 5 * H100.launch_us * 1e-6
+    full = replace(H100, symmetric_factor=1.0)
+    saved = seconds(replace(auto, stack=False), 128, 5120, full) - seconds(replace(auto, stack=True), 128, 5120, full)
+    assert saved > (1 - 1 / PRICED_STACK) * launches, "three of four times, and small products are slow"
+    # With perfect symmetric kernels, which stacks do without, more is better alone.
+    halved = replace(H100, symmetric_factor=0.5)
+    assert stack_of(auto, 2048, 2048, full) > stack_of(auto, 2048, 2048, halved) == 1
+
+    assert stack_of(auto, 64, 128, CPU) == 1
+    rows = (("muon/standard/5", 64, 128, 1.0), ("muon/standard/5/stacked", 64, 128, 0.9))
+    assert stack_of(auto, 64, 128, replace(CPU, measured_updates=rows[:1])) == 1
+    measured = replace(CPU, measured_updates=rows)
+    assert stack_of(auto, 64, 128, measured) > 1
+    assert seconds(auto, 64, 128, measured) == 0.9
+    assert stack_of(auto, 64, 128, replace(measured, measured_updates=(rows[0], (*rows[1][:3], 0.96)))) == 1
+    assert stack_of(replace(auto, stack=True), 5120, 25600, H100) == 2, "as asked for"
+    assert stack_of(replace(auto, stack=False), 128, 5120, H100) == 1
+    assert stack_of(replace(SOAP, stack="auto"), 128, 5120, H100) == 1
 
 
 def test_a_users_own_optimizer_is_priced_like_the_one_it_names_until_it_is_measured() -> None:

@@ -10,7 +10,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients
-from canzona_cli.planner.cost import algorithm, form_of, seconds
+from canzona_cli.planner.cost import algorithm, form_of, seconds, stack_of
 from canzona_cli.planner.measures import POLYNOMIAL_ERROR, balance, communication, exchange_sent, kinds
 from canzona_cli.planner.memory import GIB, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
@@ -145,7 +145,9 @@ def test_a_plan_says_how_each_shape_is_updated() -> None:
         how = algorithm(config)
         assert kind.form == form_of(how, kind.rows, kind.cols, config.cluster)
         assert kind.seconds == pytest.approx(seconds(how, kind.rows, kind.cols, config.cluster))
-        assert (kind.products, kind.stacked, kind.error) == ("symmetric", False, 0.017)
+        assert kind.together == stack_of(how, kind.rows, kind.cols, config.cluster)
+        assert (kind.products, kind.error) == ("plain" if kind.together > 1 else "symmetric", 0.017)
+    assert {kind.rows * kind.cols for kind in found if kind.together > 1} == {1024 * 5120}, "k and v"
     soap = replace(config, optimizer=SoapConfig(name="soap", lr=0.01))
     assert {(kind.form, kind.error) for kind in kinds(soap, plan_unbounded(soap, layout))} == {(None, None)}
 

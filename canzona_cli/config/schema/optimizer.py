@@ -100,10 +100,11 @@ class MomentumConfig(NewtonSchulzConfig):
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     stack: Annotated[
-        bool,
-        "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU.",
+        Literal["auto"] | bool,
+        "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU; auto:"
+        " those that the plan prices lower so. On CPUs that is known only where canzona calibrate measured both ways.",
         CURVE | PLAN,
-    ] = False
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
