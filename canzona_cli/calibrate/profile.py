@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import get_args
 
 from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
     AdamWConfig,
     ClusterConfig,
+    Form,
     KroneckerConfig,
     Layout,
     MomentumConfig,
@@ -36,7 +38,7 @@ def shortened(config: RunConfig) -> RunConfig:
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its settings; what
-    can be stacked both one by one and stacked."""
+    has forms in each of them, and what can be stacked both one by one and stacked."""
     own, lr = config.optimizer, config.optimizer.lr
     usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
     chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
@@ -46,9 +48,9 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
         replace(config, optimizer=each)
         for optimizer in chosen.values()
         for each in (
-            (replace(optimizer, stack=False), replace(optimizer, stack=True))
+            [replace(optimizer, form=form, stack=stack) for form in get_args(Form) for stack in (False, True)]
             if isinstance(optimizer, MomentumConfig)
-            else (optimizer,)
+            else [optimizer]
         )
     )
 

@@ -47,7 +47,7 @@ def variants(config: RunConfig) -> Iterator[Variant]:
     for run in measured_runs(config):
         name = label(algorithm(run))
         yield Variant(config=run, label=name)
-        if isinstance(run.optimizer, MuonConfig) and not run.optimizer.stack:
+        if isinstance(run.optimizer, MuonConfig) and run.optimizer.form == "standard" and not run.optimizer.stack:
             yield Variant(config=run, label=f"megatron/{name}", kind="megatron")
 
 

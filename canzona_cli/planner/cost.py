@@ -317,26 +317,25 @@ def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
     the product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
     u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
 
-    Each step passes four times over a square: what `addmm` adds to, and diagonals.
+    Squares are passed over as the products' type: the polynomials' other terms are written into what a product is added
+    to, and norms are read for the probe; X is scaled into what Q X is added to. On a GPU alpha and all that follows
+    from it stay on the device: some ten launches a step of a single number each.
     """
-    count = len(segments(steps))
-    squares = 4 * steps - 3 * count
+    parts = segments(steps)
+    squares = 4 * steps - 3 * len(parts)
+    passes = sum(17 * k - 11 for k in parts)
     return Work(
-        products=((count, m, m, n),),
-        symmetric=((count, m, n), (squares, m, m)),
-        traffic=around + 4 * width * steps * m * m,
-        launches=MUON_AROUND + 2 * count + squares + 3 * steps,
+        products=((len(parts), m, m, n),),
+        symmetric=((len(parts), m, n), (squares, m, m)),
+        traffic=around + width * (passes * m * m + 2 * len(parts) * m * n),
+        launches=MUON_AROUND + sum(26 * k + 6 + 11 * min(k, 2) for k in parts),
     )
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Newton-Schulz steps that the Gram form makes on one Gram matrix, before it makes the iterate and a new one.
-
-    Two, for small singular values grow most at first, and with them what was rounded; then at most three.
-    """
-    rest = max(0, steps - 2)
-    count = -(-rest // 3)
-    return (min(steps, 2), *(rest // count + (place < rest % count) for place in range(count)))
+    """Newton-Schulz steps that the Gram form makes on one Gram matrix, before it makes the iterate and a new one: two,
+    and three at the end of an odd number (why: `optimizers.gram_form`)."""
+    return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import RULES, algorithm, stack_of
+from canzona_cli.planner.cost import RULES, algorithm, form_of, stack_of
 
 Shape = tuple[int, int]
 """(rows, columns)."""
@@ -23,9 +23,9 @@ _CPU_BLOCK = 128 * 1024
 def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
-    Muon: two iterates and two squares of the short side in the type of its products, for all stacked matrices of one
-    shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always). Shampoo and SOAP, all fp32: one square,
-    one whole matrix, and one for each preconditioned side.
+    Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for all
+    stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always). Shampoo and SOAP,
+    all fp32: one square, one whole matrix, and one for each preconditioned side.
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
@@ -46,18 +46,21 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
 
 
 def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[Shape]]) -> int:
-    iterate = square = direction = block = 0
+    iterate = square = more = direction = block = 0
+    how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
-            stacked = min(count, stack_of(algorithm(config), rows, cols, config.cluster))
+            stacked = min(count, stack_of(how, rows, cols, config.cluster))
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
+            if form_of(how, rows, cols, config.cluster) == "gram":
+                more = max(more, stacked * min(rows, cols) ** 2)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
     fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0) + (
         block if config.cluster.device == "cpu" else 0
     )
-    return element_bytes(config)[0] * 2 * (iterate + square) + FP32 * fp32
+    return element_bytes(config)[0] * 2 * (iterate + square + more) + FP32 * fp32
 
 
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:

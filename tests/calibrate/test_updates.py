@@ -27,6 +27,7 @@ def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
     found = {variant.label: variant for variant in variants(config)}
     assert set(found) == {
         *("muon/standard/5", "muon/standard/5/stacked", "megatron/muon/standard/5"),
+        *("muon/gram/5", "muon/gram/5/stacked"),
         *("soap", "shampoo"),
     }
     for name, variant in found.items():
