@@ -10,6 +10,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients
+from canzona_cli.optimizers.packed import packed_elements
 from canzona_cli.planner.cost import algorithm, form_of, seconds, stack_of
 from canzona_cli.planner.measures import POLYNOMIAL_ERROR, balance, communication, exchange_sent, kinds
 from canzona_cli.planner.memory import GIB, estimate, plan_memory
@@ -125,8 +126,11 @@ def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         if (cell.owner, cell.host) == (memory.worst.owner, memory.worst.host)
     ]
-    # SOAP's two moments; Shampoo's momentum and, for grafting, Adam's second one.
-    wanted = sum(8 * m.elements + 8 * (m.rows**2 + m.cols**2) for m in hosted)
+    # SOAP's two moments; Shampoo's momentum and, for grafting, Adam's second one. Statistics and Shampoo's roots are
+    # packed, SOAP's bases are not.
+    squares = {side: packed_elements(side) for m in hosted for side in m.shape}
+    second = squares if name == "shampoo" else {side: side**2 for side in squares}
+    wanted = sum(8 * m.elements + 4 * sum(squares[side] + second[side] for side in m.shape) for m in hosted)
     assert memory.parts["matrix_state"] == wanted
 
 
