@@ -1,5 +1,6 @@
 """What several test folders share."""
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # processes they start: what they check of it would never happen.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# What torch and Megatron leave when they are imported is no garbage, however often it is looked at; as in the command.
+gc.set_threshold(50_000)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("canzona", deadline=None, suppress_health_check=[HealthCheck.too_slow])

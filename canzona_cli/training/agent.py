@@ -22,11 +22,8 @@ import warnings
 from contextlib import suppress
 from functools import partial
 from io import FileIO, TextIOWrapper
+from pathlib import Path
 from typing import IO, NoReturn
-
-from torch import multiprocessing
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from canzona_cli.training.process import hush
 
@@ -37,12 +34,17 @@ compute, or leave a thread behind."""
 
 def main() -> None:
     """Import what the ranks will, and be torchrun from then on."""
+    gc.disable()  # nothing of it is garbage, and looking for some takes a seventh of the time
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     hush()
     worker = run.get_args_parser().parse_args().training_script
     for name in runpy.run_module(worker).get(SLOW_IMPORTS, ()):
         with suppress(Exception):  # a rank meets it again, and knows how to tell the launcher
             importlib.import_module(name)
     gc.freeze()  # or the first collection of each rank would copy all the memory that they share
+    gc.enable()
     # The store's thread in here is not in the forks, and they use nothing of it: they connect to the store anew.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     subprocess_handler.Popen = _start  # type: ignore[attr-defined, assignment]
@@ -82,7 +84,7 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        multiprocessing._set_thread_name(f"rank {env['RANK']}")  # what `top` shows
+        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # what `top` shows
         gc.enable()  # Popen holds it back until a program has been started
         sys.argv = [*args]
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)

@@ -5,7 +5,7 @@ seconds that every process of its own takes to import Megatron.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from canzona_cli.cluster import fit
@@ -28,13 +28,15 @@ Spoil = Callable[[int, int, Batch], Batch]
 """Given a rank, a step and its batch: the batch that the rank gets instead."""
 
 
-def forked_run(run_dir: Path, *overrides: str, spoil: Spoil = lambda rank, step, batch: batch) -> Outcome:
+def forked_run(
+    run_dir: Path, *overrides: str, job: Sequence[str] = SMALL, spoil: Spoil = lambda rank, step, batch: batch
+) -> Outcome:
     """Train to the end, or whatever end it comes to. Each step is one micro-batch, and nothing is validated.
 
     A second time in the same directory it continues from the last checkpoint there.
     """
     one_batch = ("train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_interval=0")
-    wanted = [*SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
+    wanted = [*job, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
     config, layout = fit.resolve(compose_run(wanted).config)
     corpus = ensure_corpus(config)
     run = RunDirectory.create(config, goes_on=True)

@@ -106,7 +106,7 @@ class LaunchedRun:
 
 
 TRAINED_RANKS = 4
-_TRAINED = (
+TRAINED = (
     *("recipe=qwen3-tiny", f"gpus={TRAINED_RANKS}", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2"),
     *("train.seq_length=32", "train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
 )
@@ -119,7 +119,7 @@ class TrainingRun:
         self.files = RunFiles(folder / "run")
         places = (f"data.cache_dir={cache}", f"run.dir={self.files.root}")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "canzona_cli.app", "train", *_TRAINED, *overrides, *places],
+            [sys.executable, "-m", "canzona_cli.app", "train", *TRAINED, *overrides, *places],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
