@@ -16,7 +16,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.kronecker import OnFallback
+from canzona_cli.optimizers.matrix_optimizer import OnFallback
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.registry import load_class, probe
@@ -24,7 +24,7 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import algorithm, flops, stack_of
+from canzona_cli.planner.cost import algorithm, flops, form_of, stack_of
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
@@ -77,7 +77,7 @@ def optimizer_factory(
     """
     chosen = config.optimizer
     if isinstance(chosen, MomentumConfig):
-        return _orthogonal(config, chosen, _KINDS[chosen.name])
+        return _orthogonal(config, chosen, _KINDS[chosen.name], on_fallback)
     if isinstance(chosen, KroneckerConfig):
         return _preconditioned(chosen, _KINDS[chosen.name], _refresh_offsets(config, chosen, matrices), on_fallback)
     assert isinstance(chosen, CustomConfig)
@@ -90,7 +90,7 @@ def _own(chosen: OptimizerBase) -> dict[str, object]:
     return {name: getattr(chosen, name) for name in names}
 
 
-def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind) -> MakeOptimizer:
+def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallback: OnFallback | None) -> MakeOptimizer:
     workspace, how = Workspace(), algorithm(config)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -101,6 +101,8 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind) -> MakeOp
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
             stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
+            form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
+            on_fallback=on_fallback,
             workspace=workspace,
             **_own(chosen),
         )

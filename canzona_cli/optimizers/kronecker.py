@@ -1,13 +1,13 @@
 """What Shampoo and SOAP share: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .matrix_optimizer import MatrixOptimizer, ProductPrecision, products
+from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, products
 from .packed import average_gram, pack, packed_elements, unpack
 from .workspace import Workspace
 
@@ -17,8 +17,6 @@ SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
 """What an update may be, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
 are all alike they are 1, of others less, and with the usual decays never above 1.2."""
-OnFallback = Callable[[torch.Tensor, str], None]
-"""Called with the matrix, and a text on what failed and what was used instead."""
 
 
 class KroneckerSettings(TypedDict, total=False):

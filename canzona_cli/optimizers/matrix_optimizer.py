@@ -1,13 +1,15 @@
 """What Muon, Shampoo and SOAP share: the walk over matrices, and products of a known precision."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+OnFallback = Callable[[torch.Tensor, str], None]
+"""Called with the matrix, and a text on what failed and what was used instead."""
 ProductPrecision = Literal["fp32", "tf32"]
 """How fp32 products run: exactly, or on TF32 units where a GPU has them (10 bits of mantissa, much faster)."""
 

@@ -9,16 +9,19 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
-from .matrix_optimizer import MatrixOptimizer, products
-from .newton_schulz import CoefficientSet, newton_schulz
+from .gram_form import gram_newton_schulz
+from .matrix_optimizer import MatrixOptimizer, OnFallback, products
+from .newton_schulz import CoefficientSet, Form, newton_schulz
 from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 __all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
 
-EPS = 1e-7
-"""Smallest norm a matrix is divided by."""
+SAFE_NORMS = 2.0**-40, 2.0**60
+"""Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
+SAFE_FACTORS = 2.0**-100, 2.0**100
+"""Norms whose inverse is a normal fp32 number by far."""
 BLOCK = 128 * 1024
 """Elements of a block of rows that elementwise passes take together: a weight, its gradient, its momentum and scratch
 stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without blocks 4.5 ms."""
@@ -36,6 +39,8 @@ class MuonSettings(TypedDict, total=False):
     scale_factor: float
     precision: Literal["bf16", "fp32"]
     stack: bool
+    form: Form | Mapping[tuple[int, int], Form]
+    on_fallback: OnFallback | None
     workspace: Workspace | None
 
 
@@ -53,6 +58,9 @@ class Muon(MatrixOptimizer):
     The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products write into
     a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay in cache; on CUDA they
     are whole-tensor operations, and nothing waits for the GPU.
+
+    The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others divide by
+    max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
     """
 
     def __init__(
@@ -69,6 +77,8 @@ class Muon(MatrixOptimizer):
         scale_factor: float = 0.2,
         precision: Literal["bf16", "fp32"] = "bf16",
         stack: bool | Mapping[tuple[int, int], int] = False,
+        form: Form | Mapping[tuple[int, int], Form] = "standard",
+        on_fallback: OnFallback | None = None,
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
@@ -85,6 +95,10 @@ class Muon(MatrixOptimizer):
         precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
+        form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
+            is made in standard form instead. On CUDA, where the host does not wait to know, it is left out, and
+            `settle` sees to the next ones.
+        on_fallback: Called when an update was made in standard form instead.
         workspace: Scratch to share with other optimizers.
         """
         if ns_steps < 1:
@@ -96,11 +110,15 @@ class Muon(MatrixOptimizer):
         self.scale_factor = scale_factor
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.stack = stack
+        self.form = form
+        self.on_fallback = on_fallback
+        self._trusted: dict[torch.Tensor, torch.Tensor] = {}
+        self._distrusted: set[torch.Tensor] = set()
         self.workspace = workspace or Workspace()
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         with products("fp32"):
-            for _, same in groupby(sorted(matrices, key=_kind) if self.stack else matrices, key=_kind):
+            for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
                 of_shape = list(same)
                 most = self._most(of_shape)
                 for first in range(0, len(of_shape), most):
@@ -120,7 +138,7 @@ class Muon(MatrixOptimizer):
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
         self._direction(p, grad, group["momentum"], x)
-        self._apply(p, newton_schulz(x, self.steps, self.workspace), group)
+        self._apply(p, self._orthogonalised(x, [p], group), group)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
@@ -128,30 +146,98 @@ class Muon(MatrixOptimizer):
         for p, one in zip(matrices, x, strict=True):
             assert p.grad is not None
             self._direction(p, p.grad, group["momentum"], one)
-        x = newton_schulz(x, self.steps, self.workspace)
+        x = self._orthogonalised(x, matrices, group)
         for p, one in zip(matrices, x, strict=True):
             self._apply(p, one, group)
 
-    def _direction(self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor) -> None:
-        """Update the momentum, and write into `out` what is to be orthogonalised, of norm 1."""
-        average = self._average(p)
+    def _direction(
+        self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor, *, again: bool = False
+    ) -> None:
+        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of norm 1, or 0."""
+        average, weight = self._average(p), 0.0 if again else 1 - momentum
         direction = self.workspace.like("muon_direction", p) if self.nesterov else average
         if not _by_blocks(p):
-            average.lerp_(grad, 1 - momentum)
+            average.lerp_(grad, weight)
             if self.nesterov:
                 torch.lerp(grad, average, momentum, out=direction)
-            torch.div(direction, torch.linalg.vector_norm(direction).clamp_min_(EPS), out=out)
+            # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
+            norm = torch.linalg.vector_norm(direction, dtype=torch.float64)
+            torch.mul(direction, norm.clamp_min_(1e-300).reciprocal_().view(1, 1), out=out)
             return
         square = 0.0
         for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
-            mean.lerp_(new, 1 - momentum)
+            mean.lerp_(new, weight)
             if self.nesterov:
                 torch.lerp(new, mean, momentum, out=block)
-            square += float(torch.linalg.vector_norm(block)) ** 2
+            square += self._norm(block) ** 2
+        norm = math.sqrt(square)
+        exponent = 0 if SAFE_FACTORS[0] < norm < SAFE_FACTORS[1] or not math.isfinite(norm) else math.frexp(norm)[1]
         # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
-        inverse = 1 / max(math.sqrt(square), EPS)
+        inverse = 1 / math.ldexp(norm, -exponent) if norm else 0.0
         for block, low in zip(_blocks(direction), _blocks(out), strict=True):
-            low.copy_(torch.mul(block, inverse, out=self.workspace.like("muon_block", block)))
+            scaled = self._shifted(block, -exponent) if exponent else block
+            low.copy_(torch.mul(scaled, inverse, out=self.workspace.like("muon_block", block)))
+
+    def _norm(self, block: torch.Tensor) -> float:
+        """Frobenius norm, of elements of any size."""
+        norm = float(torch.linalg.vector_norm(block))
+        if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
+            return norm
+        largest = float(torch.linalg.vector_norm(block, torch.inf))
+        if not largest or not math.isfinite(largest):
+            return largest
+        exponent = math.frexp(largest)[1]
+        return math.ldexp(float(torch.linalg.vector_norm(self._shifted(block, -exponent))), exponent)
+
+    def _shifted(self, block: torch.Tensor, exponent: int) -> torch.Tensor:
+        """`block` times 2^exponent, which itself may be no fp32 number; scratch."""
+        half = exponent // 2
+        scaled = torch.mul(block, 2.0**half, out=self.workspace.like("muon_block", block))
+        return scaled.mul_(2.0 ** (exponent - half))
+
+    def _orthogonalised(
+        self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
+    ) -> torch.Tensor:
+        """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
+        if self._form(matrices[0]) == "standard":
+            return newton_schulz(x, self.steps, self.workspace)
+        result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
+        if not _by_blocks(matrices[0]):
+            self._trusted.update(zip(matrices, trusted.view(-1, 1, 1), strict=True))
+            return result
+        for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
+            if not good:
+                assert p.grad is not None
+                self._direction(p, p.grad, group["momentum"], one, again=True)
+                one.copy_(newton_schulz(one.clone(), self.steps, Workspace()))
+                if self.on_fallback is not None:
+                    self.on_fallback(p, "the Gram form lost too much in rounding; it was updated in standard form")
+        return result
+
+    def doubted(self) -> torch.Tensor | None:
+        """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
+        if not self._trusted:
+            return None
+        return torch.stack(list(self._trusted.values())).logical_not().sum()
+
+    def settle(self) -> list[torch.Tensor]:
+        """Update what was left out in standard form from now on; the host waits.
+
+        Returns:
+            Matrices whose last update was left out.
+        """
+        found = [p for p, good in self._trusted.items() if not bool(good)]
+        self._distrusted.update(found)
+        self._trusted.clear()
+        return found
+
+    def _form(self, p: torch.Tensor) -> Form:
+        if p in self._distrusted:
+            return "standard"
+        return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
+
+    def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
+        return tuple(p.shape), str(p.device), self._form(p)
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
         """p <- (1 - lr weight_decay) p - lr scale x."""
@@ -159,7 +245,12 @@ class Muon(MatrixOptimizer):
         decay = 1 - lr * group["weight_decay"]
         alpha = -lr * self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
         if not _by_blocks(p):
-            p.mul_(decay).add_(x, alpha=alpha)
+            trusted = self._trusted.get(p)
+            p.mul_(decay)
+            if trusted is None:
+                p.add_(x, alpha=alpha)
+            else:
+                p.addcmul_(x, alpha * trusted)
             return
         for weight, block in zip(_blocks(p), _blocks(x), strict=True):
             if block.dtype != weight.dtype:
@@ -198,7 +289,3 @@ def _by_blocks(matrix: torch.Tensor) -> bool:
 def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Rows in blocks of about BLOCK elements; the same rows for tensors of the same shape."""
     return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _kind(matrix: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(matrix.shape), str(matrix.device)

@@ -14,6 +14,8 @@ import torch
 from . import symmetric
 from .workspace import Workspace
 
+Form = Literal["standard", "gram"]
+"""How the iteration is worked out: on X itself, or on its Gram matrix (`gram_form`)."""
 CoefficientSet = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
 
 COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {

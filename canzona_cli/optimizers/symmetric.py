@@ -32,17 +32,18 @@ def use(kernels: Mapping[tuple[int, int], Kernel]) -> None:
     _chosen.update(kernels)
 
 
-def gram(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """X X^T.
+def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None) -> torch.Tensor:
+    """X X^T + `add`.
 
     Args:
         x: (side, long) or (batch, side, long), of any strides.
         out: (side, side) or (batch, side, side), contiguous; overwritten. Not memory of `x`.
+        add: Of its shape, symmetric; `out` itself, or no memory of it; None for nothing.
 
     Returns:
         `out`.
     """
-    _multiply(x, x.mT, out, None, 0.0, 1.0)
+    _multiply(x, x.mT, out, add, 0.0 if add is None else 1.0, 1.0)
     return out
 
 
@@ -59,7 +60,7 @@ def product(
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
-        out: Of their shape, contiguous; overwritten. Not memory of any other.
+        out: Of their shape, contiguous; overwritten. Memory of no other but `add`.
         add: Of their shape, symmetric; None for nothing.
         beta: Its factor; of no meaning without it.
         alpha: The product's factor.
