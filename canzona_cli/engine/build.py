@@ -39,11 +39,11 @@ def build_engine(
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
-        matrices, own = plan.matrices, hosted_matrices(plan, world)
+        own = hosted_matrices(plan, world)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
-        matrices = matrices_of(config.model, world.layout, config.engine.splitting)
-        own = list(stage_matrices(matrices, world.pp_rank))
+        everything = matrices_of(config.model, world.layout, config.engine.splitting)
+        own = list(stage_matrices(everything, world.pp_rank))
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
         tag_matrices(chunks, parameters)
@@ -64,7 +64,7 @@ def build_engine(
         aside=Aside(world.device),
         device=world.device,
         masters=masters,
-        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, matrices, fallbacks), source, world),
+        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, own, fallbacks), source, world),
     )
     updater: MasterOptimizer
     if plan is not None:

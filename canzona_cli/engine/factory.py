@@ -24,7 +24,7 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import algorithm, flops, form_of, stack_of
+from canzona_cli.planner.cost import algorithm, form_of, peak_seconds, seconds, stack_of
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
@@ -69,8 +69,8 @@ def optimizer_factory(
     """How a rank makes an optimizer of some of the matrices it hosts.
 
     Args:
-        matrices: of the whole model. Refreshes of factors are spread over their period by cost, and a matrix's
-            turn must not depend on who hosts it: any layout gives the same model.
+        matrices: all that this rank updates. Refreshes of factors are spread over their period by cost, so that each
+            rank has as much to do in every step, and in a step all ranks as much, for the slowest is waited for.
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
@@ -79,7 +79,9 @@ def optimizer_factory(
     if isinstance(chosen, MomentumConfig):
         return _orthogonal(config, chosen, _KINDS[chosen.name], on_fallback)
     if isinstance(chosen, KroneckerConfig):
-        return _preconditioned(chosen, _KINDS[chosen.name], _refresh_offsets(config, chosen, matrices), on_fallback)
+        return _preconditioned(
+            config, chosen, _KINDS[chosen.name], _refresh_offsets(config, chosen, matrices), on_fallback
+        )
     assert isinstance(chosen, CustomConfig)
     return _custom(chosen, torch.device(config.cluster.device))
 
@@ -111,9 +113,11 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
 
 
 def _preconditioned(
-    chosen: KroneckerConfig, kind: Kind, offsets: dict[int, int], on_fallback: OnFallback | None
+    config: RunConfig, chosen: KroneckerConfig, kind: Kind, offsets: dict[int, int], on_fallback: OnFallback | None
 ) -> MakeOptimizer:
-    workspace = Workspace()
+    workspace, own = Workspace(), _own(chosen)
+    if "roots" in own:
+        own["roots"] = algorithm(config).roots
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
@@ -126,7 +130,7 @@ def _preconditioned(
             on_fallback=on_fallback,
             precision="tf32" if chosen.tf32 else "fp32",
             workspace=workspace,
-            **_own(chosen),
+            **own,
         )
 
     return make
@@ -151,9 +155,7 @@ def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
 def _refresh_offsets(config: RunConfig, chosen: KroneckerConfig, matrices: Sequence[Matrix]) -> dict[int, int]:
     if not chosen.stagger:
         return {matrix.index: 0 for matrix in matrices}
-    how = algorithm(config)
-    costs = [flops(how, matrix.rows, matrix.cols) for matrix in matrices]
-    return {
-        matrix.index: offset
-        for matrix, offset in zip(matrices, stagger(costs, chosen.precondition_frequency), strict=True)
-    }
+    how, cluster = algorithm(config), config.cluster
+    costs = [peak_seconds(how, *matrix.shape, cluster) - seconds(how, *matrix.shape, cluster) for matrix in matrices]
+    offsets = stagger(costs, chosen.precondition_frequency)
+    return {matrix.index: offset for matrix, offset in zip(matrices, offsets, strict=True)}

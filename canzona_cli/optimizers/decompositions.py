@@ -47,42 +47,32 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """Q of a QR decomposition whose R has a positive diagonal: a column turns as little as it must.
 
     Of a column that is rounding, once what it shares with the columns before is gone, nothing says where it points.
-    Such a column is that of `previous`, made orthogonal to all others.
+    Such a column is that of `previous`, made orthogonal to all others. The host reads once.
+
+    Args:
+        matrix, previous: (..., side, side).
 
     Raises:
         LinAlgError: As `eigh`.
     """
     basis, sizes = _qr(matrix)
-    _require_finite(basis)
-    known = sizes > rounding(len(sizes)) * sizes.max()
-    if not bool(known.all()):
-        first = known.argsort(descending=True, stable=True)
-        basis[:, first] = _qr(torch.where(known, basis, previous.to(basis.dtype))[:, first])[0]
-    return basis
+    known = sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True)
+    settled = known.all(-1)
+    finite, all_settled = torch.stack([basis.isfinite().all(), settled.all()]).tolist()
+    if not finite:
+        raise LinAlgError("the result is not finite")
+    if all_settled:
+        return basis
+    first = known.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
+    mixed = torch.where(known[..., None, :], basis, previous.to(basis.dtype)).gather(-1, first)
+    return torch.where(settled[..., None, None], basis, torch.empty_like(basis).scatter_(-1, first, _qr(mixed)[0]))
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Q, and the diagonal of R, made positive."""
     basis, triangle = torch.linalg.qr(matrix)
-    diagonal = triangle.diagonal()
-    return torch.where(diagonal < 0, -basis, basis), diagonal.abs()
-
-
-def inverse_root(factor: torch.Tensor, power: float, eps: float) -> torch.Tensor:
-    """factor ** -power of a symmetric positive semi-definite matrix.
-
-    Eigenvalues below `rounding` of the sums they come from are noise, and are raised to that, times the largest.
-    Otherwise a factor of few gradients, whose rank is too low, would multiply noise by the inverse root of almost
-    nothing. `eps` times the largest is added to all. A factor of zeros gives the identity.
-
-    Raises:
-        LinAlgError: As `eigh`.
-    """
-    values, vectors = eigh(factor)
-    largest = values[-1:]
-    damped = torch.maximum(values, rounding(len(values)) * largest) + eps * largest
-    scaled = torch.where(largest > 0, damped, torch.ones_like(damped)).pow(-power)
-    return (vectors * scaled) @ vectors.mT
+    diagonal = triangle.diagonal(dim1=-2, dim2=-1)
+    return torch.where(diagonal[..., None, :] < 0, -basis, basis), diagonal.abs()
 
 
 def with_fallback(
@@ -113,7 +103,7 @@ def with_fallback(
 
 
 def _require_finite(*tensors: torch.Tensor) -> None:
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+    if not bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all()):
         raise LinAlgError("the result is not finite")
 
 

@@ -1,7 +1,7 @@
 """What Shampoo and SOAP share: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypedDict
 
 import torch
@@ -17,6 +17,9 @@ SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
 """What an update may be, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
 are all alike they are 1, of others less, and with the usual decays never above 1.2."""
+TOGETHER = {"cuda": 2**22}
+"""Elements of the squares that one call of a refresh takes: small ones in stacks, to spare launches. A CPU gains
+nothing by it."""
 
 
 class KroneckerSettings(TypedDict, total=False):
@@ -99,14 +102,20 @@ class KroneckerOptimizer(MatrixOptimizer):
         self.precision = precision
         self.workspace = workspace or Workspace()
         self._offsets = dict(zip(matrices, offsets, strict=True))
+        self._unsaid: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
 
     @abstractmethod
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         """Add the subclass's own state to a matrix's."""
 
     @abstractmethod
-    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
-        """Renew what is made of a factor (side, side), which is scratch; if that fails, leave it as it was."""
+    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+        """Renew what is made of factors of one length, of matrices with equally many sides; what fails stays as it was.
+
+        Args:
+            stack: At their first step all together, or none.
+            factors: (len(stack), length, length), scratch.
+        """
 
     def _refreshed(self, p: torch.Tensor) -> None:
         """Behind the refresh of all sides."""
@@ -131,7 +140,25 @@ class KroneckerOptimizer(MatrixOptimizer):
                     found[key] = pack(found[key], found[key].new_empty(kept[key] or ()))
         return found
 
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
+    def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        self._say()
+        with products(self.precision):
+            due = [p for p in matrices if self._learn(p)]
+        with products("fp32"):
+            for stack in self._stacks(due):
+                length = stack[0][0].size(SIDES.index(stack[0][1]))
+                factors = self._square(stack[0][0], len(stack), length)
+                for (p, side), factor in zip(stack, factors, strict=True):
+                    unpack(self.state[p][side], factor)
+                self._refresh(stack, factors)
+            for p in due:
+                self._refreshed(p)
+        with products(self.precision):
+            for p in matrices:
+                self._update(p, self._gradient(p), group)
+
+    def _learn(self, p: torch.Tensor) -> bool:
+        """Average a gradient into the factors; whether it is the matrix's turn to be refreshed."""
         state = self.state[p]
         if not state:
             state["step"] = 0
@@ -140,20 +167,30 @@ class KroneckerOptimizer(MatrixOptimizer):
             self._start(p, state)
         done: int = state["step"]
         state["step"] = done + 1
-        with products(self.precision):
-            # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
-            weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
-            for side, length in self._lengths(p):
-                across = grad if side == "L" else grad.mT
-                average_gram(state[side], across, weight, self._square(p, length))
+        # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
+        weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
+        for side, length in self._lengths(p):
+            grad = self._gradient(p)
+            average_gram(state[side], grad if side == "L" else grad.mT, weight, self._square(p, 1, length)[0])
         period = self.precondition_frequency
-        if done == 0 or (done >= period and (done + self._offsets[p]) % period == 0):
-            with products("fp32"):
-                for side, length in self._lengths(p):
-                    self._refresh(p, side, unpack(state[side], self._square(p, length)))
-                self._refreshed(p)
-        with products(self.precision):
-            direction = self._direction(p, grad)
+        return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
+
+    def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
+        """All sides, those that `_refresh` can take together as far as that is worth it; of a matrix L first, for SOAP
+        turns its moments in that order, whatever other matrices there are."""
+        for side in SIDES:
+            alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
+            for p in due:
+                sides = self._sides(p)
+                if side in sides:
+                    key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
+                    alike.setdefault(key, []).append((p, side))
+            for (length, *_), found in alike.items():
+                count = max(1, TOGETHER.get(found[0][0].device.type, 0) // length**2)
+                yield from (found[first : first + count] for first in range(0, len(found), count))
+
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
+        direction = self._direction(p, grad)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
     def _sides(self, p: torch.Tensor) -> tuple[Side, ...]:
@@ -164,9 +201,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Sides that have a factor, and how long they are."""
         return [at for at in zip(SIDES, p.shape, strict=True) if at[1] <= self.max_preconditioner_dim]
 
-    def _square(self, p: torch.Tensor, length: int) -> torch.Tensor:
-        """Scratch (length, length)."""
-        return self.workspace.get("square", (length, length), p.dtype, p.device)
+    def _square(self, p: torch.Tensor, count: int, length: int) -> torch.Tensor:
+        """Scratch (count, length, length)."""
+        return self.workspace.get("square", (count, length, length), p.dtype, p.device)
 
     def _sandwich(self, p: torch.Tensor, name: str, x: torch.Tensor, *, transpose: Side | None = None) -> torch.Tensor:
         """left x right of the squares that `p`'s state has under `name` and the side, one of them transposed.
@@ -178,11 +215,24 @@ class KroneckerOptimizer(MatrixOptimizer):
         for side, length in self._lengths(p):
             square = state[f"{name}{side}"]
             if name in self.symmetric:
-                square = unpack(square, self._square(p, length))
+                square = unpack(square, self._square(p, 1, length)[0])
             square = square.mT if side == transpose else square
             out = self.workspace.like(f"sandwich_{side}", p)
             x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)
         return x
+
+    def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
+        """Report `words`, which name the size, if it is above the limit. On a GPU before the next update: by then the
+        host has waited for the device, here it does not."""
+        self._unsaid.append((p, size.to("cpu", non_blocking=True), limit, words))
+        if size.device.type == "cpu":
+            self._say()
+
+    def _say(self) -> None:
+        for p, size, limit, words in self._unsaid:
+            if (found := float(size)) > limit:
+                self._report(p, words.format(found))
+        self._unsaid.clear()
 
     def _report(self, p: torch.Tensor, reason: str) -> None:
         if self.on_fallback is not None:

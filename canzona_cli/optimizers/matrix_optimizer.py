@@ -65,12 +65,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         for p in matrices:
-            assert p.grad is not None
-            self._update(p, p.grad, group)
+            self._update(p, self._gradient(p), group)
 
     @abstractmethod
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         """Update one matrix `p` (rows, cols) from its gradient (rows, cols)."""
+
+    @staticmethod
+    def _gradient(p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad
 
     def _matrices(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:

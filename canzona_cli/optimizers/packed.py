@@ -1,56 +1,66 @@
-"""Symmetric matrices kept by half: strips of rows, each from its diagonal block to the right, one behind the other."""
+"""Symmetric matrices kept by half: rectangular full packed (Gustavson et al. 2010, doi:10.1145/1731022.1731028).
 
-from collections.abc import Iterator
+The upper half of the rows lies as it is in a square, to the right of the diagonal; to its left there is room for the
+other triangle of the lower right quarter, transposed and a row further down. So both ways take a few whole copies.
+"""
 
 import torch
 
-STRIPS = 16
-"""Of a side that it divides 17/32 of the square is kept. More strips keep less, and make shorter products."""
+_STRIP = 64
+"""Rows at least of a strip of a product on a CPU."""
 
 
 def packed_elements(side: int) -> int:
     """Elements that are kept of a (side, side) matrix."""
-    height = -(-side // STRIPS)
-    return sum(min(height, side - top) * (side - top) for top in range(0, side, height))
+    return side * (side + 1) // 2
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """A symmetric matrix (side, side) into `out` of `packed_elements(side)` elements, which is returned."""
-    for top, end, strip in _strips(out, len(square)):
-        strip.copy_(square[top:end, top:])
-    return out
+    """The upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into `out`
+    (packed_elements(side),), which is returned."""
+    return out.copy_(_folded(square))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The symmetric matrix of what `pack` made, into `out` (side, side), which is returned."""
-    for top, end, strip in _strips(packed, len(out)):
-        out[top:end, top:].copy_(strip)
-        out[end:, top:end].copy_(strip[:, end - top :].mT)
+    """The symmetric matrix of what `pack` made, into `out` (side, side), contiguous, which is returned."""
+    side = len(out)
+    half = (side + 1) // 2
+    rest = side - half
+    out.view(-1)[: len(packed)].copy_(packed)
+    lower, corner, room = _lower(half, out.device), out[:half, :half], out[1 : rest + 1, :rest]
+    torch.where(lower[:rest, :rest], room, room.mT, out=out[half:, half:])
+    corner.copy_(torch.where(lower, corner.mT, corner))
+    out[half:, :half].copy_(out[:half, half:].mT)
     return out
 
 
 def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
     """packed += weight (X X^T - packed), of `x` (side, long).
 
-    On a CPU strip by strip, so that half the products are made (1024 x 2048 on one thread: 30 ms, and 47 whole); a
-    strip is too little for a GPU.
+    On a CPU by strips of rows, from the diagonal on, so that about half the products are made; a strip is too little
+    for a GPU.
 
     Args:
-        scratch: (side, side), overwritten.
+        scratch: (side, side), contiguous, overwritten.
     """
-    outer = None if x.device.type == "cpu" else torch.mm(x, x.mT, out=scratch)
-    for top, end, strip in _strips(packed, len(x)):
-        if outer is None:
-            strip.addmm_(x[top:end], x[top:].mT, beta=1 - weight, alpha=weight)
-        else:
-            strip.lerp_(outer[top:end, top:], weight)
-
-
-def _strips(packed: torch.Tensor, side: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """First row, end of the rows, and the view (rows, side - first row) of each strip."""
-    height, offset = -(-side // STRIPS), 0
+    side = len(x)
+    height = side if x.device.type != "cpu" else max(_STRIP, -(-side // 16))
     for top in range(0, side, height):
         end = min(side, top + height)
-        size = (end - top) * (side - top)
-        yield top, end, packed[offset : offset + size].view(end - top, side - top)
-        offset += size
+        torch.mm(x[top:end], x[top:].mT, out=scratch[top:end, top:])
+    packed.lerp_(_folded(scratch), weight)
+
+
+def _folded(square: torch.Tensor) -> torch.Tensor:
+    """The packed form of a square's upper triangle, made in its memory."""
+    side = len(square)
+    half = (side + 1) // 2
+    rest = side - half
+    room = square[1 : rest + 1, :rest]
+    torch.where(_lower(rest, square.device), square[half:, half:].mT, room, out=room)
+    return square.view(-1)[: packed_elements(side)]
+
+
+def _lower(side: int, device: torch.device) -> torch.Tensor:
+    """Which elements are on the diagonal or below it."""
+    return torch.ones(side, side, dtype=torch.bool, device=device).tril_()

@@ -1,14 +1,15 @@
 """Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018, arXiv:1802.09568),
 with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal, Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import inverse_root, with_fallback
+from .decompositions import LinAlgError, with_fallback
+from .inverse_roots import Order, RootMethod, by_eigenvalues, by_newton
 from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
 from .packed import pack, packed_elements
 
@@ -19,7 +20,7 @@ class Shampoo(KroneckerOptimizer):
     """Each matrix's momentum is whitened on both sides, and given the norm of another method's update (grafting).
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols); M = average of G     decays shampoo_beta, beta1
-        every precondition_frequency steps:  A = L^-1/4, B = R^-1/4                        by eigendecomposition
+        every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
         D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
@@ -39,6 +40,7 @@ class Shampoo(KroneckerOptimizer):
         *,
         shampoo_eps: float = 1e-12,
         grafting: Grafting = "adam",
+        roots: RootMethod = "eigh",
         **settings: Unpack[KroneckerSettings],
     ) -> None:
         """Args:
@@ -47,10 +49,13 @@ class Shampoo(KroneckerOptimizer):
         shampoo_eps: Added to a factor's eigenvalues, relative to the largest.
         grafting: Whose update's Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
             M / (sqrt(V) + eps), which makes an AdamW learning rate fit.
+        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by products alone, which GPUs are better
+            at; where that does not converge, from eigenvalues.
         """
         super().__init__(params, lr, **settings)
         self.shampoo_eps = shampoo_eps
         self.grafting = grafting
+        self.roots = roots
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         state["exp_avg"] = torch.zeros_like(p)
@@ -64,20 +69,36 @@ class Shampoo(KroneckerOptimizer):
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**super().kept(p), **dict.fromkeys(moments, tuple(p.shape))}
 
-    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
-        compute = partial(inverse_root, power=0.5 / len(self._sides(p)), eps=self.shampoo_eps)
-        root = with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
-        if root is not None:
-            pack(root, self.state[p][f"root_{side}"])
+    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+        order: Order = 4 if len(self._sides(stack[0][0])) == 2 else 2
+        roots, good = self._roots(factors, order)
+        for number, (p, side) in enumerate(stack):
+            root: torch.Tensor | None = roots[number]
+            if not good[number]:
+                report = partial(self._report, p)
+                if self.roots == "newton":
+                    report(f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
+                compute = partial(by_eigenvalues, order=order, eps=self.shampoo_eps)
+                root = with_fallback(compute, factors[number], f"the eigendecomposition of {side}", report)
+            if root is not None:
+                pack(root.contiguous(), self.state[p][f"root_{side}"])
+
+    def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
+        """Of a stack, and which of them can be used."""
+        if self.roots == "newton":
+            roots, good = by_newton(factors, order, self.shampoo_eps)
+            return roots, good.tolist()
+        try:
+            return by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
+        except LinAlgError:
+            return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
         """With roots of all gradients that the momentum is of, no singular value is above what Adam's update can be
         (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
-        most = LONGEST * min(p.shape) ** 0.5
-        size = float(torch.linalg.vector_norm(direction))
-        if size > most:
-            direction.mul_(most / size)
-            self._report(p, f"its roots would have made the update {size / most:.3g} times the longest; bounded")
+        excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
+        direction.div_(excess.clamp_min(1))
+        self._bounded(p, excess, 1.0, "its roots would have made the update {:.3g} times the longest; bounded")
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]

@@ -1,11 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
-from .decompositions import eigenbasis, orthonormal, rounding, with_fallback
+from .decompositions import LinAlgError, eigenbasis, orthonormal, rounding, with_fallback
 from .kronecker import LONGEST, KroneckerOptimizer, Side
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
@@ -41,26 +41,38 @@ class SOAP(KroneckerOptimizer):
         bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
         return {**super().kept(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
-    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
-        state = self.state[p]
-        basis = state[f"Q_{side}"]
-        report = partial(self._report, p)
-        if state["step"] == 1:  # both moments are still zero: nothing to carry over
-            new = with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", report)
-            if new is not None:
-                basis.copy_(new)
+    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+        if self.state[stack[0][0]]["step"] == 1:  # both moments are still zero: nothing to carry over
+            for (p, side), factor in zip(stack, factors, strict=True):
+                what, report = f"the eigendecomposition of {side}", partial(self._report, p)
+                first = with_fallback(eigenbasis, factor, what, report)
+                if first is not None:
+                    self.state[p][f"Q_{side}"].copy_(first)
             return
-        powered = torch.mm(factor, basis)
-        sizes = torch.linalg.vecdot(basis, powered, dim=0)
+        bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
+        powered = factors @ bases
+        sizes = torch.linalg.vecdot(bases, powered, dim=-2)
         # Columns whose size is rounding stay in the order they have.
-        sizes = sizes.where(sizes > rounding(len(sizes)) * sizes.max(), 0)
+        sizes = sizes.where(sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), 0)
         order = sizes.argsort(descending=True, stable=True)
-        powered = powered[:, order]
-        compute = partial(orthonormal, previous=basis[:, order])
-        new = with_fallback(compute, powered, f"the QR of {side}", report)
-        if new is None:
-            return
-        first, second, turned = state["exp_avg"], state["exp_avg_sq"], self.workspace.like("adam", p)
+        powered = powered.take_along_dim(order[:, None], -1)
+        bases = bases.take_along_dim(order[:, None], -1)
+        try:
+            found: Sequence[torch.Tensor | None] = orthonormal(powered, bases).unbind()
+        except LinAlgError:
+            found = [
+                with_fallback(partial(orthonormal, previous=basis), one, f"the QR of {side}", partial(self._report, p))
+                for (p, side), basis, one in zip(stack, bases, powered, strict=True)
+            ]
+        for (p, side), new, places in zip(stack, found, order, strict=True):
+            if new is not None:
+                self._turn(p, side, new, places)
+
+    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor, order: torch.Tensor) -> None:
+        """Both moments to a new basis, the second by the order of its columns alone."""
+        state = self.state[p]
+        basis, first, second = state[f"Q_{side}"], state["exp_avg"], state["exp_avg_sq"]
+        turned = self.workspace.like("adam", p)
         if side == "L":
             torch.mm(new.mT, torch.mm(basis, first, out=turned), out=first)
             second.copy_(second[order])
@@ -80,12 +92,12 @@ class SOAP(KroneckerOptimizer):
         done: int = state["step"] - 1
         if not done:
             return
-        size = float(self._adam(p, done).square().mean().sqrt())
-        if size > LONGEST:
-            beta1, beta2 = self.betas
-            least = state["exp_avg"].square().mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2)
-            torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
-            self._report(p, f"new bases would have made its update {size:.3g} learning rates long; bounded")
+        size = self._adam(p, done).square_().mean().sqrt()
+        beta1, beta2 = self.betas
+        least = torch.square(state["exp_avg"], out=self.workspace.like("adam", p))
+        least.mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2 * (size > LONGEST))
+        torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
+        self._bounded(p, size, LONGEST, "new bases would have made its update {:.3g} learning rates long; bounded")
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 def stagger(costs: Sequence[float], period: int) -> list[int]:
     """Spread refreshes over a period so that its dearest step is as cheap as can be.
 
-    Dearest first to the step with the least so far (Graham 1969: at most 4/3 of the best there is).
+    Dearest first to the step with the least so far (Graham 1969: at most 4/3 of the best there is). The fullest step
+    has offset 0, and so on: ranks that wait for each other have their full steps together.
 
     Args:
         costs: What a refresh of each matrix costs, in any unit.
@@ -27,4 +28,5 @@ def stagger(costs: Sequence[float], period: int) -> list[int]:
         load, offset = steps[0]
         offsets[index] = offset
         heapq.heapreplace(steps, (load + costs[index], offset))
-    return offsets
+    fullest = {offset: place for place, (_, offset) in enumerate(sorted(steps, key=lambda step: (-step[0], step[1])))}
+    return [fullest[offset] for offset in offsets]

@@ -23,6 +23,7 @@ from canzona_cli.config.schema import (
     NewtonSchulzConfig,
     OptimizerConfig,
     Precision,
+    RootMethod,
     RunConfig,
     ShampooConfig,
     UpdateName,
@@ -51,6 +52,8 @@ GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
 """Bytes of memory traffic per element of Megatron's Muon, emerging-optimizers 0.3's, on top of ours: decay 8, momentum
 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to and from bf16 6 each."""
+NEWTON_PRODUCTS = {2: 31, 1: 29}
+"""Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 """The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose short side
 is at least this: roundings average over fewer elements of smaller ones."""
@@ -105,7 +108,19 @@ class Work:
 
 def algorithm(config: RunConfig) -> Algorithm:
     """What a run's update costs depend on."""
-    return _algorithm(config.optimizer, config.train.precision)
+    how = _algorithm(config.optimizer, config.train.precision)
+    if not isinstance(config.optimizer, ShampooConfig):
+        return how
+    return replace(how, roots=_roots(config.optimizer.roots, how, config.cluster))
+
+
+def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
+    """As the run says or, by itself, what this device does faster: of sides of 1024, for all are alike."""
+    if chosen != "auto":
+        return chosen
+    side = min(1024, how.max_preconditioner_dim)
+    methods: tuple[RootMethod, ...] = get_args(RootMethod)
+    return min(methods, key=lambda roots: _modelled(replace(how, roots=roots), side, side, cluster)[1])
 
 
 @lru_cache(maxsize=64)
@@ -160,11 +175,12 @@ def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 
 
 def label(a: Algorithm) -> str:
-    """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, custom."""
+    """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, shampoo,
+    shampoo/newton, custom."""
     if a.custom:
         return "custom"
     if not RULES[a.name].orthogonal:
-        return a.name
+        return a.name if a.roots == "eigh" else f"{a.name}/{a.roots}"
     return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
 
 
@@ -174,8 +190,8 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B
       X; Gram form, see `_gram`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
-    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is an eigendecomposition and a
-      product per side, 9 n^3 + 2 n^3;
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an eigendecomposition and a
+      product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3 where only one side has a root);
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
       the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the
       new bases 4 r^2 c + 4 r c^2;
@@ -339,19 +355,22 @@ def segments(steps: int) -> tuple[int, ...]:
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Per element 50 bytes of momentum, weight and casts, and grafting; statistics are read and written once, 12."""
+    """Per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a packed statistic and
+    12 to unpack a root, in 15 launches."""
     sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
     squares = sum(side * side for side in sides)
     step = Work(
         products=tuple(_sided(rows, cols, sides, 1, 1)),
-        traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 12 * squares,
-        launches=8 + 3 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
+        traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
+        launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
+    newton = a.roots == "newton"
+    count = NEWTON_PRODUCTS[len(sides)] if newton and sides else 1
     refresh = Work(
-        products=tuple((1, side, side, side) for side in sides),
-        eigh=sides,
-        traffic=24 * squares,
-        launches=6 * len(sides),
+        products=tuple((count, side, side, side) for side in sides),
+        eigh=() if newton else sides,
+        traffic=(100 if newton else 40) * squares,
+        launches=(110 if newton else 20) * len(sides),
     )
     return step, refresh if sides else Work()
 
@@ -363,13 +382,13 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     step = Work(
         products=tuple(_sided(rows, cols, sides, 1, 2)),
         traffic=86 * rows * cols + 12 * squares,
-        launches=14 + 4 * len(sides),
+        launches=14 + 7 * len(sides),
     )
     refresh = Work(
         products=(*((1, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
         qr=sides,
-        traffic=8 * rows * cols * len(sides) + 32 * squares,
-        launches=10 * len(sides),
+        traffic=8 * rows * cols * len(sides) + 44 * squares,
+        launches=18 * len(sides),
     )
     return step, refresh if sides else Work()
 
@@ -454,7 +473,7 @@ def _modelled(
     if implementation == "megatron":
         own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
     together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
-    step, refresh = (_duration(part, _unit(a), cluster, together) for part in (own, besides))
+    step, refresh = _duration(own, _unit(a), cluster, together), _duration(besides, "fp32", cluster, together)
     return step + refresh / a.refresh_period, step + refresh
 
 

@@ -264,10 +264,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def packed_elements(side: int) -> int:
-    """Of a symmetric (side, side) matrix in 16 strips of rows, each from its diagonal block to the right
-    (`canzona_cli.optimizers.packed`)."""
-    height = -(-side // 16)
-    return sum(min(height, side - top) * (side - top) for top in range(0, side, height))
+    """Of a symmetric (side, side) matrix (`canzona_cli.optimizers.packed`)."""
+    return side * (side + 1) // 2
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

@@ -19,6 +19,7 @@ from canzona_cli.config.schema import (
     Layout,
     Precision,
     Reduction,
+    RootMethod,
     Splitting,
     Strategy,
     UpdateName,
@@ -59,10 +60,12 @@ class Algorithm:
     """Shampoo and SOAP: a side longer than this is not preconditioned."""
     grafting: Literal["none", "sgd", "adam"] = "none"
     """Shampoo: whose update's norm it is given."""
+    roots: RootMethod = "eigh"
+    """Shampoo: how its inverse roots are computed."""
     precision: Precision = "bf16"
     """What products of Newton-Schulz are in. Those with factors are in fp32."""
     tf32: bool = True
-    """Shampoo and SOAP: in TF32 where there is any."""
+    """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
     stack: Literal["auto"] | bool = False
     """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
 

@@ -16,6 +16,8 @@ from canzona_cli.planner.cost import RULES, algorithm, form_of, stack_of
 Shape = tuple[int, int]
 """(rows, columns)."""
 
+_TOGETHER = 2**22
+"""Elements of the small squares that a GPU refreshes in one call (`canzona_cli.optimizers.kronecker`)."""
 _CPU_BLOCK = 128 * 1024
 """Elements of the block of rows that Muon's elementwise passes take together on a CPU."""
 
@@ -42,6 +44,8 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
     right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
     whole = map(math.prod, shapes)
     square = max((side**2 for side in sides), default=0)
+    if sides and config.cluster.device != "cpu":
+        square = max(square, _TOGETHER)
     return FP32 * (square + sum(max(sizes, default=0) for sizes in (whole, left, right)))
 
 
@@ -66,7 +70,7 @@ def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[S
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     """Bytes that the update of the largest of `shapes` needs besides, given back when it is done.
 
-    With a workspace: nothing for Muon; in a refresh, three squares of Shampoo's and SOAP's longest preconditioned side
+    With a workspace: nothing for Muon; in a refresh, five squares of Shampoo's and SOAP's longest preconditioned side
     and one matrix. Without: for Newton-Schulz, per element of the largest matrix that is worked on whole, the fp32
     update, its gathered copy and three iterates, and two Gram matrices of the short side; else three such matrices and
     four squares.
@@ -79,7 +83,7 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     if how.name == "adamw":
         return 3 * FP32 * rows * cols
     sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
-    squares, matrices = (3, 1) if kept else (4, 3)
+    squares, matrices = (5, 1) if kept else (4, 3)
     return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
 
 

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import canzona_cli.optimizers
+from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import CustomConfig
 from canzona_cli.engine.factory import optimizer_factory
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import matrices
+from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
+from canzona_cli.planner.planner import make_plan
 from tests.sizes import layout
 
 LION = """
@@ -90,3 +93,29 @@ def test_a_built_in_optimizer_that_is_not_there_is_refused(recipes: Path) -> Non
     absent = replace(config.optimizer, source="canzona_cli.optimizers.absent:Absent")
     with pytest.raises(ValueError, match="cannot be imported"):
         optimizer_factory(replace(config, optimizer=absent), matrices(config.model, layout(), "split"))
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_a_ranks_refreshes_are_spread_over_its_steps(name: str) -> None:
+    """Qwen3-8B on 8 GPUs at the default period: no step of a rank is more than 15% above its mean, in modelled seconds
+    (seen 1.12, and 1.4 to 1.8 where turns were made up for all ranks together); and where all wait for the slowest, a
+    mean step takes no more than 15% over the fullest rank's mean (1.45 to 1.5)."""
+    settings = (f"optimizer={name}", "parallel.tp=1", "parallel.pp=1", "cluster.memory_gib=10000")
+    config, layout = fit.resolve(compose_run(["recipe=qwen3-8b", "gpus=8", *settings]).config)
+    plan, how = make_plan(config, layout), algorithm(config)
+    period = how.refresh_period
+    ranks = []
+    for cell in {(cell.owner, cell.host): cell for cell in plan.assignment.cells}.values():
+        own = [matrix for matrix, at in zip(plan.matrices, plan.assignment.cells, strict=True) if at == cell]
+        params = [torch.nn.Parameter(torch.empty(matrix.shape, device="meta")) for matrix in own]
+        optimizer = optimizer_factory(config, own)(own, params)
+        steps = [0.0] * period
+        for matrix, param in zip(own, params, strict=True):
+            mean, peak = (price(how, *matrix.shape, config.cluster) for price in (seconds, peak_seconds))
+            plain = (mean * period - peak) / (period - 1)
+            turn = optimizer._offsets[param]  # type: ignore[attr-defined]
+            steps = [step + (peak if at == turn else plain) for at, step in enumerate(steps)]
+        ranks.append(steps)
+    assert len(ranks) == 8
+    assert all(max(steps) <= 1.15 * sum(steps) / period for steps in ranks)
+    assert sum(map(max, zip(*ranks, strict=True))) <= 1.15 * max(map(sum, ranks))

@@ -51,6 +51,7 @@ def _tf32() -> Iterator[None]:
     ("make", "decompositions"),
     [
         (lambda p: Shampoo(p, 0.02, precondition_frequency=2, precision="tf32"), {"linalg_eigh"}),
+        (lambda p: Shampoo(p, 0.02, precondition_frequency=2, precision="tf32", roots="newton"), {"baddbmm"}),
         (lambda p: SOAP(p, 0.02, precondition_frequency=2, precision="tf32"), {"linalg_eigh", "linalg_qr", "mm"}),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import Shampoo
-from canzona_cli.optimizers.decompositions import inverse_root
+from canzona_cli.optimizers.inverse_roots import by_eigenvalues, damping
 from canzona_cli.optimizers.shampoo import Grafting
 
 from . import reference as reference
@@ -65,12 +65,14 @@ def test_long_sides_are_left_alone(grafting: Grafting, max_dim: int, left: bool,
 
 
 def test_diagonal_gradient_has_a_closed_form() -> None:
-    """G = diag(d) gives L = R = diag(d^2), so L^-1/4 G R^-1/4 = sign(d): the first update moves each by lr."""
+    """G = diag(d) gives L = R = diag(d^2), so L^-1/4 G R^-1/4 = sign(d), but for the damping: each moves by lr."""
     d = torch.tensor([5.0, -2.0, 0.5, -0.1])
     p = torch.nn.Parameter(torch.zeros(4, 4))
     p.grad = torch.diag(d)
     Shampoo([p], 0.1, weight_decay=0.0, grafting="none").step()
-    torch.testing.assert_close(p.detach(), -0.1 * torch.diag(d.sign()), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        p.detach(), -0.1 * torch.diag(d / (d**2 + damping(4, 1e-12) * 25).sqrt()), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_grafting_gives_the_other_methods_norm() -> None:
@@ -85,7 +87,7 @@ def test_grafting_gives_the_other_methods_norm() -> None:
 def test_noise_below_rounding_is_not_amplified() -> None:
     """A factor of one gradient has rank 4 of 32; what is beyond gets no more than the root of rounding."""
     g = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    root = inverse_root(g @ g.T, 0.25, 1e-12)
+    root = by_eigenvalues(g @ g.T, 4, 1e-12)
     largest = torch.linalg.matrix_norm(g @ g.T, 2)
     assert torch.linalg.matrix_norm(root, 2) <= (largest * 32**0.5 * 2**-23) ** -0.25 * 1.001
 

@@ -20,6 +20,7 @@ from canzona_cli.config.schema.optimizer import (
     OptimizerBase,
     OptimizerConfig,
     OptimizerName,
+    RootMethod,
     ShampooConfig,
     SoapConfig,
     UpdateName,

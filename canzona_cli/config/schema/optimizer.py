@@ -25,6 +25,8 @@ UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "soap"]
 OptimizerName = UpdateName | Literal["custom"]
 Form = Literal["standard", "gram"]
 """How Newton-Schulz is worked out: each step on the matrix itself, or on its Gram matrix, and on the matrix twice."""
+RootMethod = Literal["eigh", "newton"]
+"""How Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,10 @@ class KroneckerConfig(OptimizerBase):
     ] = 10
     max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
     stagger: Annotated[
-        bool, "Spread refreshes of different matrices over the period, so that no step has all of them.", CURVE
+        bool,
+        "Spread the refreshes of the matrices that a rank updates over the period, so that no step has all of them: a"
+        " matrix's turn depends on the layout. false: all at the same step; any layout trains the same model.",
+        CURVE,
     ] = True
     tf32: Annotated[
         bool,
@@ -151,9 +156,15 @@ class ShampooConfig(KroneckerConfig):
     grafting: Annotated[
         Literal["none", "sgd", "adam"], "The method whose update's norm a Shampoo update is given.", CURVE | PLAN
     ] = "adam"
+    roots: Annotated[
+        Literal["auto"] | RootMethod,
+        "How inverse roots are computed: eigh from eigenvalues, newton by products alone, which GPUs are better at;"
+        " auto: what the plan prices lower. Both to the rounding of fp32.",
+        CURVE | PLAN,
+    ] = "auto"
     shampoo_eps: Annotated[
         Epsilon,
-        "Added to the factors' eigenvalues, relative to the largest; none counts below sqrt(n) * 2^-23 of that.",
+        "Added to the factors' eigenvalues, relative to the largest, besides sqrt(n) * 2^-23 of it, which is noise.",
         Example("1e-12"),
         CURVE,
     ] = 1e-12
