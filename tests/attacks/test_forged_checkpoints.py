@@ -96,7 +96,7 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(
     assert not (tmp_path / "runs").exists()
     record_attack(
         attack=f"{len(forge.KINDS) + 1} kinds of forged checkpoints, all sizes and hashes right",
-        answer="refused before anything of it is used, by all ranks together, with what is wrong",
+        answer=f"refused before a worker starts, by headers; {len(late)} by all ranks together, before any use",
         exit_code=int(CheckpointInvalid.exit_code),
     )
 
