@@ -1,5 +1,6 @@
 """What optimizers of whole matrices share, whoever updates which: fp32 masters, and state saved whole and by name."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -9,7 +10,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.workspace import Workspace
+
+_log = logging.getLogger(__name__)
 
 
 class MatrixGroup(Protocol):
@@ -21,6 +25,29 @@ class MatrixGroup(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """None where this rank updates nothing of it."""
+
+
+def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
+    """How many updates of the last step Muon left out as not to be trusted: (1,), on the device, without waiting."""
+    count = torch.zeros(1, device=device)
+    for group in groups:
+        found = group.optimizer.doubted() if isinstance(group.optimizer, Muon) else None
+        if found is not None:
+            count += found
+    return count
+
+
+def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
+    """Have matrices whose update was left out updated in standard form from now on. The host waits."""
+    for group in groups:
+        found = {id(master) for master in group.optimizer.settle()} if isinstance(group.optimizer, Muon) else set()
+        for matrix in group.hosted:
+            if id(masters[matrix.index]) in found:
+                _log.warning(
+                    "%s keeps its weight: the Gram form lost too much in rounding; from now on it is updated in"
+                    " standard form",
+                    matrix.name,
+                )
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]

@@ -10,7 +10,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.factory import Fallbacks
 from canzona_cli.engine.hosted import HostedGroup, Wiring, scratch_elements
-from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.megatron.parallel import World
@@ -128,7 +128,7 @@ class PlannedOptimizer(MasterOptimizer):
     def fallbacks(self) -> torch.Tensor:
         """Of matrices hosted here."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
-        return count + torch.isfinite(self._finite).logical_not().sum()
+        return count + left_out(self.groups, self._device) + torch.isfinite(self._finite).logical_not().sum()
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -137,6 +137,7 @@ class PlannedOptimizer(MasterOptimizer):
         Fragments of such an update were never written, so the model's own weights are the previous ones; the master is
         made of them again. The TP ranks agree first: where no fragment travelled, flags did not either.
         """
+        settle(self.groups, self.masters)
         finite = torch.ones(len(self._owned), device=self._wiring.device)
         finite[self._hosted_places] = torch.isfinite(self._finite).float()
         if self._wiring.tp_group is not None:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.factory import Fallbacks
 from canzona_cli.engine.hosted import Wiring, lies_whole
-from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
@@ -157,11 +157,12 @@ class RedundantOptimizer(MasterOptimizer):
             group.publish()
 
     def fallbacks(self) -> torch.Tensor:
-        count = self._fallbacks.take()
-        return torch.full((1,), float(count if self._counts else 0), device=self._device)
+        count = left_out(self.groups, self._device) + self._fallbacks.take()
+        return count if self._counts else torch.zeros_like(count)
 
     def repair(self) -> None:
         """Nothing is put back."""
+        settle(self.groups, self.masters)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:

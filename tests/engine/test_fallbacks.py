@@ -1,16 +1,26 @@
 """What optimizers could not do is logged under the matrix's name and counted until it is asked for."""
 
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from canzona_cli.engine.factory import Fallbacks
+from canzona_cli.engine.masters import left_out, settle
 from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from tests.sizes import layout, model
 
 MATRICES = matrices_of(model("tiny"), layout(), "split")[:3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    hosted: tuple[Matrix, ...]
+    optimizer: torch.optim.Optimizer | None
 
 
 def _masters() -> dict[int, torch.nn.Parameter]:
@@ -58,3 +68,29 @@ def test_an_optimizer_tells_the_masters_it_was_given(
     assert fallbacks.take() == 2
     assert {message.split(":")[0] for message in caplog.messages} == {MATRICES[1].name}
     assert all(bool(master.isfinite().all()) for master in masters.values())
+
+
+def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on CUDA: Muon's flags stay on the device until the step's one wait has brought their number."""
+    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
+    masters = _masters()
+    optimizer = Muon(list(masters.values()), 0.01, form="gram")
+    groups = [Group(hosted=tuple(MATRICES), optimizer=optimizer), Group(hosted=(), optimizer=None)]
+    for master in masters.values():
+        master.grad = torch.randn(4, 6)
+    before = [master.detach().clone() for master in masters.values()]
+    assert left_out(groups, torch.device("cpu")).tolist() == [0]
+    optimizer.step()
+    assert left_out(groups, torch.device("cpu")).tolist() == [len(MATRICES)]
+    with caplog.at_level(logging.WARNING):
+        settle(groups, masters)
+    assert [message.partition(" ")[0] for message in caplog.messages] == [matrix.name for matrix in MATRICES]
+    assert left_out(groups, torch.device("cpu")).tolist() == [0]
+    for old, master in zip(before, masters.values(), strict=True):
+        torch.testing.assert_close(master.detach(), old * (1 - 0.01 * 0.1))
+    optimizer.step()
+    assert left_out(groups, torch.device("cpu")).tolist() == [0]
+    assert all(bool((old - new).abs().max() > 2e-3) for old, new in zip(before, masters.values(), strict=True))
