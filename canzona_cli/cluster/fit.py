@@ -43,7 +43,8 @@ def choose(config: RunConfig) -> Candidate | None:
         ConfigError: what is set is impossible.
     """
     parallel, train = config.parallel, config.train
-    typed = None not in (parallel.tp, parallel.pp, parallel.cp, train.micro_batch_size, train.recompute)
+    vpp = 1 if parallel.pp == 1 else parallel.vpp
+    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
     found = () if typed else search(config).best
     if found:
         return Candidate(layout=found[0].layout, memory=estimate(config, found[0].layout))

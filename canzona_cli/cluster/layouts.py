@@ -132,7 +132,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
 def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
     """Of each of `pp` stages."""
     possible = divisors(config.model.num_layers // pp) if pp > 1 else (1,)
-    return tuple(vpp for vpp in possible if vpp == (config.parallel.vpp or 1))
+    return tuple(vpp for vpp in possible if config.parallel.vpp in (None, vpp))
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:

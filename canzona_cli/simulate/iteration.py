@@ -22,6 +22,10 @@ Direction = Literal["forward", "backward"]
 _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
 
 
+_Message = tuple[Direction, int, int]
+"""Direction, the part of the model that it leaves, micro-batch."""
+
+
 class _Pass(NamedTuple):
     """A micro-batch through a model chunk."""
 
@@ -29,8 +33,8 @@ class _Pass(NamedTuple):
     chunk: int
     micro: int
     waits: bool = True
-    """Whether the rank goes on only once what it has computed has arrived, as Megatron's p2p communication waits for
-    all but the backward transfers between model chunks while both directions take turns."""
+    """Whether the rank goes on only once what it has computed has arrived. Megatron's p2p communication does, but for
+    the backward transfers between model chunks while both directions take turns: one behind the next pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +76,11 @@ class IterationTimeline:
         for stage, work in enumerate(stages):
             # Before any rank waits for another, all are as busy; `begin_s` has that in it.
             self._last.append(self._timeline.add("other", ("compute", stage), seconds=work.begin_s))
-        self._sent: dict[tuple[Direction, int, int], int] = {}
-        """By direction, part of the model and micro-batch: the message that leaves it."""
+        self._sent: dict[_Message, int] = {}
+        self._asked: dict[_Message, int] = {}
+        """The task behind which the rank that a message is for asks for it."""
+        self._leaving: list[int | None] = [None] * len(stages)
+        """By stage: the message that its rank has not waited for."""
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
         """By stage: the task that gathers a chunk of its buffers."""
         self._build()
@@ -109,34 +116,59 @@ class IterationTimeline:
 
     def _build(self) -> None:
         """Add every stage's passes in the order of its 1F1B schedule, each once what it waits for is there."""
-        pending = [list(reversed(_one_f_one_b(self._layout, stage))) for stage in range(self._layout.pp)]
-        while any(pending):
-            for stage, steps in enumerate(pending):
-                while steps and self._arrived(stage, steps[-1]):
-                    self._pass(stage, steps.pop())
+        schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
+        asking = [_asking(steps, together=self._layout.vpp > 1) for steps in schedules]
+        for stage, asked in enumerate(asking):
+            self._ask(stage, asked.get((-1, True), ()))
+        done = [0] * len(schedules)
+        while any(count < len(steps) for count, steps in zip(done, schedules, strict=True)):
+            for stage, (steps, asked) in enumerate(zip(schedules, asking, strict=True)):
+                while done[stage] < len(steps) and self._arrived(stage, steps[done[stage]]):
+                    number = done[stage]
+                    self._pass(stage, steps[number], asked.get((number, False), ()))
+                    self._ask(stage, asked.get((number, True), ()))
+                    done[stage] += 1
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
         source = self._source(stage, step)
         return source is None or (step.direction, source, step.micro) in self._sent
+
+    def _ask(self, stage: int, steps: Sequence[_Pass]) -> None:
+        """From here on the rank takes what these passes start from: a message travels once both ends are there."""
+        for step in steps:
+            source = self._source(stage, step)
+            if source is not None:
+                message = step.direction, source, step.micro
+                self._asked[message] = self._last[stage]
+                if message in self._sent:
+                    self._timeline.also_after(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
         """The part of the model whose output a pass starts from."""
         part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
 
-    def _pass(self, stage: int, step: _Pass) -> None:
+    def _pass(self, stage: int, step: _Pass, asked: Sequence[_Pass]) -> None:
+        """`asked`: passes whose messages are asked for as what this pass computes is sent."""
         time, layout, direction = self._stages[stage].time, self._layout, step.direction
+        first = direction == "forward" and step.micro == 0
+        last = direction == "backward" and step.micro == layout.num_microbatches - 1
         source = self._source(stage, step)
         if source is not None:
             self._compute_task(stage, "pipeline", after=[self._sent[direction, source, step.micro]])
-        if direction == "forward" and step.micro == 0:
+        if first or last:
+            self._compute_task(stage, direction, time.pass_s)
+        if first:
             self._first_forward(stage, step.chunk)
-        elif direction == "backward" and step.micro == layout.num_microbatches - 1:
+        elif last:
             self._last_backward(stage, step.chunk)
         else:
             self._compute_task(stage, direction, time.passes[step.chunk][direction == "backward"])
+        self._ask(stage, asked)
         part = step.chunk * layout.pp + stage
         if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
+            message = direction, part, step.micro
+            asking = [self._asked[message]] if message in self._asked else []
             send = self._timeline.add(
                 "pipeline",
                 ("send", stage, direction),
@@ -144,11 +176,13 @@ class IterationTimeline:
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
                 cores=time.hop.cores * self._layout.owners * layout.tp,
-                after=[self._last[stage]],
+                after=[self._last[stage], *asking],
             )
-            self._sent[direction, part, step.micro] = send
-            if step.waits:
-                self._compute_task(stage, "pipeline", after=[send])
+            self._sent[message] = send
+            awaited = send if step.waits else self._leaving[stage]
+            if awaited is not None:
+                self._compute_task(stage, "pipeline", after=[awaited])
+            self._leaving[stage] = None if step.waits else send
 
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Module by module, starting gatherings as Megatron chains them.
@@ -240,6 +274,24 @@ class IterationTimeline:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
             yield False, phase, ran.start, ran.end
+
+
+def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
+    """When a rank asks for what its passes start from: behind which pass, and whether also behind what that one sends.
+
+    One pass ahead. A call of Megatron's sends to one neighbour and receives from it, `together` from the other one
+    instead: then next to the pass before of the same direction.
+    """
+    found: dict[tuple[int, bool], list[_Pass]] = {}
+    last: dict[Direction, int] = {}
+    for number, step in enumerate(steps):
+        if together:
+            behind = (last[step.direction], False) if step.direction in last else (number - 1, True)
+        else:
+            behind = (number - 1, number == 0 or steps[number - 1].direction == step.direction)
+        found.setdefault(behind, []).append(step)
+        last[step.direction] = number
+    return found
 
 
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:

@@ -65,6 +65,8 @@ class StageTime:
     """One tensor-parallel exchange: half of an all-reduce of the residual stream."""
     hop: Transfer
     """Handing the residual stream to the next stage."""
+    pass_s: float
+    """What a pass takes besides its modules."""
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -80,7 +82,10 @@ class StageTime:
     @cached_property
     def passes(self) -> tuple[tuple[float, float], ...]:
         """Forward and backward of each chunk, tensor-parallel exchanges included; one micro-batch."""
-        return tuple((sum(map(self._forward, chunk)), sum(map(self._backward, chunk))) for chunk in self.chunks)
+        return tuple(
+            (self.pass_s + sum(map(self._forward, chunk)), self.pass_s + sum(map(self._backward, chunk)))
+            for chunk in self.chunks
+        )
 
     @property
     def forward_s(self) -> float:
@@ -125,7 +130,12 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         chunks[0].insert(0, _embedding(config, layout))
     if stage == layout.pp - 1:
         chunks[-1].append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
-    return StageTime(chunks=tuple(map(tuple, chunks)), exchange=_exchange(config, layout), hop=hop(config, layout))
+    return StageTime(
+        chunks=tuple(map(tuple, chunks)),
+        exchange=_exchange(config, layout),
+        hop=hop(config, layout),
+        pass_s=_pass_s(config),
+    )
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
@@ -133,8 +143,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
-    layers = config.model.num_layers // (layout.pp * layout.vpp)
-    found = [[(layers * layer[0], layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
+    layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
+    found = [[(pass_s + layers * layer[0], pass_s + layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
     for end, (forward, backward) in ((0, first), (-1, last)):
         found[end][end] = (found[end][end][0] + forward, found[end][end][1] + backward)
     return found
@@ -148,7 +158,7 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
     """
     exchange = _exchange(config, layout)
     pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
-    times = (StageTime(chunks=(modules,), exchange=exchange, hop=Transfer()) for modules in pieces)
+    times = (StageTime(chunks=(modules,), exchange=exchange, hop=Transfer(), pass_s=0.0) for modules in pieces)
     return tuple((time.forward_s, time.backward_s) for time in times)
 
 
@@ -158,7 +168,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
-    pass_s, accumulate_s = _pass_s(config), _accumulate_s(config)
+    memory_s, accumulate_s = _memory_s(config), _accumulate_s(config)
     exchanges = 1 if t > 1 else 0
 
     def module(
@@ -166,8 +176,8 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     ) -> Module:
         """`moved` elements go through memory in the forward pass; `core_s` is core attention."""
         products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
-        forward = products_s + core_s + pass_s * moved
-        backward = 2 * products_s + core_backward_s + 2 * pass_s * moved
+        forward = products_s + core_s + memory_s * moved
+        backward = 2 * products_s + core_backward_s + 2 * memory_s * moved
         forward_s, core_again_s = _forward(cluster, forward), core_s * cluster.forward_factor
         return Module(
             part=part,
@@ -221,7 +231,7 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
-    moved_s = 2 * _pass_s(config) * stream_elements(config, layout)
+    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
     return Module(
         part="embedding",
         layer=-1,
@@ -241,7 +251,7 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     weights = vocabulary * model.hidden_size
     product = _product(config, tokens, model.hidden_size, vocabulary)
     logits = tokens * vocabulary / memory_rate(cluster)
-    moved_s = 2 * _pass_s(config) * stream_elements(config, layout)
+    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
     return Module(
         part="output",
         layer=model.num_layers,
@@ -266,6 +276,11 @@ def _backward(cluster: ClusterConfig, seconds: float) -> float:
 
 
 def _pass_s(config: RunConfig) -> float:
+    """Seconds of a pass that no number of layers changes."""
+    return 1e-6 * config.cluster.pass_us
+
+
+def _memory_s(config: RunConfig) -> float:
     """Seconds to move one element through memory once, elementwise."""
     cluster = config.cluster
     return ELEMENTWISE_PASSES[cluster.transformer_engine] * element_bytes(config)[0] / memory_rate(cluster)

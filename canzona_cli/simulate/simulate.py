@@ -302,7 +302,8 @@ def assumptions() -> tuple[str, ...]:
         "machine and 90% between machines, each hop adds the profile's latency.",
         "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them; "
         "every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
-        "data loading, no host-bound launches but what a calibration found of them in forward and backward.",
+        "data loading, no host-bound launches but what a calibration found of them in forward and backward, and "
+        "cluster.pass_us for each pass through a model chunk.",
         "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
         "bisection bandwidth.",
@@ -312,8 +313,8 @@ def assumptions() -> tuple[str, ...]:
         "Tensor-parallel collectives of forward and backward are not hidden.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
         "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule, interleaved where a stage has "
-        "several model chunks. A stage waits for what it sends, but for backward transfers between model chunks while "
-        "both directions take turns.",
+        "several model chunks. What a stage sends travels once the next one asks for it, a pass ahead, and it waits "
+        "until that is there, but for backward transfers between model chunks while both directions take turns.",
         "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
         "start gathering the first layer's matrices with the last update.",
         "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "

@@ -13,10 +13,10 @@ Deterministic: ties go to the earlier task.
 import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """One entry of a timeline."""
 
     phase: str
@@ -30,8 +30,7 @@ class Task:
     after: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     """When a task ran, and what held it up."""
 
     start: float
@@ -124,6 +123,11 @@ class Timeline:
             Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, cores=cores, after=tuple(after))
         )
         return len(self.tasks) - 1
+
+    def also_after(self, number: int, other: int) -> None:
+        """Let a task wait for another one, too, which may have been added behind it."""
+        task = self.tasks[number]
+        self.tasks[number] = task._replace(after=(*task.after, other))
 
     def run(self) -> list[Ran]:
         """Start and end of every task.

@@ -200,29 +200,56 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
+def pipeline(seconds: Sequence[tuple[float, float]], hop_s: float = 0.0, *, vpp: int, count: int) -> IterationTimeline:
+    """`seconds`: by stage, of a model chunk's forward and backward."""
+    works = []
+    for forward, backward in seconds:
+        module = Module(
+            part="qkv",
+            layer=0,
+            forward_s=forward,
+            backward_s=backward,
+            again_s=0.0,
+            weights=1,
+            exchanges=0,
+            exchanges_again=0,
+        )
+        hop = Transfer(latency_s=hop_s)
+        time_of = StageTime(chunks=((module,),) * vpp, exchange=Transfer(), hop=hop, pass_s=0.0)
+        works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0))
+    mesh = layout(pp=len(seconds), vpp=vpp, count=count)
+    return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
+
+
 @pytest.mark.parametrize(("chunks", "count"), [(1, 6), (2, 8), (4, 4)])
 def test_equal_stages_fill_and_drain_once(chunks: int, count: int) -> None:
     """1F1B: (m + (p - 1) / v) micro-batches' time from the first forward to the last backward (arXiv 2104.04473)."""
     stages, forward, backward = 4, 1.0 / chunks, 2.0 / chunks
-    module = Module(
-        part="qkv",
-        layer=0,
-        forward_s=forward,
-        backward_s=backward,
-        again_s=0.0,
-        weights=1,
-        exchanges=0,
-        exchanges_again=0,
-    )
-    time_of = StageTime(chunks=((module,),) * chunks, exchange=Transfer(), hop=Transfer())
-    work = StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0)
-    mesh = layout(pp=stages, vpp=chunks, count=count)
-    iteration = IterationTimeline(mesh, [work] * stages, Timeline(), overlap_reduce=True, overlap_gather=True)
+    iteration = pipeline([(forward, backward)] * stages, vpp=chunks, count=count)
     # The first stage is last to finish; it waits for the pipeline behind it to fill and drain.
     assert iteration.reduced_s[0] == pytest.approx((chunks * count + stages - 1) * (forward + backward))
     phases = iteration.phases(0)
     assert phases["pipeline"] == pytest.approx((stages - 1) * (forward + backward))
     assert (phases["forward"], phases["backward"]) == pytest.approx((count * 1.0, count * 2.0))
+
+
+@pytest.mark.parametrize(("stages", "chunks", "hops"), [(3, 1, 3), (2, 2, 2)])
+def test_a_message_waits_for_whom_it_is_for(stages: int, chunks: int, hops: int) -> None:
+    """The second stage's forward takes 10 s: only behind it does it ask for the second micro-batch. With one chunk it
+    first sends what it has computed; with more, Megatron's call does both at once."""
+    seconds = [(1.0, 2.0), (10.0, 20.0), (1.0, 2.0)][:stages]
+    iteration = pipeline(seconds, 0.25, vpp=chunks, count=4)
+    ran = [start for _, phase, start, end in iteration.segments(0) if phase == "forward" and start < end]
+    assert ran[:3] == pytest.approx([0.0, 1.25, 1 + 10 + hops * 0.25])
+
+
+def test_every_pass_through_a_chunk_has_its_price() -> None:
+    """That is why one layer a chunk is not the fastest pipeline."""
+    plain, deep = layout(pp=2, count=4), layout(pp=2, vpp=14, count=4)
+    phases = [simulated(config_of("0.6b", mesh, FREE), mesh, "canzona").phases for mesh in (plain, deep)]
+    for direction in ("forward", "backward"):
+        longer = phases[1][direction] - phases[0][direction]
+        assert longer == pytest.approx(4 * 13 * 1e-6 * FREE.pass_us, rel=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [layout(dp=2), layout(tp=4, pp=2, dp=2, count=4), layout(pp=3, vpp=4, count=3)])
