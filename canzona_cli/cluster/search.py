@@ -1,6 +1,7 @@
 """The fastest layouts of a run: simulated one by one, in the order of what each takes at least, until nothing that is
 left can be faster than what was found. All legal layouts are compared, few are simulated."""
 
+import math
 from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.layout_cache import Cache
@@ -77,9 +78,12 @@ def _search(config: RunConfig, count: int) -> Found:
     waiting = sorted(bounded, key=lambda pair: (pair[0], _plain(pair[1].layout)))
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
+    repeating: dict[Layout, float] = {}
+    """What a layout takes that repeats less of its forward passes: one that repeats more takes no less."""
     simulated, proven = 0, True
     for least, candidate in waiting:
-        if len(best) >= count and least > max(sorted(best)[:count]) * (1 + ALIKE):
+        slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
+        if least > slowest:
             break
         proven = simulated < max(count, MOST_BEYOND) or not best or config.gpus <= EXHAUSTIVE_RANKS
         if not proven:
@@ -89,14 +93,15 @@ def _search(config: RunConfig, count: int) -> Found:
         layout = candidate.layout
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, least)
-        if same in known:
+        plain = replace(layout, recompute="none")
+        if same in known or repeating.get(plain, 0.0) > slowest:
             continue
         simulated += 1
         one = _try(config, candidate)
         if one is not None:
             known.add(same)
             # Alike where only the order of sums differs.
-            seconds = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
+            seconds = repeating[plain] = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
             best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
     fastest = tuple(best[seconds].told() for seconds in sorted(best)[:count])
     return Found(best=fastest, legal=len(fitting), simulated=simulated, proven=proven)

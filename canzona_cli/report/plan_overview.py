@@ -70,14 +70,14 @@ class Overview(Page):
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
         table.add_column("layout", no_wrap=True)
-        for title in ("GiB", "balance", "bound", "step", "/ lw", "/ sc", "AdamW"):
+        for title in ("GiB", "balance", "bound", "step", "/lw", "/sc", "AdamW"):
             table.add_numbers(title)
         for plan in self.plans:
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
             "GiB: of the fullest GPU; balance: updates of the slowest rank over the mean; bound: the least any plan "
-            "can reach; step: of the optimizer; / lw, / sc: how many times longer it is with layerwise and sc; AdamW: "
+            "can reach; step: of the optimizer; /lw, /sc: how many times longer it is with layerwise and sc; AdamW: "
             "overhead over its iteration"
         )
         first = self.plans[0].config
@@ -118,11 +118,11 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
         plan.config.name,
         str(plan.config.gpus),
         layout_code(study.layout),
-        f"{study.memory.total / GIB:.1f}",
+        f"{study.memory.total / GIB:.0f}",
         f"{study.balance.grid:.3f}",
         f"{study.balance.lower_bound:.3f}",
         step_time(study.planned.result.optimizer_s),
         f"{study.optimizer_speedup('layerwise'):.1f}",
         f"{study.optimizer_speedup('sc'):.1f}",
-        f"{100 * study.overhead(study.strategy):+.2f}%",
+        f"{100 * study.overhead(study.strategy):+.1f}%",
     )

@@ -14,6 +14,7 @@ from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.report.header import optimizer_words
 from canzona_cli.report.page import Page, Screen, headed, wrapped
 from canzona_cli.report.tables import Table
+from canzona_cli.run.words import layout_code
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -106,11 +107,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
     if not row.fits:
         return f"{row.gpus}", "does not fit", "", "", needs
-    spread = f"TP{layout.tp} PP{layout.pp} DP{layout.dp}"
-    spread += "".join(f" {name}{n}" for name, n in (("VPP", layout.vpp), ("CP", layout.cp)) if n > 1)
     return (
         f"{row.gpus}",
-        spread,
+        layout_code(layout),
         f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
         layout.recompute,
         needs,

@@ -126,13 +126,15 @@ def plural(amount: int, noun: str) -> str:
 
 
 def layout_words(layout: "Layout", *, times: str = "x") -> str:
-    """`TP 2 x DP 4`: axes of one rank are left out, except for DP."""
-    return f" {times} ".join(f"{name} {ranks}" for name, ranks in layout.axes)
+    """`TP 2 x DP 4`, `TP 2 x PP 4 (2 chunks each) x DP 1`."""
+    chunks = {"PP": f" ({layout.vpp} chunks each)"} if layout.vpp > 1 else {}
+    return f" {times} ".join(f"{name} {ranks}{chunks.get(name, '')}" for name, ranks in layout.axes)
 
 
 def layout_code(layout: "Layout") -> str:
-    """`TP2 DP4`, for the cells of tables."""
-    return " ".join(f"{name}{ranks}" for name, ranks in layout.axes)
+    """`TP2 DP4`, for the cells of tables; `PP4x2`: four stages of two model chunks."""
+    chunks = {"PP": f"x{layout.vpp}"} if layout.vpp > 1 else {}
+    return " ".join(f"{name}{ranks}{chunks.get(name, '')}" for name, ranks in layout.axes)
 
 
 def json_text(value: object) -> str:

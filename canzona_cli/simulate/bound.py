@@ -12,7 +12,7 @@ from typing import NamedTuple
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.activations import stage_weights
+from canzona_cli.planner.activations import forwards_ahead, stage_weights
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
 from canzona_cli.planner.cost import adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
@@ -91,19 +91,22 @@ def _reduced(config: RunConfig, layout: Layout, whole: _Traffic, *, overlap_gath
     forwards, backwards = ([sum(one[way] for one in chunks) for chunks in times] for way in (0, 1))
     zeroed = (weights.matrices + weights.others) * grad / memory_rate(config.cluster)
     filled = zeroed + max(times[0][0][0], first.gather_s if overlap_gather else 0.0)
-    # Every forward pass but the last of all sends and waits; with one chunk a stage, so does every backward pass but
-    # the first stage's, and the last of them is on the way back.
+    # Every forward pass but the last of all sends and waits. So does every backward pass but the first stage's, with
+    # more than one chunk a stage when no forward is left; the last of them is on the way back.
     sent_s = [count * (layout.vpp - (stage == layout.pp - 1)) * hop_s for stage in range(layout.pp)]
-    if layout.vpp == 1:
-        sent_s = [sent + (count - 1) * hop_s * (stage > 0) for stage, sent in enumerate(sent_s)]
+    sent_back_s = [
+        hop_s * ((count - 1) * (stage > 0) if layout.vpp == 1 else forwards_ahead(layout, stage) - 1)
+        for stage in range(layout.pp)
+    ]
     forwarded = filled - times[0][0][0] + count * forwards[0] + sent_s[0]
     if layout.vpp > 1 and overlap_gather:
         left = (layout.pp - 1) * times[0][-1][0] + (count - layout.pp) * forwards[0]
         forwarded = max(forwarded, zeroed + whole.gather_s + left)
-    end, drained = forwarded + count * backwards[0], 0.0
+    end, drained = forwarded + count * backwards[0] + sent_back_s[0], 0.0
     for stage in range(1, layout.pp):
         filled, drained = filled + hop_s, drained + hop_s + times[stage - 1][0][1]
-        end = max(end, filled + count * (forwards[stage] + backwards[stage]) + sent_s[stage] + drained)
+        computed = count * (forwards[stage] + backwards[stage])
+        end = max(end, filled + computed + sent_s[stage] + sent_back_s[stage] + drained)
         filled += times[stage][0][0]
     if not config.parallel.overlap_grad_reduce:
         return end + max(first.last_s, whole.reduce_s)

@@ -233,7 +233,6 @@ class Layout:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank. Behind
-        pipeline stages, the model chunks of each."""
-        axes = (("TP", self.tp), ("PP", self.pp), ("VPP", self.vpp), ("CP", self.cp), ("DP", self.dp))
+        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank."""
+        axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

@@ -70,7 +70,7 @@ class ParallelConfig:
     vpp: Annotated[
         Count | None,
         "Model chunks of each pipeline stage, which take turns (interleaved 1F1B): as many times less waiting at the"
-        " ends of a step, and as many times more messages. 1: each stage has consecutive layers, as with null.",
+        " ends of a step, and as many times more messages. 1: each stage has consecutive layers; null: chosen.",
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
