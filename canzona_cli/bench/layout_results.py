@@ -155,7 +155,9 @@ class TuneResult:
     chosen: str
     """What a run gets without tuning: the fastest by the simulator."""
     layouts: Mapping[str, LayoutBench]
-    """By `layout_name`, the fastest by prediction first."""
+    """By `layout_name`, the fastest by prediction first; at least one."""
+    failed: Mapping[str, str]
+    """By name, why a turn of it ended early; it is not among `layouts`."""
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -170,8 +172,8 @@ class TuneResult:
     @property
     def certain(self) -> bool:
         """Whether the fastest is apart from what the simulator chose, or is that."""
-        if self.best == self.chosen:
-            return True
+        if self.best == self.chosen or self.chosen not in self.layouts:
+            return self.best == self.chosen
         both = (self.layouts[name] for name in (self.best, self.chosen))
         best, chosen = (Quartiles.of([s / one.layout.global_batch_size for s in one.iteration_s]) for one in both)
         return not best.overlaps(chosen)
@@ -208,9 +210,10 @@ def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
         "recipe_file": recipe,
         "best": result.best,
         "chosen": result.chosen,
-        "chosen_slower": result.slower(result.chosen),
+        "chosen_slower": result.slower(result.chosen) if result.chosen in result.layouts else None,
         "certain": result.certain,
         "legal": result.legal,
+        "failed": dict(result.failed),
         "notes": list(result.notes),
         "layouts": {
             name: {

@@ -2,7 +2,8 @@
 
 Megatron has one layout for all of a process's life, so each turn is a process of its own: on CPUs a fork of this one,
 which has imported everything and computed nothing; where there are GPUs a new Python, for what imports leave on a
-device does not survive a fork.
+device does not survive a fork. A layout that fails on one rank is over on all, and has no further turns; the others go
+on.
 """
 
 import logging
@@ -11,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +20,8 @@ from typing import NoReturn
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
 from canzona_cli.bench.worker import SLOW_IMPORTS
-from canzona_cli.errors import ExitCode, Problem, WorkerCrashed
+from canzona_cli.config.secrets import redacted
+from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import AGENT_VARIABLE, die_with_parent
 from canzona_cli.run.records import Ending
@@ -27,6 +30,9 @@ from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 __all__ = ["SLOW_IMPORTS"]
+
+_LOOK_S = 0.5
+"""How often a rank looks whether its turn has failed on another one."""
 
 
 def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -43,17 +49,26 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     Journal(files, writes=rank == 0).stage("train", length)
     ordered = [(number, name) for number in range(turns.rounds) for name in turns.order(number)]
     for number, name in ordered:
+        failure = BenchFiles.failure(files, name)
+        if failure.exists():
+            continue
         process = start(target=_turn, args=(files, rank, number, name))
         process.start()
+        while process.is_alive() and not failure.exists():
+            process.join(_LOOK_S)
+        process.kill()  # a rank that waits for one that failed may do so for minutes
         process.join()
-        code = process.exitcode or 0
-        if code == ExitCode.INTERRUPTED:
+        if process.exitcode == ExitCode.INTERRUPTED:
             return "interrupted"
-        if code > 0:
-            os._exit(code)  # it has said why
-        if code < 0:
-            raise WorkerCrashed(Problem(key=f"rank {rank}", reason=f"signal {-code} killed it in the turn of {name}"))
+        if process.exitcode:
+            _tell(failure, f"rank {rank} ended with code {process.exitcode}")
     return "done"
+
+
+def _tell(failure: Path, reason: str) -> None:
+    """Leave why a turn failed; what others already said stays, for one rank's end is why the next one fails."""
+    with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
+        file.write(reason)
 
 
 def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
@@ -67,8 +82,12 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
         if not _measure(files, record, rank, number, name):
             code = ExitCode.INTERRUPTED
     except BaseException as error:
-        code = record.failed(error)
+        code = ExitCode.CRASH
         logging.getLogger(__name__).exception("rank %d failed in the turn of %s", rank, name)
+        reason = f"rank {rank}: {type(error).__name__}: {error}"
+        if isinstance(error, CanzonaError):
+            reason = error.problems[0].reason  # which all ranks say alike
+        _tell(BenchFiles.failure(files, name), redacted(reason))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing of torch is torn down

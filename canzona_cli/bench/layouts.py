@@ -20,11 +20,11 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.copies import recipe_text
 from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, gathered, refuse
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, WorkerCrashed, gathered, refuse
 from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.files import write_text_atomic
-from canzona_cli.run.words import duration, json_text, plural
+from canzona_cli.run.words import clean, duration, json_text, plural
 from canzona_cli.simulate.predict import with_cores
 
 WORKER_MODULE = "canzona_cli.bench.layout_worker"
@@ -145,7 +145,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
     Raises:
         KeyboardInterrupt: somebody stopped it.
-        CanzonaError: files cannot be written, or a rank failed: the error that it ended with.
+        CanzonaError: files cannot be written, or no layout could be measured.
     """
     config, entrants = tuning.config, tuning.entrants
     machine = machine_now(config)
@@ -170,6 +170,11 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         say=say,
     )
     fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
+    reasons = {name: BenchFiles.failure(left, name) for name in entrants}
+    failed = {name: clean(path.read_text(encoding="utf-8")) for name, path in reasons.items() if path.exists()}
+    if len(failed) == len(entrants):
+        log = f"what the ranks wrote: {left.root}"
+        raise WorkerCrashed(*(Problem(key=name, reason=reason, fix=log) for name, reason in failed.items()))
     layouts = {
         name: LayoutBench(
             layout=one.layout,
@@ -186,6 +191,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
             fitted=was_fitted(one.layout, fitted_on),
         )
         for name, one in entrants.items()
+        if name not in failed
     }
     result = TuneResult(
         recipe=config.name,
@@ -204,6 +210,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         everything=tuning.everything,
         chosen=tuning.chosen,
         layouts=layouts,
+        failed=failed,
         notes=(*tuning.notes, *busy(machine)),
     )
     write_text_atomic(files.root / "tune.json", json_text(content_of(result, None)) + "\n")

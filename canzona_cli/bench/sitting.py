@@ -46,6 +46,11 @@ class BenchFiles:
         """What a turn in processes of its own leaves."""
         return RunFiles(sitting.root / f"round-{round_}-{name}")
 
+    @staticmethod
+    def failure(sitting: RunFiles, name: str) -> Path:
+        """Why its turn failed, by the first rank that knew; there as soon as one does."""
+        return sitting.root / f"failed-{name}.txt"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:

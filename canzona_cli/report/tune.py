@@ -45,6 +45,7 @@ class TuneView(Page):
         if result.accuracy is not None:
             yield Text()
             yield from _errors(result.accuracy, len(result.layouts))
+        yield from items("Failed", (f"{name}: {clean(reason)}" for name, reason in result.failed.items()))
         yield from items("Notes", map(clean, result.notes))
 
     def _ranks(self) -> str:

@@ -69,6 +69,7 @@ def result(*layouts: LayoutBench, chosen: Layout = DP4) -> TuneResult:
         everything=False,
         chosen=layout_name(chosen),
         layouts={layout_name(found.layout): found for found in layouts},
+        failed={},
     )
 
 

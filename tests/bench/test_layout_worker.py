@@ -11,7 +11,7 @@ from canzona_cli.bench import layout_worker
 from canzona_cli.bench.layouts import prepare
 from canzona_cli.bench.sitting import BenchFiles, Turns
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.errors import ExitCode, WorkerCrashed
+from canzona_cli.errors import ExitCode
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training.records import RankRecord
 
@@ -43,9 +43,27 @@ def test_every_layout_has_a_turn_in_each_round_each_in_a_process_of_its_own(
     assert len({*left.values(), str(os.getpid())}) == 5
 
 
-def test_a_killed_turn_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerCrashed, match="signal 9 killed it in the turn of tp"):
-        taken(tmp_path, monkeypatch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+@pytest.mark.parametrize("told", ["", "rank 1: no room"])
+def test_a_layout_that_fails_has_no_further_turn_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """A turn that dies; and one that waits for another rank, which has said why it will never come."""
+
+    def fail(files: RunFiles, rank: int, number: int, name: str) -> None:
+        (files.root / f"{number} {name}").touch()
+        if name != Turns.read(files).names[0]:
+            os._exit(0)
+        if told:
+            BenchFiles.failure(files, name).write_text(told)
+            signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert taken(tmp_path, monkeypatch, fail) == "done"
+    files = RunFiles(tmp_path / "sitting-0")
+    bad, good = Turns.read(files).names
+    assert {path.name for path in files.root.glob("? tp*")} == {f"0 {bad}", f"0 {good}", f"1 {good}"}
+    assert BenchFiles.failure(files, bad).read_text() == (told or "rank 0 ended with code -9")
+    assert not BenchFiles.failure(files, good).exists()
 
 
 def test_a_turn_that_was_asked_to_stop_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import io
 import pytest
 from rich.console import Console
 
+from canzona_cli.cluster import fit
 from canzona_cli.report.recipes import GPU_COUNTS, layouts
+from canzona_cli.run.words import layout_code
 from tests.sizes import Size, run
 
 table = functools.cache(lambda size, gpu_counts, **set_: layouts(run(size, 1, **set_), gpu_counts))
@@ -34,8 +36,9 @@ def test_every_gpu_count_has_its_line_inside_the_width(size: Size, width: int) -
 
 
 def test_a_row_shows_the_layout() -> None:
+    layout = fit.resolve(run("32b", 256))[1]
     line = next(line for line in printed("32b", 120, (256,)).splitlines() if line.split()[:1] == ["256"])
-    assert "TP8 PP1 DP32" in line
+    assert f" {layout_code(layout)} " in line
     assert " 256 " in line
 
 
