@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from canzona_cli.cluster import fit
 from canzona_cli.cluster.layouts import BATCH_TOLERANCE, candidates
 from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.schema import ParallelConfig, RunConfig
+from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.memory import estimate
 from tests.sizes import Size, run
@@ -148,6 +148,18 @@ def test_context_parallelism_takes_its_ranks() -> None:
     _, layout = fit.resolve(config)
     assert layout.cp == 2
     assert layout.world_size == 16
+
+
+def test_model_chunks_are_kept_as_typed_and_else_chosen() -> None:
+    def chosen(vpp: int | None, cp: int | None = None) -> Layout:
+        config = run("32b", 1024, strategy="canzona", micro_batch_size=1, recompute="none")
+        return fit.resolve(replace(config, parallel=ParallelConfig(vpp=vpp, cp=cp)))[1]
+
+    assert chosen(None).vpp > 1
+    assert chosen(1).vpp == 1
+    both = chosen(4, 2)
+    assert (both.vpp, both.cp) == (4, 2)
+    assert both.pp > 1
 
 
 def test_the_cores_of_this_machine_choose_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ class Sign(torch.optim.Optimizer):
 def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_path: Path, corpus_cache: Path) -> None:
     """One of three fails, which is told."""
     (tmp_path / "sign.py").write_text(FAILS, encoding="utf-8")
-    mine = (*RUN, *TYPED, "optimizer=custom", "optimizer.source=sign.py:Sign", "optimizer.lr=1e-3")
+    source = f"optimizer.source={tmp_path / 'sign.py'}:Sign"
+    mine = (*RUN, *TYPED, "optimizer=custom", source, "optimizer.lr=1e-3")
     command = [sys.executable, "-m", "canzona_cli.app", "tune", *mine, "--all", "--rounds", "1", "--steps", "1"]
     environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
     done = subprocess.run(
@@ -66,7 +67,7 @@ def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_p
             one["measured"][0]["iteration_s"][0], rel=0.5
         )
         assert ("pipeline" in content["layouts"][name]["phases"]) == (one["layout"]["pp"] == 2)
-    kept = compose_run([f"recipe={tmp_path / 'mine.yaml'}"]).config
+    kept = compose_run([f"recipe={tmp_path / 'mine.yaml'}", source]).config
     best = content["layouts"][content["best"]]["layout"]
     layout = resolve(kept)[1]
     assert (layout.tp, layout.pp, layout.dp, layout.global_batch_size) == (best["tp"], best["pp"], best["dp"], 4)
