@@ -77,6 +77,9 @@ def test_arithmetic_is_the_same_where_megatrons_own_takes_part_or_else_it_is_sai
         ("gram", ("canzona", "asc"), ""),
         ("standard", ("canzona", "layerwise"), ""),
     ]
+    unasked = prepared(strategies=("canzona", "sc")).line_up
+    assert {getattr(strategy.config.optimizer, "form", None) for strategy in unasked.strategies} == {"standard"}
+    assert any(note.startswith("optimizer.form=standard for all") for note in unasked.notes)
     for form, strategies, said in cases:
         line_up = prepared(f"optimizer.form={form}", strategies=strategies).line_up
         forms = {getattr(strategy.config.optimizer, "form", None) for strategy in line_up.strategies}

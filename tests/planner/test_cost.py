@@ -14,7 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, UpdateName
 from canzona_cli.model.matrices import matrices
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.gram_form import segments as gram_segments
+from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
+from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import (
     MEMORY_EFFICIENCY,
     PRICED_STACK,
@@ -29,6 +33,7 @@ from canzona_cli.planner.cost import (
     matmul_seconds,
     peak_seconds,
     seconds,
+    segments,
     stack_of,
     work,
 )
@@ -71,6 +76,16 @@ def test_five_steps_of_each_form_by_hand(rows: int, cols: int) -> None:
         # fp32 has no symmetric kernels
         exact = replace(form, precision="fp32")
         assert seconds(exact, rows, cols, half) == seconds(exact, rows, cols, replace(half, symmetric_factor=1.0))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(24, 56), (56, 24), (32, 32)])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 9])
+def test_gram_flops_equal_a_counted_run(rows: int, cols: int, steps: int) -> None:
+    x = torch.randn(rows, cols)
+    x /= x.norm()
+    made = counted(lambda: gram_newton_schulz(x, coefficients("quintic", steps), Workspace()))
+    assert flops(replace(GRAM, ns_steps=steps), rows, cols) == made
+    assert segments(steps) == gram_segments(steps)
 
 
 def test_one_step_is_the_same_work_in_either_form() -> None:
@@ -218,7 +233,7 @@ def test_adamw_is_memory_traffic() -> None:
 
 
 def test_what_a_run_says_is_what_is_priced() -> None:
-    assert algorithm(run("32b", 256)) == replace(MUON, stack="auto")
+    assert algorithm(run("32b", 256)) == replace(MUON, form="auto", stack="auto")
     assert algorithm(run("32b", 256, strategy="adamw")) == ADAMW
     assert algorithm(run("tiny", 2, precision="fp32")).precision == "fp32"
     soap = compose_run(["recipe=32b", "optimizer=soap", "optimizer.precondition_frequency=7"], training=False).config

@@ -24,7 +24,7 @@ UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "soap"]
 """Update rules of our own and AdamW's."""
 OptimizerName = UpdateName | Literal["custom"]
 Form = Literal["standard", "gram"]
-"""How Newton-Schulz is worked out: each step on the matrix itself, or on its Gram matrix, and on the matrix twice."""
+"""How Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
 """How Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
 
@@ -80,11 +80,11 @@ class NewtonSchulzConfig(OptimizerBase):
     ] = "quintic"
     form: Annotated[
         Literal["auto"] | Form,
-        "How the iteration is worked out: standard multiplies the matrix in every step; gram multiplies its Gram"
-        " matrix, and the matrix twice in all, which is less work where one side is longer; auto: for each shape,"
-        " what the plan prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
+        "How the iteration is worked out: standard multiplies the matrix in every step; gram its Gram matrix, and the"
+        " matrix every other step, which is less work where one side is longer; auto: for each shape, what the plan"
+        " prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
         CURVE | PLAN,
-    ] = "standard"
+    ] = "auto"
     scale_mode: Annotated[
         Literal["spectral", "unit_rms_norm", "shape_scaling"],
         "How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols)).",
