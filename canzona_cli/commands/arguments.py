@@ -17,6 +17,16 @@ def overrides_argument(help: str) -> ArgumentInfo:
     return argument
 
 
+def option_argument(group: str, help: str) -> ArgumentInfo:
+    """`NAME` of an option of a group, completed as it is typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [offer.removeprefix(f"{group}=") for offer in complete_override(f"{group}={incomplete}")]
+
+    argument: ArgumentInfo = typer.Argument(metavar="NAME", help=help, autocompletion=complete)
+    return argument
+
+
 RecipesDirs = Annotated[
     list[Path] | None,
     typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),

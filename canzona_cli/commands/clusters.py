@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, option_argument
 from canzona_cli.commands.output import show as show_page
 
 if TYPE_CHECKING:
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-def _complete(incomplete: str) -> list[str]:
-    from canzona_cli.config.completion import complete_override
-
-    return [offer.removeprefix("cluster=") for offer in complete_override(f"cluster={incomplete}")]
-
-
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A profile's name or its file.", autocompletion=_complete)]
+Name = Annotated[str, option_argument("cluster", "A profile's name or its file.")]
 
 
 @app.command("list")

@@ -67,15 +67,12 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     if word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):
-        reason, fix = "is not a command", f"write canzona train {shlex.join([_recipe(word), *after])}"
+        override = word if "=" in word else f"recipe={word}"
+        reason, fix = "is not a command", f"write canzona train {shlex.join([override, *after])}"
     else:
         meant = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
         fix = f"write canzona {meant} {shlex.join(after)}".rstrip() if meant else f"there are {', '.join(commands)}"
     return Problem(key=word, reason=reason, fix=fix)
-
-
-def _recipe(word: str) -> str:
-    return word if "=" in word else f"recipe={word}"
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:

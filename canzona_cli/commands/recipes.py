@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, option_argument, overrides_argument
 from canzona_cli.commands.output import show as show_page
 from canzona_cli.commands.output import warn_about
-from canzona_cli.config.completion import complete_recipe
 
 if TYPE_CHECKING:
     from canzona_cli.config.tree import RecipeInfo
@@ -18,10 +17,7 @@ JSON_VERSION = 1
 """Of what the commands print with --json; additions keep it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="A recipe's name or its file.", autocompletion=complete_recipe),
-]
+Name = Annotated[str, option_argument("recipe", "A recipe's name or its file.")]
 OverrideList = Annotated[list[str] | None, overrides_argument("Settings to change.")]
 
 

@@ -42,11 +42,6 @@ def complete_override(incomplete: str) -> list[str]:
     return [offer for offer in offers if offer.startswith(incomplete)]
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Recipe names that begin like this."""
-    return [name for name in _values("recipe") if name.startswith(incomplete)]
-
-
 @contextmanager
 def bash_words() -> Iterator[None]:
     """Around Typer's completion in bash: joins the words it reads, and takes what bash has off the words it prints.

@@ -89,9 +89,8 @@ class HangWatch:
         *,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-        state: Callable[[int], str] = lambda pid: _state(pid),
     ) -> None:
-        self._beats, self._timeout_s, self._clock, self._state = beats, timeout_s, clock, state
+        self._beats, self._timeout_s, self._clock = beats, timeout_s, clock
         self._began = self._looked = clock()
         self._newest = 0.0
         self._silent_s = 0.0
@@ -119,7 +118,7 @@ class HangWatch:
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
             return None
-        found = blame(signs, now=now, began=self._began, state=self._state)
+        found = blame(signs, now=now, began=self._began, state=_state)
         # The machine that has the culprit speaks first.
         return None if found.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else found
 

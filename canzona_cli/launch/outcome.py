@@ -126,16 +126,15 @@ def judge(
         return failure(f"rank {first.rank} {_killed_by(-deaths[first.rank])}", rank=first.rank)
     error = first.error or RankError()
     if first.status == "diverged":
-        return _diverged(files, error, failure(error.message, rank=first.rank, problems=error.problems))
+        return _diverged(files, error, replace(failure(error.message, rank=first.rank), problems=error.problems))
     if first.exit_code in _USER_MISTAKES:
-        code, kind = first.exit_code, error.type
-        return failure(error.message, rank=first.rank, exit_code=code, problems=error.problems, error_type=kind)
+        outcome = failure(error.message, rank=first.rank, exit_code=first.exit_code)
+        return replace(outcome, problems=error.problems, error_type=error.type)
     # What was written for the user has no traceback, and says more than the name of its class.
     kind = f"{error.type}: " if error.traceback else ""
-    message = f"rank {first.rank}: {kind}{error.message.strip()}"
+    outcome = failure(f"rank {first.rank}: {kind}{error.message.strip()}", rank=first.rank)
     lines = tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:])
-    secondary = _lost_a_neighbour(first)
-    return failure(message, rank=first.rank, traceback=lines, problems=error.problems, secondary=secondary)
+    return replace(outcome, traceback=lines, problems=error.problems, secondary=_lost_a_neighbour(first))
 
 
 def _diverged(files: RunFiles, error: RankError, outcome: Outcome) -> Outcome:
@@ -172,16 +171,9 @@ def _lost(results: Sequence[RankResult]) -> str:
 
 def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
     """The end of a run whose ranks have been killed because they no longer went on."""
-    return _failure(
-        files,
-        ranks,
-        node_rank,
-        f"{found.name} {found.reason}",
-        rank=found.rank,
-        exit_code=ExitCode.HANG,
-        problems=(found.problem,),
-        secondary=found.elsewhere,
-    )
+    message = f"{found.name} {found.reason}"
+    outcome = _failure(files, ranks, node_rank, message, rank=found.rank, exit_code=ExitCode.HANG)
+    return replace(outcome, problems=(found.problem,), secondary=found.elsewhere)
 
 
 def _failure(
@@ -192,10 +184,6 @@ def _failure(
     *,
     rank: int | None = None,
     exit_code: int = ExitCode.CRASH,
-    traceback: tuple[str, ...] = (),
-    problems: tuple[Problem, ...] = (),
-    error_type: str = "",
-    secondary: bool = False,
 ) -> Outcome:
     """The failure of a rank, or of torchrun, and the log that tells most of it."""
     log = None if rank is None else files.worker_log(node_rank, ranks.index(rank))
@@ -205,10 +193,6 @@ def _failure(
         message=message.strip(),
         rank=rank,
         log=log or files.agent_log(node_rank),
-        traceback=traceback,
-        problems=problems,
-        error_type=error_type,
-        secondary=secondary,
     )
 
 

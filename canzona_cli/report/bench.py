@@ -271,12 +271,11 @@ def with_error(
     return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
 
 
-def quartiles(values: Sequence[float], show: Callable[[float], str] = milliseconds) -> str:
-    """`41.2 [40.8, 43.0]`; without brackets where one round was measured."""
+def quartiles(values: Sequence[float]) -> str:
+    """`41.2 [40.8, 43.0]`, ms; without brackets where one round was measured."""
     spread = Quartiles.of(values)
-    if len(values) < 2:
-        return show(spread.median)
-    return f"{show(spread.median)} [{show(spread.low)}, {show(spread.high)}]"
+    low, middle, high = map(milliseconds, (spread.low, spread.median, spread.high))
+    return middle if len(values) < 2 else f"{middle} [{low}, {high}]"
 
 
 def times(speedup: Speedup) -> str:

@@ -94,9 +94,9 @@ def whiskers(spreads: Sequence[Quartiles]) -> list[list[float]]:
     return [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
 
 
-def side_by_side(count: int, width: float = 0.8) -> tuple[float, Iterator[float]]:
+def side_by_side(count: int) -> tuple[float, Iterator[float]]:
     """Width of one bar where `count` share a place, and how far each is from the middle of it."""
-    one = width / max(1, count)
+    one = 0.8 / max(1, count)
     return one, (one * (number - (count - 1) / 2) for number in range(count))
 
 
