@@ -15,7 +15,10 @@ from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 from tests.waiting import PATIENCE_S, wait_until
 
-SMALL = ("recipe=qwen3-tiny", "gpus=2", "train.steps=100000", "train.seq_length=32", "train.global_batch_size=2")
+SMALL = (
+    *("recipe=qwen3-tiny", "gpus=2", "model.num_layers=2"),
+    *("train.steps=100000", "train.seq_length=32", "train.global_batch_size=2"),
+)
 
 
 @pytest.fixture
