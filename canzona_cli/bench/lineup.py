@@ -14,7 +14,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.schema import ClusterConfig, Layout, NewtonSchulzConfig, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Layout, MomentumConfig, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.memory import GIB, MemoryEstimate, capacity, estimate, plan_memory
@@ -204,7 +204,7 @@ def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str
     that arithmetic differs."""
     optimizer = config.optimizer
     theirs = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
-    if not isinstance(optimizer, NewtonSchulzConfig) or optimizer.form == "standard" or not theirs:
+    if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not theirs:
         return config
     whose = f"{' and '.join(theirs)} {'is' if len(theirs) == 1 else 'are'} Megatron's own, in standard form"
     if chosen:

@@ -10,18 +10,21 @@ from canzona_cli.config.schema import (
     CustomConfig,
     KroneckerConfig,
     MomentumConfig,
+    NewtonSchulzConfig,
     OptimizerBase,
     OptimizerName,
     RunConfig,
 )
 from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.matrix_optimizer import OnFallback
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, form_of, peak_seconds, seconds, stack_of
@@ -34,7 +37,9 @@ _KINDS: Mapping[OptimizerName, Kind] = {
     "muon": Muon,
     "normuon": NorMuon,
     "shampoo": Shampoo,
+    "kl-shampoo": KLShampoo,
     "soap": SOAP,
+    "soap-muon": SOAPMuon,
 }
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "form", "stagger", "tf32"}
 """Settings that the classes do not take under their own names."""
@@ -118,6 +123,8 @@ def _preconditioned(
     workspace, own = Workspace(), _own(chosen)
     if "roots" in own:
         own["roots"] = algorithm(config).roots
+    if isinstance(chosen, NewtonSchulzConfig):
+        own["iterated_in"] = config.train.precision
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(

@@ -2,11 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from .decompositions import LinAlgError, eigenbasis, orthonormal, with_fallback
 from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, products
 from .packed import average_gram, pack, packed_elements, unpack
 from .workspace import Workspace
@@ -108,6 +110,10 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         """Add the subclass's own state to a matrix's."""
 
+    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+        """X (side, other side) of which each factor averages X X^T; may be scratch."""
+        return {"L": grad, "R": grad.mT}
+
     @abstractmethod
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         """Renew what is made of factors of one length, of matrices with equally many sides; what fails stays as it was.
@@ -169,9 +175,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         state["step"] = done + 1
         # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
+        seen = self._seen(p, self._gradient(p))
         for side, length in self._lengths(p):
-            grad = self._gradient(p)
-            average_gram(state[side], grad if side == "L" else grad.mT, weight, self._square(p, 1, length)[0])
+            average_gram(state[side], seen[side], weight, self._square(p, 1, length)[0])
         period = self.precondition_frequency
         return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
 
@@ -220,6 +226,34 @@ class KroneckerOptimizer(MatrixOptimizer):
             out = self.workspace.like(f"sandwich_{side}", p)
             x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)
         return x
+
+    def _eigenbases(
+        self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Eigenvectors of each factor; None where they cannot be had."""
+        return [
+            with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
+            for (p, side), factor in zip(stack, factors, strict=True)
+        ]
+
+    def _orthonormal(
+        self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """`powered`, factors times `bases`, made orthonormal; None where that fails."""
+        try:
+            return orthonormal(powered, bases).unbind()
+        except LinAlgError:
+            return [
+                with_fallback(partial(orthonormal, previous=basis), one, f"the QR of {side}", partial(self._report, p))
+                for (p, side), basis, one in zip(stack, bases, powered, strict=True)
+            ]
+
+    def _keep(
+        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, found: Sequence[torch.Tensor | None]
+    ) -> None:
+        for (p, side), new in zip(stack, found, strict=True):
+            if new is not None:
+                self.state[p][f"{name}{side}"].copy_(new)
 
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
         """Report `words`, which name the size, if it is above the limit. On a GPU before the next update: by then the

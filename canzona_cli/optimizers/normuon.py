@@ -49,7 +49,10 @@ class NorMuon(Muon):
         if "row_square" not in state:
             state["row_square"] = p.new_zeros(p.size(0))
         sizes = torch.linalg.vector_norm(x, dim=1, dtype=p.dtype)
-        square = state["row_square"].lerp_(sizes.square().div_(p.size(1)), 1 - self.row_beta)
+        mean, square = sizes.square().div_(p.size(1)), state["row_square"]
+        if (trusted := self._trusted.get(p)) is not None:  # an update that is left out was none of theirs
+            mean = torch.where(trusted.view(1), mean, square)
+        square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
         # Norms of the matrix are those of its rows' norms. A gradient of zeros has neither.
         new = torch.linalg.vector_norm(sizes * factors).clamp_min_(torch.finfo(p.dtype).tiny)

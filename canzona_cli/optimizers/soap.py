@@ -1,11 +1,10 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
-from .decompositions import LinAlgError, eigenbasis, orthonormal, rounding, with_fallback
+from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
@@ -43,11 +42,7 @@ class SOAP(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:  # both moments are still zero: nothing to carry over
-            for (p, side), factor in zip(stack, factors, strict=True):
-                what, report = f"the eigendecomposition of {side}", partial(self._report, p)
-                first = with_fallback(eigenbasis, factor, what, report)
-                if first is not None:
-                    self.state[p][f"Q_{side}"].copy_(first)
+            self._keep(stack, "Q_", self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
         powered = factors @ bases
@@ -57,13 +52,7 @@ class SOAP(KroneckerOptimizer):
         order = sizes.argsort(descending=True, stable=True)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
-        try:
-            found: Sequence[torch.Tensor | None] = orthonormal(powered, bases).unbind()
-        except LinAlgError:
-            found = [
-                with_fallback(partial(orthonormal, previous=basis), one, f"the QR of {side}", partial(self._report, p))
-                for (p, side), basis, one in zip(stack, bases, powered, strict=True)
-            ]
+        found = self._orthonormal(stack, powered, bases)
         for (p, side), new, places in zip(stack, found, order, strict=True):
             if new is not None:
                 self._turn(p, side, new, places)

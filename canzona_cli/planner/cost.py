@@ -85,6 +85,8 @@ class Work:
     traffic: float = 0.0
     """Bytes elementwise kernels and copies move."""
     launches: int = 0
+    iteration: "Work | None" = None
+    """Newton-Schulz in the run's precision, beside products with factors in fp32."""
 
     @property
     def flops(self) -> float:
@@ -99,10 +101,15 @@ class Work:
     @property
     def product_flops(self) -> float:
         """Of all products, symmetric ones in full."""
-        return sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self.symmetric_flops
+        beside = self.iteration.product_flops if self.iteration else 0.0
+        return beside + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 
     @property
     def symmetric_flops(self) -> float:
+        return self._symmetric_flops + (self.iteration.symmetric_flops if self.iteration else 0.0)
+
+    @property
+    def _symmetric_flops(self) -> float:
         return sum(2.0 * count * m * k * m for count, m, k in self.symmetric)
 
 
@@ -130,9 +137,9 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
     a = Algorithm(name=optimizer.name)
     if isinstance(optimizer, NewtonSchulzConfig):
-        a = replace(a, ns_steps=optimizer.ns_steps, form=optimizer.form, precision=precision)
+        a = replace(a, ns_steps=optimizer.ns_steps, precision=precision)
     if isinstance(optimizer, MomentumConfig):
-        a = replace(a, stack=optimizer.stack)
+        a = replace(a, form=optimizer.form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         a = replace(a, refresh_period=period, max_preconditioner_dim=longest, tf32=optimizer.tf32)
@@ -195,6 +202,9 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
       the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the
       new bases 4 r^2 c + 4 r c^2;
+    - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and turning 6 r^2 c + 6 r c^2 + 2 m^2 n; a
+      refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
+    - soap-muon: soap and muon;
     - adamw: 15 per element.
     A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
     """
@@ -297,36 +307,43 @@ def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    return _orthogonalised(a, rows, cols), Work()
+    """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
+
+    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
+    4, the copy of the weight for the model 4 + w.
+    """
+    iteration = _iteration(a, rows, cols)
+    traffic = iteration.traffic + (56 + 3 * _width(a)) * rows * cols
+    return replace(iteration, traffic=traffic, launches=iteration.launches + MUON_AROUND), Work()
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Muon's, and the norms of rows and their scaling: 2 w + 4 bytes per element."""
-    muon, width = _orthogonalised(a, rows, cols), 2 if a.precision == "bf16" else 4
-    return replace(muon, traffic=muon.traffic + (2 * width + 4) * rows * cols, launches=muon.launches + 8), Work()
+    muon, none = _muon(a, rows, cols)
+    return replace(muon, traffic=muon.traffic + (2 * _width(a) + 4) * rows * cols, launches=muon.launches + 8), none
 
 
-def _orthogonalised(a: Algorithm, rows: int, cols: int) -> Work:
-    """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
+def _width(a: Algorithm) -> int:
+    """Bytes of an element in Newton-Schulz."""
+    return 2 if a.precision == "bf16" else 4
 
-    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
-    4, the copy of the weight for the model 4 + w. `addmm` first copies what it adds to.
-    """
+
+def _iteration(a: Algorithm, rows: int, cols: int) -> Work:
+    """Newton-Schulz alone. `addmm` first copies what it adds to."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
-    steps, width = a.ns_steps, 2 if a.precision == "bf16" else 4
-    around = (56 + 3 * width) * m * n
+    steps, width = a.ns_steps, _width(a)
     if a.form == "gram":
-        return _gram(steps, m, n, width, around)
+        return _gram(steps, m, n, width)
     return Work(
         products=((steps, m, m, n),),
         symmetric=((steps, m, n), (steps, m, m)),
-        traffic=around + 2 * width * steps * (m * n + m * m),
-        launches=MUON_AROUND + 5 * steps,
+        traffic=2 * width * steps * (m * n + m * m),
+        launches=5 * steps,
     )
 
 
-def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
+def _gram(steps: int, m: int, n: int, width: int) -> Work:
     """The Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram matrix R alone.
 
     Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's polynomial and Q
@@ -343,8 +360,8 @@ def _gram(steps: int, m: int, n: int, width: int, around: float) -> Work:
     return Work(
         products=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
-        traffic=around + width * (passes * m * m + 2 * len(parts) * m * n),
-        launches=MUON_AROUND + sum(26 * k + 6 + 11 * min(k, 2) for k in parts),
+        traffic=width * (passes * m * m + 2 * len(parts) * m * n),
+        launches=sum(26 * k + 6 + 11 * min(k, 2) for k in parts),
     )
 
 
@@ -389,6 +406,33 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         qr=sides,
         traffic=8 * rows * cols * len(sides) + 44 * squares,
         launches=18 * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w, the copy back w + 4 and scaling 8 bytes."""
+    step, refresh = _soap(a, rows, cols)
+    traffic = step.traffic + (20 + 2 * _width(a)) * rows * cols
+    return replace(step, traffic=traffic, launches=step.launches + 4, iteration=_iteration(a, rows, cols)), refresh
+
+
+def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues; statistics as Shampoo."""
+    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    squares = sum(side * side for side in sides)
+    m, n = sorted((rows, cols))
+    both = ((1, m, m, n),) if len(sides) == 2 else ()
+    step = Work(
+        products=(*_sided(rows, cols, sides, 1, 3), *both),
+        traffic=106 * rows * cols + 12 * squares,
+        launches=14 + 18 * len(sides),
+    )
+    refresh = Work(
+        products=tuple((1, side, side, side) for side in sides),
+        qr=sides,
+        traffic=24 * squares,
+        launches=6 * len(sides),
     )
     return step, refresh if sides else Work()
 
@@ -448,6 +492,8 @@ class Rule:
     """Symmetric squares for each side that has a factor, kept by half."""
     squares: int = 0
     """Other squares for each such side."""
+    vectors: int = 0
+    """Vectors for each such side."""
 
     @property
     def preconditioned(self) -> bool:
@@ -459,7 +505,9 @@ RULES: Mapping[UpdateName, Rule] = {
     "muon": Rule(work=_muon, fragment_bytes=64, moments=1, orthogonal=True),
     "normuon": Rule(work=_normuon, fragment_bytes=76, moments=1, row_vectors=1, orthogonal=True),
     "shampoo": Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2),
+    "kl-shampoo": Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1),
     "soap": Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1),
+    "soap-muon": Rule(work=_soap_muon, fragment_bytes=24, moments=2, packed=1, squares=1, orthogonal=True),
 }
 
 
@@ -474,6 +522,8 @@ def _modelled(
         own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
     together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
     step, refresh = _duration(own, _unit(a), cluster, together), _duration(besides, "fp32", cluster, together)
+    if own.iteration:
+        step += _duration(own.iteration, a.precision, cluster, 1)
     return step + refresh / a.refresh_period, step + refresh
 
 

@@ -255,12 +255,12 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Bytes of a matrix's other fp32 state.
 
     Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
-    square. NorMuon: a number for each row.
+    square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
     """
     rule = RULES[algorithm.name]
     sides = [side for side in (rows, cols) if side <= algorithm.max_preconditioner_dim]
-    factors = sum(rule.packed * packed_elements(side) + rule.squares * side**2 for side in sides)
-    return FP32 * (rule.row_vectors * rows + factors)
+    own = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
+    return FP32 * (rule.row_vectors * rows + own)
 
 
 def packed_elements(side: int) -> int:

@@ -27,7 +27,8 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
 
     Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for all
     stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always). Shampoo and SOAP,
-    all fp32: one square, one whole matrix, and one for each preconditioned side.
+    all fp32: one square, one whole matrix, and one for each preconditioned side. SOAP-Muon: both, in standard
+    form and without stacking.
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
@@ -42,11 +43,14 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
     # An Adam graft is put together in the left side's buffer, whether that side has a factor or not.
     left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
     right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
-    whole = map(math.prod, shapes)
+    whole = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, _TOGETHER)
-    return FP32 * (square + sum(max(sizes, default=0) for sizes in (whole, left, right)))
+    kept = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
+    if RULES[how.name].orthogonal:
+        kept += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
+    return kept
 
 
 def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[Shape]]) -> int:
@@ -78,7 +82,7 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)
     kept = keeps_workspace(config)
-    if RULES[how.name].orthogonal:
+    if not RULES[how.name].preconditioned and how.name != "adamw":
         return 0 if kept else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
     if how.name == "adamw":
         return 3 * FP32 * rows * cols

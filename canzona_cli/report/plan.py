@@ -78,7 +78,7 @@ class PlanView(Page):
         algorithm = self.study.plan.subject.optimizer
         if algorithm.custom:
             return f"custom (priced like {algorithm.name})"
-        if RULES[algorithm.name].orthogonal:
+        if not RULES[algorithm.name].preconditioned:
             return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
         return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
 

@@ -16,7 +16,7 @@ from canzona_cli.config.schema import (
     EngineConfig,
     Form,
     Layout,
-    NewtonSchulzConfig,
+    MomentumConfig,
     RunConfig,
     Strategy,
 )
@@ -266,7 +266,7 @@ def _variants(
     elif compare == "alpha":
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
     elif compare == "form":
-        if not isinstance(optimizer, NewtonSchulzConfig):
+        if not isinstance(optimizer, MomentumConfig):
             reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
         runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}

@@ -5,17 +5,28 @@ sum whose order could differ; clipping is off because the global norm is one.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
-from canzona_cli.config.schema import Layout, MuonConfig, NorMuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.config.schema import (
+    KLShampooConfig,
+    Layout,
+    MuonConfig,
+    NorMuonConfig,
+    RunConfig,
+    ShampooConfig,
+    SoapConfig,
+    SoapMuonConfig,
+)
+from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.optimizers.soap_muon import SOAPMuon
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs
 from tests.dist.synthetic import Case, Result, run_engines, single_process
@@ -53,7 +64,11 @@ WHOLE: dict[str, Run] = {
     "shampoo": (("optimizer=shampoo", *OFTEN), STEPS),
     "soap": (("optimizer=soap", *OFTEN), STEPS),
 }
-KIN: dict[str, Run] = {"normuon": (("optimizer=normuon",), 3)}
+KIN: dict[str, Run] = {
+    "normuon": (("optimizer=normuon",), 3),
+    "kl-shampoo": (("optimizer=kl-shampoo", *OFTEN), 3),
+    "soap-muon": (("optimizer=soap-muon", *OFTEN), 3),
+}
 """Rules that the engine cannot tell from those: compared in one layout."""
 SPLITTINGS: dict[str, Run] = {
     splitting: (("optimizer=muon", f"engine.splitting={splitting}"), 3)
@@ -112,6 +127,13 @@ def _ordinary(config: RunConfig) -> Make:
         return lambda params: NorMuon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
     if isinstance(o, MuonConfig):
         return lambda params: Muon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
+    if isinstance(o, KLShampooConfig | SoapMuonConfig):
+        kind = KLShampoo if isinstance(o, KLShampooConfig) else partial(SOAPMuon, iterated_in="fp32")
+        return lambda params: kind(
+            params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
+            shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
+            max_preconditioner_dim=o.max_preconditioner_dim,
+        )  # fmt: skip
     if isinstance(o, SoapConfig):
         return lambda params: SOAP(
             params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,

@@ -13,10 +13,12 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -37,7 +39,9 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
     "shampoo": lambda params: Shampoo(params, 0.01),
+    "kl-shampoo": lambda params: KLShampoo(params, 0.01),
     "soap": lambda params: SOAP(params, 0.01),
+    "soap-muon": lambda params: SOAPMuon(params, 0.01),
 }
 EVERYWHERE = ("muon", "shampoo", "soap")
 """The others differ from these by what they keep, not by where."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo, stagger
+from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, stagger
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
 
 from . import reference as reference
@@ -19,10 +19,13 @@ MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
     "muon-stacked": lambda p: Muon(p, 0.02, stack=True),
     "normuon": lambda p: NorMuon(p, 0.02),
     "shampoo": lambda p: Shampoo(p, 0.02, precondition_frequency=2),
+    "kl-shampoo": lambda p: KLShampoo(p, 0.02, precondition_frequency=2),
     "soap": lambda p: SOAP(p, 0.02, precondition_frequency=2),
+    "soap-muon": lambda p: SOAPMuon(p, 0.02, precondition_frequency=2),
 }
 every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP])
+Kind = type[Shampoo] | type[SOAP] | type[KLShampoo]
+preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
 
 
 @every
@@ -53,6 +56,7 @@ def test_deleting_a_state_restarts_that_matrix_alone(
         lambda p: Shampoo(p, 0.02, grafting="none"),
         lambda p: SOAP(p, 0.02, max_preconditioner_dim=10),
         lambda p: Shampoo(p, 0.02, max_preconditioner_dim=5),
+        lambda p: KLShampoo(p, 0.02, max_preconditioner_dim=10),
     ],
 )
 def test_an_optimizer_says_what_it_keeps_of_each_matrix(
@@ -116,9 +120,7 @@ def test_precision_is_put_back() -> None:
 
 
 @preconditioned
-def test_a_failed_eigendecomposition_is_done_in_fp64(
-    kind: type[Shampoo] | type[SOAP], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_eigendecomposition_is_done_in_fp64(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.linalg.eigh
 
     def fails_in_fp32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,9 +147,7 @@ def test_a_failed_eigendecomposition_is_done_in_fp64(
 
 @preconditioned
 @pytest.mark.parametrize("how", ["raises", "not finite"])
-def test_what_fails_altogether_keeps_the_previous_one(
-    kind: type[Shampoo] | type[SOAP], how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_altogether_keeps_the_previous_one(kind: Kind, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[torch.Tensor, str]] = []
     (p,) = reference.weights([(8, 10)])
     optimizer = kind([p], 0.02, precondition_frequency=2, on_fallback=lambda q, reason: told.append((q, reason)))
@@ -175,9 +175,7 @@ def test_what_fails_altogether_keeps_the_previous_one(
 
 
 @preconditioned
-def test_failing_at_first_leaves_the_identity(
-    kind: type[Shampoo] | type[SOAP], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_at_first_leaves_the_identity(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(x: torch.Tensor) -> None:
         raise torch.linalg.LinAlgError("no")  # type: ignore[attr-defined]
 
@@ -186,13 +184,13 @@ def test_failing_at_first_leaves_the_identity(
     (q,) = reference.weights([(6, 6)])
     grads = reference.gradients([(6, 6)], 1)
     reference.step_through(kind([p], 0.02), [p], grads)
-    # What is left is Adam: Shampoo's grafted norm on the gradient itself, SOAP's Adam without rotation.
+    # What is left is Adam's size: Shampoo's and KL-Shampoo's on the gradient itself, SOAP's without rotation.
     adam = grads[0][0].sign() if kind is SOAP else grads[0][0] * 6 / grads[0][0].norm()
     torch.testing.assert_close(p.detach(), q.detach() * (1 - 0.002) - 0.02 * adam, rtol=1e-5, atol=1e-6)
 
 
 @preconditioned
-def test_offsets_have_to_fit(kind: type[Shampoo] | type[SOAP]) -> None:
+def test_offsets_have_to_fit(kind: Kind) -> None:
     with pytest.raises(ValueError, match="2 entries for 3 parameters"):
         kind(reference.weights(SHAPES), 0.02, refresh_offsets=[0, 1])
     with pytest.raises(ValueError, match="precondition_frequency is 0"):

@@ -16,8 +16,10 @@ from canzona_cli.config.schema import CustomConfig, UpdateName
 from canzona_cli.model.matrices import matrices
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.gram_form import segments as gram_segments
+from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
+from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import (
     MEMORY_EFFICIENCY,
@@ -117,22 +119,30 @@ def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> Non
     assert (form_of(auto, *shape, both), seconds(auto, *shape, both)) == ("standard", 0.25)
 
 
-def test_soap_flops_equal_a_counted_run() -> None:
-    """Of the very class that is run, in a step that refreshes and in one that does not."""
-    rows, cols = 24, 40
-    weight = torch.nn.Parameter(torch.randn(rows, cols))
-    optimizer = OurSOAP([weight], 1e-3, precondition_frequency=3)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 80)])
+@pytest.mark.parametrize(("kind", "name"), [(OurSOAP, "soap"), (SOAPMuon, "soap-muon"), (KLShampoo, "kl-shampoo")])
+def test_flops_equal_a_counted_run(
+    kind: type[OurSOAP] | type[KLShampoo], name: UpdateName, shape: tuple[int, int]
+) -> None:
+    """Of the very class that is run, in a step that refreshes and in one that does not; a side of 80 has no factor.
+
+    The counter knows products only.
+    """
+    weight = torch.nn.Parameter(torch.randn(shape))
+    optimizer = kind([weight], 1e-3, precondition_frequency=3, max_preconditioner_dim=64)
 
     def update() -> None:
-        weight.grad = torch.randn(rows, cols)
+        weight.grad = torch.randn(shape)
         optimizer.step()
 
     update()  # the first bases are eigenvectors, which no later step computes
     found = {counted(update) for _ in range(6)}
-    step, refresh = work(SOAP, rows, cols)
-    qr = 8 / 3 * (rows**3 + cols**3)  # the counter knows products only
+    how = Algorithm(name=name, max_preconditioner_dim=64)
+    step, refresh = work(how, *shape)
+    sides = [side for side in shape if side <= 64]
+    qr = sum(8 / 3 * side**3 for side in sides)
     assert sorted(found) == [step.flops, pytest.approx(step.flops + refresh.flops - qr)]
-    assert flops(SOAP, rows, cols) == pytest.approx(step.flops + refresh.flops / SOAP.refresh_period)
+    assert flops(how, *shape) == pytest.approx(step.flops + refresh.flops / how.refresh_period)
 
 
 def test_shampoo_flops_by_hand() -> None:

@@ -12,6 +12,7 @@ from canzona_cli.config.schema.optimizer import (
     AdamWConfig,
     CustomConfig,
     Form,
+    KLShampooConfig,
     KroneckerConfig,
     MomentumConfig,
     MuonConfig,
@@ -23,6 +24,7 @@ from canzona_cli.config.schema.optimizer import (
     RootMethod,
     ShampooConfig,
     SoapConfig,
+    SoapMuonConfig,
     UpdateName,
 )
 from canzona_cli.config.schema.run import (

@@ -20,7 +20,7 @@ from canzona_cli.config.schema.field import (
     Side,
 )
 
-UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "soap"]
+UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "kl-shampoo", "soap", "soap-muon"]
 """Update rules of our own and AdamW's."""
 OptimizerName = UpdateName | Literal["custom"]
 Form = Literal["standard", "gram"]
@@ -39,8 +39,8 @@ class OptimizerBase:
     highest_lr: Annotated[
         Positive | None,
         "A learning rate above this is taken for a mistake: to use one, raise this too. null: 0.1 for adamw, soap"
-        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon"
-        " and normuon; 10 for custom, as plain SGD may need.",
+        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon, normuon"
+        " and soap-muon; 10 for custom, as plain SGD may need.",
         Example("1.0"),
         NOTHING,
     ] = None
@@ -78,13 +78,6 @@ class NewtonSchulzConfig(OptimizerBase):
         "Polynomial of the Newton-Schulz iteration.",
         CURVE,
     ] = "quintic"
-    form: Annotated[
-        Literal["auto"] | Form,
-        "How the iteration is worked out: standard multiplies the matrix in every step; gram its Gram matrix, and the"
-        " matrix every other step, which is less work where one side is longer; auto: for each shape, what the plan"
-        " prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
-        CURVE | PLAN,
-    ] = "auto"
     scale_mode: Annotated[
         Literal["spectral", "unit_rms_norm", "shape_scaling"],
         "How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols)).",
@@ -101,6 +94,13 @@ class MomentumConfig(NewtonSchulzConfig):
 
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
+    form: Annotated[
+        Literal["auto"] | Form,
+        "How the iteration is worked out: standard multiplies the matrix in every step; gram its Gram matrix, and the"
+        " matrix every other step, which is less work where one side is longer; auto: for each shape, what the plan"
+        " prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
+        CURVE | PLAN,
+    ] = "auto"
     stack: Annotated[
         Literal["auto"] | bool,
         "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU; auto:"
@@ -178,6 +178,20 @@ class SoapConfig(KroneckerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KLShampooConfig(KroneckerConfig):
+    """KL-Shampoo on matrices, AdamW on the rest (Lin et al. 2025)."""
+
+    name: Annotated[Literal["kl-shampoo"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
+    """SOAP's update, orthogonalised, on matrices; AdamW on the rest (Vyas et al. 2025)."""
+
+    name: Annotated[Literal["soap-muon"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
     """Any torch optimizer on whole matrices, by its class: a user's own, or a file of `canzona_cli/optimizers`."""
 
@@ -212,7 +226,16 @@ class CustomConfig(OptimizerBase):
         return self.source.startswith("canzona_cli.optimizers.")
 
 
-OptimizerConfig = AdamWConfig | MuonConfig | NorMuonConfig | ShampooConfig | SoapConfig | CustomConfig
+OptimizerConfig = (
+    AdamWConfig
+    | MuonConfig
+    | NorMuonConfig
+    | ShampooConfig
+    | KLShampooConfig
+    | SoapConfig
+    | SoapMuonConfig
+    | CustomConfig
+)
 """Identified by `name`."""
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {

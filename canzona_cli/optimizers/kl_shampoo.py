@@ -1,0 +1,98 @@
+"""KL-Shampoo: Shampoo whose factors fit the gradients' covariance together (Lin et al. 2025, arXiv:2509.03378)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .decompositions import rounding
+from .kronecker import LONGEST, KroneckerOptimizer, Side
+
+NO_FACTOR = 0.2
+"""Root mean square of an update where neither side has a factor: about that of AdamW's (arXiv:2502.16982)."""
+
+
+class KLShampoo(KroneckerOptimizer):
+    """Each factor averages the gradient whitened by the other: together they minimise the KL divergence between the
+    normal distributions of covariance E[g g^T] and of L (x) R. Shampoo's factors each ignore the other.
+
+        L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
+        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the basis there is
+        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)         towards their eigenvectors
+        D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
+        W = (1 - lr weight_decay) W - lr D
+
+    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. It needs neither grafting nor a second moment: a gradient that is
+    whitened has a root mean square of 1, as Adam's, whose learning rates fit. Both factors are averaged with what the
+    step before left of l and r, and D has this step's, as in the paper's figure.
+
+    What differs from the authors' code is the start and the ends. l and r begin at the size of the first gradient, not
+    at 0.1, M is corrected for its start, and no step is skipped, so that updates do not depend on the gradients' scale.
+    Eigenvalues are not divided by where they are rounding of the largest, instead of below 1 / 4000^2. No update is
+    longer than `LONGEST`: in a new basis l and r are those of the old one for a while.
+
+    Settings are KroneckerOptimizer's, of `betas` the first; `eps` is not used. State besides its own: `exp_avg`, `Q_L`,
+    `Q_R`, `eigenvalues_L`, `eigenvalues_R`. `L` and `R` are kept times cols and rows: only their eigenvectors count.
+    """
+
+    def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        state["exp_avg"] = torch.zeros_like(p)
+        for side, length in self._lengths(p):
+            state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+            state[f"eigenvalues_{side}"] = p.new_zeros(length)
+
+    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
+        vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
+        return {**super().kept(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
+
+    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+        """The gradient, turned and whitened on the other side; on the way, eigenvalues follow it."""
+        state, sides = self.state[p], self._sides(p)
+        size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
+        for side in sides:  # until there is a gradient there is no size to begin with
+            values = state[f"eigenvalues_{side}"]
+            torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
+        roots = {side: self._inverse_root(p, side) for side in sides}
+        if len(sides) < 2:
+            self._follow(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
+            return super()._seen(p, grad)
+        basis, other = state["Q_L"], state["Q_R"]
+        left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
+        right = torch.mm(grad, other, out=self.workspace.like("sandwich_R", p))
+        both = self.workspace.like("turned", p)
+        self._follow(p, torch.mm(*((basis.mT, right) if p.size(0) <= p.size(1) else (left, other)), out=both), roots)
+        return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
+
+    def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
+        """Average eigenvalues, in the basis there is: none at the first step."""
+        if self.state[p]["step"] == 1:
+            return
+        square = torch.square(turned, out=self.workspace.like("turned", p))
+        for side in roots:
+            across, other = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
+            found = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
+            self.state[p][f"eigenvalues_{side}"].lerp_(found, 1 - self.shampoo_beta)
+
+    def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
+        values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]
+        least = (rounding(len(values)) * values.amax()).clamp_min_(torch.finfo(values.dtype).tiny)
+        return torch.maximum(values, least).rsqrt_()
+
+    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+        if self.state[stack[0][0]]["step"] == 1:
+            self._keep(stack, "Q_", self._eigenbases(stack, factors))
+            return
+        bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
+        self._keep(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
+
+    def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)
+        direction = self._sandwich(p, "Q_", state["exp_avg"].lerp_(grad, 1 - beta1), transpose="L")
+        for side in self._sides(p):
+            direction = torch.mul(direction, self._inverse_root(p, side).unsqueeze(1 if side == "L" else 0), out=out)
+        length = (torch.linalg.vector_norm(direction) / p.numel() ** 0.5).clamp_min_(torch.finfo(p.dtype).tiny)
+        if not self._sides(p):
+            return torch.mul(direction, NO_FACTOR / length, out=out)
+        step: int = state["step"]
+        direction.mul_((LONGEST / length).clamp_max_(1 / (1 - beta1**step)))
+        return self._sandwich(p, "Q_", direction, transpose="R")
