@@ -61,6 +61,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
         elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):
             yield f"engine.splitting={config.engine.splitting} means qkv here: {why}, which leaves gate and up together"
+    if config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
+        yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
     if config.data.source == "stdlib" and "data.path" in explicit:
         yield "data.path is ignored: data.source is stdlib; write data=prepared to use it"
     if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:

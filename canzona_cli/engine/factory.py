@@ -41,7 +41,7 @@ _KINDS: Mapping[OptimizerName, Kind] = {
     "soap": SOAP,
     "soap-muon": SOAPMuon,
 }
-_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "form", "stagger", "tf32"}
+_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """Settings that the classes do not take under their own names."""
 
 _log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
+            graph=bool(chosen.graph) and config.cluster.device == "cuda",
             stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
             form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
             on_fallback=on_fallback,

@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
 from .gram_form import gram_newton_schulz
+from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import CoefficientSet, Form, newton_schulz
 from .workspace import Workspace
@@ -38,7 +39,8 @@ class MuonSettings(TypedDict, total=False):
     scale_mode: ScaleMode
     scale_factor: float
     precision: Literal["bf16", "fp32"]
-    stack: bool
+    stack: bool | Mapping[tuple[int, int], int]
+    graph: bool
     form: Form | Mapping[tuple[int, int], Form]
     on_fallback: OnFallback | None
     workspace: Workspace | None
@@ -79,6 +81,7 @@ class Muon(MatrixOptimizer):
         stack: bool | Mapping[tuple[int, int], int] = False,
         form: Form | Mapping[tuple[int, int], Form] = "standard",
         on_fallback: OnFallback | None = None,
+        graph: bool = False,
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
@@ -99,6 +102,7 @@ class Muon(MatrixOptimizer):
             is made in standard form instead. On CUDA, where the host does not wait to know, it is left out, and
             `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
+        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`).
         workspace: Scratch to share with other optimizers.
         """
         if ns_steps < 1:
@@ -114,19 +118,46 @@ class Muon(MatrixOptimizer):
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
         self._distrusted: set[torch.Tensor] = set()
+        self.graph = graph
+        self._replayed: dict[int, Replayed] = {}
+        self._rates: dict[int, torch.Tensor] = {}
         self.workspace = workspace or Workspace()
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         with products("fp32"):
-            for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
-                of_shape = list(same)
-                most = self._most(of_shape)
-                for first in range(0, len(of_shape), most):
-                    together = of_shape[first : first + most]
-                    if len(together) > 1:
-                        self._update_stack(together, group)
-                    else:
-                        super()._update_group(together, group)
+            if matrices and not _by_blocks(matrices[0]):
+                self._set_rates(matrices[0], group)
+                if self.graph:
+                    replayed = self._replayed.setdefault(id(group), Replayed())
+                    replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
+                    return
+            self._update_all(matrices, group)
+
+    def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
+            of_shape = list(same)
+            most = self._most(of_shape)
+            for first in range(0, len(of_shape), most):
+                together = of_shape[first : first + most]
+                if len(together) > 1:
+                    self._update_stack(together, group)
+                else:
+                    super()._update_group(together, group)
+
+    def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
+        """Put on the device what changes from step to step: the decay, and the learning rate."""
+        rates = self._rates.get(id(group))
+        if rates is None:
+            rates = self._rates[id(group)] = p.new_empty(2)
+        rates[0].fill_(1 - group["lr"] * group["weight_decay"])
+        rates[1].fill_(group["lr"])
+
+    def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
+        """All else that an update of these matrices depends on, as far as it may change."""
+        state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
+        gradients = [p.grad for p in matrices if p.grad is not None]
+        places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
+        return group["momentum"], self.workspace.nbytes, len(self._distrusted), places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
         """How many matrices of one shape are updated together."""
@@ -228,7 +259,8 @@ class Muon(MatrixOptimizer):
         """
         found = [p for p, good in self._trusted.items() if not bool(good)]
         self._distrusted.update(found)
-        self._trusted.clear()
+        for p in found:
+            del self._trusted[p]  # others' stay: a replayed step writes where it was captured
         return found
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -241,17 +273,14 @@ class Muon(MatrixOptimizer):
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
         """p <- (1 - lr weight_decay) p - lr scale x."""
-        lr = group["lr"]
-        decay = 1 - lr * group["weight_decay"]
-        alpha = -lr * self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
+        size = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
         if not _by_blocks(p):
+            decay, rate = self._rates[id(group)]
             trusted = self._trusted.get(p)
-            p.mul_(decay)
-            if trusted is None:
-                p.add_(x, alpha=alpha)
-            else:
-                p.addcmul_(x, alpha * trusted)
+            p.mul_(decay).addcmul_(x, rate if trusted is None else rate * trusted, value=-size)
             return
+        lr = group["lr"]
+        decay, alpha = 1 - lr * group["weight_decay"], -lr * size
         for weight, block in zip(_blocks(p), _blocks(x), strict=True):
             if block.dtype != weight.dtype:
                 block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)

@@ -149,6 +149,7 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("optimizer=soap engine=sc engine.layout=aligned", "engine.layout"),
         ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
         ("train.loss_spike=ignore train.loss_spike_sigmas=4", "train.loss_spike_sigmas"),
+        ("optimizer.graph=true", "optimizer.graph"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:

@@ -1,18 +1,18 @@
 """The memory estimate against hand-computed cases and against what every honest estimate must obey."""
 
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import CustomConfig, Splitting
+from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.activations import matrix_shapes, stage_weights
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.cost import STACK_BYTES, algorithm
 from canzona_cli.planner.memory import (
     GIB,
     MemoryEstimate,
@@ -25,6 +25,7 @@ from canzona_cli.planner.memory import (
     placement,
 )
 from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.workspace import workspace_bytes
 from tests.sizes import H100, layout, model, run
 
 N = 596_049_920
@@ -248,3 +249,22 @@ def test_balancing_stays_within_a_matrix_of_the_mean(
     total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
     assert max(largest, total / cells) <= held.worst <= total / cells + largest
     assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst
+
+
+def test_scratch_of_stacks_is_planned() -> None:
+    """Two iterates and squares in bf16 for as many as are stacked, and an fp32 direction."""
+    config = run("32b", 256, strategy="canzona")
+
+    def scratch(shapes: list[tuple[int, int]], stack: Literal["auto"] | bool) -> int:
+        assert isinstance(config.optimizer, MuonConfig)
+        optimizer = replace(config.optimizer, stack=stack, form="standard")
+        return workspace_bytes(replace(config, optimizer=optimizer), [shapes])
+
+    k, count = (1024, 5120), 3
+    elements, square = 1024 * 5120, 1024**2
+    assert scratch([k] * count, False) == 4 * (elements + square) + 4 * elements
+    assert scratch([k] * count, "auto") == count * 4 * (elements + square) + 4 * elements
+    assert scratch([k] * 1000, "auto") <= STACK_BYTES["cuda"] + 4 * elements
+    assert scratch([k] * 1000, True) == scratch([k] * 1000, "auto")
+    large = (5120, 25600)
+    assert scratch([large] * count, "auto") == scratch([large], False)

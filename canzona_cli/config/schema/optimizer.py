@@ -107,6 +107,13 @@ class MomentumConfig(NewtonSchulzConfig):
         " those that the plan prices lower so. On CPUs that is known only where canzona calibrate measured both ways.",
         CURVE | PLAN,
     ] = "auto"
+    graph: Annotated[
+        Literal["auto"] | bool,
+        "On GPUs, capture the updates of a micro-group as one CUDA graph and replay it; where that fails, updates run"
+        " kernel by kernel, with a warning. auto: on GPUs. It changes no result, and no price: plans count launches one"
+        " by one unless updates were measured.",
+        NOTHING,
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,157 @@
+"""Replayed updates are those that run kernel by kernel, bit by bit; and those again where nothing can be captured."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from canzona_cli.optimizers import Muon, NorMuon, graphs
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.graphs import Replayed
+from tests.cuda_graph_stand_in import StandInGraph, cuda_graphs
+
+from . import reference as reference
+
+SHAPES = [(16, 16), (12, 40), (40, 12), (12, 40)]
+RATES = [(0.02, 0.1), (0.01, 0.2), (0.03, 0.0), (0.005, 0.1), (0.02, 0.3), (0.0, 0.1)]
+"""Learning rate and decay of each step."""
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandInGraph]]:
+    """Whole-tensor passes, as on CUDA."""
+    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    graphs._pool.cache_clear()
+    with cuda_graphs() as made:
+        yield made
+    graphs._pool.cache_clear()
+
+
+def train(
+    make: Callable[..., Muon],
+    *,
+    graph: bool,
+    between: Callable[[int, Muon], None] = lambda step, optimizer: None,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> list[torch.Tensor]:
+    """Six steps with gradients that stay where they are, of which the rates change every time."""
+    weights = reference.weights(shapes)
+    optimizer = make(weights, 0.02, graph=graph)
+    for p in weights:
+        p.grad = torch.empty_like(p)
+    for step, of_step in enumerate(reference.gradients(shapes, len(RATES))):
+        between(step, optimizer)
+        for p, new in zip(weights, of_step, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(new)
+        optimizer.param_groups[0].update(lr=RATES[step][0], weight_decay=RATES[step][1])
+        optimizer.step()
+    return [p.detach() for p in weights]
+
+
+def assert_equal(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, others, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_replays_are_the_steps_themselves(
+    kind: type[Muon], stack: bool, precision: Literal["bf16", "fp32"], on_cuda: list[StandInGraph]
+) -> None:
+    make = partial(kind, stack=stack, precision=precision)
+    eager = train(make, graph=False)
+    assert not on_cuda
+    assert_equal(train(make, graph=True), eager)
+    [graph] = on_cuda
+    assert graph.replays == len(RATES) - 1, "all but the first step, which makes state and scratch"
+
+
+def test_an_update_that_is_left_out_is_left_out_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew."""
+    doubts = torch.zeros(3, dtype=torch.bool)
+
+    def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result, trusted = gram_newton_schulz(x, *given)
+        return result, trusted & ~doubts[: x.size(0)]
+
+    monkeypatch.setattr("canzona_cli.optimizers.muon.gram_newton_schulz", doubtful)
+    found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+
+    def run(graph: bool) -> list[torch.Tensor]:
+        def between(step: int, optimizer: Muon) -> None:
+            doubts[0] = step == 3
+            doubted = optimizer.doubted()
+            left_out = 0 if doubted is None else int(doubted)
+            found[graph].append((left_out, len(optimizer.settle()) if left_out else 0))
+
+        doubts.zero_()
+        return train(
+            partial(Muon, stack=True, form="gram"), graph=graph, between=between, shapes=[(12, 40), (40, 12)] * 3
+        )
+
+    assert_equal(run(True), run(False))
+    assert found[True] == found[False]
+    assert [left_out for left_out, _ in found[True]] == [0, 0, 0, 0, 2, 0], "the first of each shape"
+    assert all(left_out == settled for left_out, settled in found[True])
+
+
+def test_what_has_moved_or_changed_is_captured_anew(on_cuda: list[StandInGraph]) -> None:
+    def between(step: int, optimizer: Muon) -> None:
+        [p, *_] = optimizer.param_groups[0]["params"]
+        if step == 2:
+            p.grad = torch.empty_like(p)
+        if step == 4:
+            del optimizer.state[p]
+
+    assert_equal(train(Muon, graph=True, between=between), train(Muon, graph=False, between=between))
+    assert [graph.replays for graph in on_cuda] == [1, 1, 1], "a step as it is behind each change"
+
+    def momentum(step: int, optimizer: Muon) -> None:
+        optimizer.param_groups[0]["momentum"] = 0.5 if step > 2 else 0.9
+
+    assert_equal(train(Muon, graph=True, between=momentum), train(Muon, graph=False, between=momentum))
+
+
+def test_scratch_that_has_grown_is_not_written_where_it_was(on_cuda: list[StandInGraph]) -> None:
+    def between(step: int, optimizer: Muon) -> None:
+        if step == 3:
+            optimizer.workspace.get("muon_x", (64, 64), torch.bfloat16, torch.device("cpu"))
+
+    assert_equal(train(Muon, graph=True, between=between), train(Muon, graph=False))
+    assert len(on_cuda) == 2
+
+
+def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
+    on_cuda: list[StandInGraph], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is not done twice: what was captured until then has no effect."""
+
+    class Waiting(Muon):
+        def _apply(self, p: torch.Tensor, x: torch.Tensor, group: dict[str, float]) -> None:  # type: ignore[override]
+            super()._apply(p, x, group)
+            assert float(p.sum()) is not None
+
+    with caplog.at_level(logging.WARNING):
+        assert_equal(train(Waiting, graph=True), train(Muon, graph=False))
+    [said] = caplog.records
+    assert "kernel by kernel" in said.getMessage()
+    assert "not permitted when stream is capturing" in said.getMessage()
+    assert [graph.replays for graph in on_cuda] == [0]
+
+
+def test_a_number_of_the_host_is_frozen_by_the_stand_in(on_cuda: list[StandInGraph]) -> None:
+    """Else the tests above would not notice a rate that is not on the device."""
+    x, numbers = torch.zeros(3), iter([1.0, 2.0, 3.0])
+    replayed = Replayed()
+    for _ in range(3):
+        replayed.run(lambda: _add(x, numbers), lambda: 0)
+    assert x.tolist() == [5.0] * 3, "1, then 2 twice"
+
+
+def _add(x: torch.Tensor, numbers: Iterator[float]) -> None:
+    x.add_(next(numbers))
