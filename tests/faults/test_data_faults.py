@@ -46,6 +46,7 @@ def test_a_loss_that_is_no_number_on_one_rank(
     files = RunFiles(tmp_path / "run")
     assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3]
     assert lines(files.metrics)[-1]["loss"] is None
+    assert files.kernels.exists() == ("optimizer=muon" in optimizer), "what multiplies to symmetric results"
     for rank in range(4):
         record = read_json(files.rank(rank))
         assert record is not None
