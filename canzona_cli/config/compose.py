@@ -103,7 +103,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         if stand_in is not None:
             problems += [p for p in config_problems(stand_in, training=training) if p.key not in bad]
         raise ConfigError(*problems)
-    config = _with_min_lr(config)
+    config = _with_rates(config, asked)
     problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
@@ -136,13 +136,14 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
         optimizer["min_lr_ratio"] = None
 
 
-def _with_min_lr(config: RunConfig) -> RunConfig:
-    """The minimum learning rate from its ratio: the decimal product, so that 0.1 of 0.0003 is 0.00003 to the bit."""
+def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
+    """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal product,
+    so that 0.1 of 0.0003 is 0.00003 to the bit."""
     own = config.optimizer
-    if own.min_lr_ratio is None:
-        return config
-    least = float(Decimal(repr(own.min_lr_ratio)) * Decimal(repr(own.lr)))
-    return replace(config, optimizer=replace(own, min_lr=least))
+    lr = own.lr if "optimizer.lr" in asked.values else own.lrs.get(own.name, own.lr)
+    ratio = own.min_lr_ratio
+    least = own.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
+    return replace(config, optimizer=replace(own, lr=lr, lrs={}, min_lr=least))
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:

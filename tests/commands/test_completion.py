@@ -56,7 +56,10 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     [
         ("canzona train recipe = qwen3-t", ["qwen3-tiny"]),
         ("canzona train recipe=qwen3-t", ["recipe=qwen3-tiny"]),
-        ("canzona train gpus = 4 optimizer =", ["adamw", "custom", "muon", "normuon", "shampoo", "soap"]),
+        (
+            "canzona train gpus = 4 optimizer =",
+            ["adamw", "custom", "kl-shampoo", "muon", "normuon", "shampoo", "soap", "soap-muon"],
+        ),
         ("canzona validate recipe = tiny cluster = h", ["h100-80g", "h200"]),
         ("canzona train recipe = tiny data=", ["data=prepared", "data=stdlib-bpe", "data=stdlib-bytes"]),
         ("canzona train engine.strategy = lay", ["layerwise"]),

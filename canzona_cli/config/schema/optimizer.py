@@ -36,6 +36,12 @@ class OptimizerBase:
     PLAUSIBLE_LR: ClassVar[float] = 0.1
 
     lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
+    lrs: Annotated[
+        dict[OptimizerName, Positive],
+        "A recipe's peak learning rates of some optimizers, by name, in place of lr unless that is typed.",
+        Example("'{soap:0.002}'"),
+        NOTHING,
+    ] = field(default_factory=dict, hash=False)
     highest_lr: Annotated[
         Positive | None,
         "A learning rate above this is taken for a mistake: to use one, raise this too. null: 0.1 for adamw, soap"
