@@ -141,7 +141,8 @@ def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterC
     """Measured forward and backward over what the cost model predicts on this profile, and what it leaves unexplained
     however many sequences there are."""
     plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
-    short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0))
+    # What is measured has no schedule around it.
+    short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0, pass_us=0.0))
     changes: dict[str, float] = {}
     for direction in ("forward", "backward"):
         points, modules = [], 1
