@@ -1,12 +1,13 @@
 """No part of an eigenvalue path runs in TF32, whatever the user and the process have set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from canzona_cli.optimizers import SOAP, Shampoo
+from canzona_cli.optimizers import SOAP, KLShampoo, Shampoo, SOAPMuon
 from canzona_cli.optimizers.kronecker import KroneckerOptimizer
 
 from . import reference as reference
@@ -52,6 +53,10 @@ def _tf32() -> Iterator[None]:
     [
         (lambda p: Shampoo(p, 0.02, precondition_frequency=2, precision="tf32"), {"linalg_eigh"}),
         (lambda p: Shampoo(p, 0.02, precondition_frequency=2, precision="tf32", roots="newton"), {"baddbmm"}),
+        *(
+            (partial(kind, lr=0.02, precondition_frequency=2, precision="tf32"), {"linalg_eigh", "linalg_qr"})
+            for kind in (SOAPMuon, KLShampoo)
+        ),
         (lambda p: SOAP(p, 0.02, precondition_frequency=2, precision="tf32"), {"linalg_eigh", "linalg_qr", "mm"}),
     ],
 )
