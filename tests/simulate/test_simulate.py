@@ -46,8 +46,9 @@ def inputs(
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
     how = algorithm(config)
     members = matrices(config.model, mesh, "fused" if by_flops else splitting)
+    plain = replace(how, form="standard")
     costs = [
-        flops(how, m.rows, m.cols) / STANDARD_RATE if by_flops else seconds(how, m.rows, m.cols, config.cluster)
+        flops(plain, m.rows, m.cols) / STANDARD_RATE if by_flops else seconds(how, m.rows, m.cols, config.cluster)
         for m in members
     ]
     limit = bucket_elements(config, mesh)
