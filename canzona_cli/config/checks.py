@@ -132,6 +132,11 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
+    if config.optimizer.clip == "adamw" and execution_of(config) in (Execution.LAYERWISE, Execution.MEGATRON_SC):
+        reason = f"is canzona's own; with engine.strategy={config.engine.strategy} Megatron clips all gradients alike"
+        yield problem_with(
+            config, "optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona"
+        )
     if execution_of(config) is not Execution.LAYERWISE:
         return
     optimizer = config.optimizer.name

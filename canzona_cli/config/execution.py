@@ -80,7 +80,7 @@ def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
             return config
         adamw = AdamWConfig(
             name="adamw", lr=own.lr, min_lr=own.min_lr, weight_decay=own.weight_decay, clip_grad=own.clip_grad,
-            beta1=own.beta1, beta2=own.beta2, eps=own.eps,
+            clip=own.clip,            beta1=own.beta1, beta2=own.beta2, eps=own.eps,
         )  # fmt: skip
         return replace(config, optimizer=adamw)
     engine = replace(config.engine, strategy=strategy)

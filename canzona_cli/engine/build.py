@@ -79,4 +79,5 @@ def build_engine(
         stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,
         non_finite=config.train.non_finite,
+        clip=config.optimizer.clip,
     )

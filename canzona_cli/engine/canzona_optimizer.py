@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from canzona_cli.config.schema import NonFinite
+from canzona_cli.config.schema import Clip, NonFinite
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.matrix_buffers import global_parameters
@@ -58,10 +58,11 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         stats_group: torch.distributed.ProcessGroup,
         timer: PhaseTimer,
         non_finite: NonFinite,
+        clip: Clip,
     ) -> None:
         super().__init__([adamw, matrices])
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
-        self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
+        self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
         self.skipped = 0
         """Steps skipped so far for non-finite gradients, the same on every rank."""
         self.fallbacks = 0
@@ -92,7 +93,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0
         if scale < 1.0 and self._adamw.get_parameters():
             clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=clip, total_norm=norm)
-        self.matrices.set_gradient_scale(scale)
+        self.matrices.set_gradient_scale(scale if self._clip == "all" else 1.0)
         self.step_with_ready_grads()
         return True, norm, None
 

@@ -119,7 +119,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
         "adam_eps": optimizer.eps,
-        "clip_grad": optimizer.clip_grad,
+        "clip_grad": 0.0 if optimizer.clip == "none" else optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
         "use_distributed_optimizer": not execution_of(config).everywhere,

@@ -125,9 +125,14 @@ def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
         made = [_plain(source, *layout, *settings) for settings in each]
         return run_engines([Case(config=config, layout=where, steps=STEPS, look=norm) for config, where in made])
 
-    one, free = runs(ONE, ("engine.strategy=sc",), ("engine.strategy=sc", "optimizer.clip_grad=0"))
-    assert _worst(one.after, free.after) > 0.1 * LR, "nothing was clipped"
     sc, canzona = ("engine.strategy=sc",), ("engine.strategy=canzona",)
+    clips = ((*sc, "optimizer.clip=none"), (*canzona, "optimizer.clip=adamw"))
+    one, free, none, adamw = runs(ONE, sc, (*sc, "optimizer.clip_grad=0"), *clips)
+    assert _worst(one.after, free.after) > 0.1 * LR, "nothing was clipped"
+    assert _worst(none.after, free.after) == 0.0
+    for name, weight in adamw.after.items():
+        wanted = (free if "_proj" in name else one).after[name]
+        torch.testing.assert_close(weight, wanted, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
     for found in (*runs(LAYOUTS["tp2 dp2"], sc, canzona), *runs(LAYOUTS["tp2 pp2"], sc)):
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more

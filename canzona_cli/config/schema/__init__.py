@@ -10,6 +10,7 @@ from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device
 from canzona_cli.config.schema.optimizer import (
     OPTIMIZERS,
     AdamWConfig,
+    Clip,
     CustomConfig,
     Form,
     KLShampooConfig,

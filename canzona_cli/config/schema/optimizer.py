@@ -23,6 +23,8 @@ from canzona_cli.config.schema.field import (
 UpdateName = Literal["adamw", "muon", "normuon", "shampoo", "kl-shampoo", "soap", "soap-muon"]
 """Update rules of our own and AdamW's."""
 OptimizerName = UpdateName | Literal["custom"]
+Clip = Literal["all", "adamw", "none"]
+"""What clipping by the global norm acts on."""
 Form = Literal["standard", "gram"]
 """How Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
@@ -61,6 +63,13 @@ class OptimizerBase:
         NotNegative, "Decoupled weight decay; 1-D parameters (norms, biases) are excluded.", CURVE
     ] = 0.1
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
+    clip: Annotated[
+        Clip,
+        "Whose gradients clip_grad scales down, by the norm of all: all; adamw, those of AdamW's parameters, while a"
+        " matrix optimizer has its own as they are (their size does not matter to a single update of Muon's, but to"
+        " the weight of this step in its momentum, which a spike of the embeddings then leaves alone); none.",
+        CURVE,
+    ] = "all"
     beta1: Annotated[Share, "AdamW's decay of the first moment.", CURVE] = 0.9
     beta2: Annotated[Share, "AdamW's decay of the second moment.", CURVE] = 0.95
     eps: Annotated[Epsilon, "AdamW's term in the denominator.", Example("1e-8"), CURVE] = 1e-8
