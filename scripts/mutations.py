@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether tests notice: tries each wrong edit of scripts/mutations.yaml in a copy of the sources, and says who noticed.
 
-    make mutations                                   # all of them: about 10 minutes on two cores
+    make mutations                                   # all of them: about 40 s each on two busy cores
     python scripts/mutations.py [NAME ...]           # those whose name has one of the words in it
 
 An edit is noticed when one of its tests fails, of those that `make test` runs, or is still running after ten minutes.
