@@ -16,6 +16,8 @@ OPTIMIZERS = {
     "muon": ("optimizer=muon",),
     "soap": ("optimizer=soap", "optimizer.precondition_frequency=2"),
     "shampoo": ("optimizer=shampoo", "optimizer.precondition_frequency=2"),
+    "normuon": ("optimizer=normuon",),
+    "kl-shampoo": ("optimizer=kl-shampoo", "optimizer.precondition_frequency=2"),
 }
 LAYOUTS = {
     "dp4": ("gpus=4", "parallel.pp=1"),
@@ -27,7 +29,10 @@ LAYOUTS = {
     "tp2 dp4": ("gpus=8", "parallel.tp=2"),
     "alpha 0, contiguous": (*TP2_DP2, "engine.alpha=0", "engine.layout=contiguous"),
 }
-CASES = [("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("shampoo", "one rank")]
+CASES = [
+    ("muon", "dp4"), ("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("shampoo", "one rank"),
+    ("normuon", "dp4"), ("kl-shampoo", "tp4"),
+]  # fmt: skip
 STRATEGIES = [("canzona", "layerwise"), ("sc", "canzona")]
 SPLITTINGS = ("fused", "qkv", "per_head")
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
