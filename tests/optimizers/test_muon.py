@@ -235,3 +235,39 @@ def test_other_than_whole_matrices_are_refused(p: torch.Tensor) -> None:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["blocks", "whole", "stack", "gram"])
+def test_updates_do_not_depend_on_the_gradients_scale(
+    how: str, precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Powers of two not by a bit; others by the rounding of the scaled gradient: 6e-8 in fp32 times the slopes, and in
+    bf16 an element here and there that rounds the other way."""
+    if how == "whole":
+        monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    shapes = [(12, 40), (12, 40)]
+    grads = reference.gradients(shapes, 2)
+
+    form: Literal["standard", "gram"] = "gram" if how == "gram" else "standard"
+
+    def moved(factor: float) -> torch.Tensor:
+        made = reference.run(
+            lambda p: Muon(
+                p,
+                1.0,
+                weight_decay=0,
+                precision=precision,
+                stack=how == "stack",
+                form=form,
+            ),
+            shapes,
+            [[grad * factor for grad in of_step] for of_step in grads],
+        )[0]
+        return torch.cat([new - old.detach() for new, old in zip(made, reference.weights(shapes), strict=True)])
+
+    one = moved(1.0)
+    for exponent in (-90, -40, 40, 90):
+        assert torch.equal(moved(2.0**exponent), one), exponent
+    for factor in (1e-30, 1e-9, 1e30):
+        assert distance(moved(factor), one) <= (1e-5 if precision == "fp32" else 2e-2) * float(one.norm()), factor

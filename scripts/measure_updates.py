@@ -1,0 +1,112 @@
+"""Times Muon's update of a Qwen3-32B layer's matrices with all sides divided, against other code, on one CPU thread.
+
+    python scripts/measure_updates.py OUT.json [--divide 8] [--rounds 15] [--before CHECKOUT]
+
+Rounds are interleaved: each updates every shape once with every contender. OUT.json has all samples; printed are the
+ratios to the first contender's time, weighted by how often a layer has each shape, with quartiles, the singular values'
+distance from 1 on Gaussian gradients, and FLOPs as torch counts them.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
+from torch.utils.flop_counter import FlopCounterMode
+
+from canzona_cli.optimizers import Muon
+
+LAYER = {(8192, 5120): 1, (1024, 5120): 2, (5120, 8192): 1, (25600, 5120): 2, (5120, 25600): 1}
+"""Qwen3-32B's q, k and v, proj, gate and up, down: how many of each shape."""
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def contenders(before: Path | None) -> Mapping[str, Make]:
+    """What is compared, the baseline first: Muon of another checkout, or this one's standard form."""
+    found: dict[str, Make] = {}
+    if before is not None:
+        found["before"] = _muon_of(before)
+    return {
+        **found,
+        "standard": lambda p: Muon(p, 0.02),
+        "gram": lambda p: Muon(p, 0.02, form="gram"),
+        "emerging": lambda p: EmergingMuon(
+            p, 0.02, coefficient_type="quintic", fp32_matmul_prec="medium", extra_scale_factor=0.2, weight_decay=0.1
+        ),
+        "torch": lambda p: torch.optim.Muon(p, 0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    }
+
+
+def _muon_of(checkout: Path) -> Make:
+    """Another checkout's Muon, under a name of its own."""
+    folder = checkout / "canzona_cli" / "optimizers"
+    spec = importlib.util.spec_from_file_location(
+        "before", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["before"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kind: Make = module.Muon
+    return lambda p: kind(p, 0.02)  # type: ignore[call-arg]
+
+
+def orthogonality(make: Make, shape: tuple[int, int]) -> float:
+    """Root mean square of an update's singular values' distance from 1."""
+    p = torch.nn.Parameter(torch.zeros(shape))
+    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    make([p]).step()
+    values = torch.linalg.svdvals(p.detach())
+    return float((values / (0.02 * 0.2 * max(shape) ** 0.5) - 1).square().mean().sqrt())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--divide", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    makes = contenders(args.before)
+    shapes = {(rows // args.divide, cols // args.divide): count for (rows, cols), count in LAYER.items()}
+    times: dict[str, dict[str, list[float]]] = {name: {str(shape): [] for shape in shapes} for name in makes}
+    ready = {}
+    flops = dict.fromkeys(makes, 0)
+    for shape, count in shapes.items():
+        for name, make in makes.items():
+            p = torch.nn.Parameter(torch.randn(shape))
+            p.grad = torch.randn(shape)
+            ready[name, shape] = make([p])
+            with FlopCounterMode(display=False) as counter:
+                ready[name, shape].step()  # and this warms it up
+            flops[name] += count * counter.get_total_flops()
+    for _ in range(args.rounds):
+        for shape in shapes:
+            for name in makes:
+                begin = time.perf_counter()
+                ready[name, shape].step()
+                times[name][str(shape)].append(time.perf_counter() - begin)
+    errors = {name: {str(s): orthogonality(make, s) for s in shapes} for name, make in makes.items()}
+    args.out.write_text(json.dumps({"divide": args.divide, "seconds": times, "orthogonality": errors, "flops": flops}))
+    first = next(iter(makes))
+    for name, of in times.items():
+        ratios = [
+            sum(count * of[str(s)][turn] for s, count in shapes.items())
+            / sum(count * times[first][str(s)][turn] for s, count in shapes.items())
+            for turn in range(args.rounds)
+        ]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        off = statistics.mean(errors[name].values())
+        spread = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+        print(f"{name:9} {spread} of {first}'s time, off 1 by {off:.4f}, {flops[name]:.3g} FLOPs")
+
+
+if __name__ == "__main__":
+    main()
