@@ -234,8 +234,9 @@ class Muon(MatrixOptimizer):
             return newton_schulz(x, self.steps, self.workspace)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         if not _by_blocks(matrices[0]):
-            self._trusted.update(zip(matrices, trusted.view(-1, 1, 1), strict=True))
-            return result
+            self._trusted.update(zip(matrices, trusted.view(-1), strict=True))
+            # Not by a factor of 0: what is left out may be NaN.
+            return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
@@ -276,8 +277,7 @@ class Muon(MatrixOptimizer):
         size = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
         if not _by_blocks(p):
             decay, rate = self._rates[id(group)]
-            trusted = self._trusted.get(p)
-            p.mul_(decay).addcmul_(x, rate if trusted is None else rate * trusted, value=-size)
+            p.mul_(decay).addcmul_(x, rate, value=-size)
             return
         lr = group["lr"]
         decay, alpha = 1 - lr * group["weight_decay"], -lr * size

@@ -51,7 +51,7 @@ class NorMuon(Muon):
         sizes = torch.linalg.vector_norm(x, dim=1, dtype=p.dtype)
         mean, square = sizes.square().div_(p.size(1)), state["row_square"]
         if (trusted := self._trusted.get(p)) is not None:  # an update that is left out was none of theirs
-            mean = torch.where(trusted.view(1), mean, square)
+            mean = torch.where(trusted, mean, square)
         square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
         # Norms of the matrix are those of its rows' norms. A gradient of zeros has neither.
