@@ -14,7 +14,7 @@ from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.recipes import shown
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.launch.view import TrainView
-from canzona_cli.planner.cost import adamw_seconds, algorithm, label, matmul_rate, seconds
+from canzona_cli.planner.cost import Implementation, adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.planner.links import Group, Links
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
@@ -88,7 +88,8 @@ class CalibrationView(Page):
         for m in self._sorted("updates"):
             name, rows, columns = str(m.key[0]), int(m.key[1]), int(m.key[2])
             how = algorithms.get(name.removeprefix("megatron/"))
-            before = None if how is None else seconds(how, rows, columns, self.config.cluster)
+            whose: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
+            before = None if how is None else seconds(how, rows, columns, self.config.cluster, whose)
             _add(table, f"{name} {rows}x{columns}", milliseconds(m.spread.median), m, milliseconds(before))
         return table
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,17 +71,18 @@ def test_megatrons_adam_decays_weights_apart() -> None:
     torch.testing.assert_close(weight.detach(), torch.full((4,), 0.95))
 
 
-def test_a_number_is_repeated_within_its_budget() -> None:
-    calls = 0
+def test_a_number_is_repeated_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
 
     def work() -> None:
-        nonlocal calls
-        calls += 1
-        torch.ones(1 << 20).sum()
+        nonlocal now
+        now += 0.01
 
-    assert len(repeat(work, CPU, 1e-9)) == 1, "a call that is four times its budget is not repeated"
-    assert LEAST <= len(repeat(work, CPU, 0.05)) <= MOST
-    assert calls > LEAST
+    monkeypatch.setattr("canzona_cli.calibrate.team.time", SimpleNamespace(perf_counter=lambda: now))
+    assert len(repeat(work, CPU, 0.002)) == 1, "a call that is four times its budget is not repeated"
+    assert len(repeat(work, CPU, 0.015)) == LEAST
+    assert len(repeat(work, CPU, 0.055)) == 6
+    assert len(repeat(work, CPU, 100.0)) == MOST
 
 
 def test_orders_reach_the_ranks(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def _worst(curve: Curve, reference: Curve) -> float:
             ("optimizer=muon", "engine.strategy=layerwise"), BF16_LOSS, id="muon-layerwise", marks=pytest.mark.sweep
         ),
         pytest.param(("optimizer=muon", "engine.strategy=sc"), BF16_LOSS, id="muon-sc", marks=pytest.mark.sweep),
-        pytest.param(("optimizer=adamw",), BF16_LOSS, id="adamw", marks=pytest.mark.sweep),
-        pytest.param(("optimizer=adamw", "train.precision=fp32"), FP32_LOSS, id="adamw-fp32"),
+        pytest.param(("optimizer=adamw", "optimizer.lr=0.005"), BF16_LOSS, id="adamw", marks=pytest.mark.sweep),
+        pytest.param(("optimizer=adamw", "optimizer.lr=0.005", "train.precision=fp32"), FP32_LOSS, id="adamw-fp32"),
         pytest.param(
             ("optimizer=muon", "engine.strategy=sc", "train.precision=fp32"),
             FP32_LOSS,
