@@ -192,5 +192,5 @@ class _Load:
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """The run without what changes predicted times, but no plan: how many cores its ranks share."""
-    return replace(config, cluster=replace(config.cluster, cores=None))
+    """The run without what changes predicted times, but no plan: the cores its ranks share, what whole steps took."""
+    return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

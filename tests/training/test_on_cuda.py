@@ -57,8 +57,7 @@ def test_a_devices_random_state_is_kept_and_put_back(monkeypatch: pytest.MonkeyP
 
 
 def test_the_doctor_hears_of_gpu_and_nccl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["probe", "store", "0"])
-    monkeypatch.setattr(probe, "_meet", lambda store, rank: None)
+    monkeypatch.setattr(probe, "_meet", lambda: None)
     monkeypatch.setattr(probe, "_matmul_gflops", lambda dtype: 1.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
