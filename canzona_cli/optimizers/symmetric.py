@@ -17,7 +17,7 @@ STRIPS, LEAST = 5, 2e8
 """Strips of rows, and the multiply-adds from which on they win. Measured on one core of an AMD EPYC with AVX512-BF16
 (no AMX), bf16, time over that of the whole product: X X^T of 256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024
 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072 0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640
-0.85, 1024 0.83, 1280 0.73. Halving recursively, strips of columns, and other numbers of strips (2 to 8) gain no more;
+0.85, 1024 0.88, 1280 0.73. Halving recursively, strips of columns, and other numbers of strips (2 to 8) gain no more;
 without the mirror image it would be 0.05 less. All of them gave the whole product's bits."""
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
 """The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and four strips
