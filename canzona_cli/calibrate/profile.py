@@ -7,6 +7,7 @@ from typing import get_args
 from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
+    STANDARD_ONLY,
     AdamWConfig,
     ClusterConfig,
     Form,
@@ -48,7 +49,12 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
         replace(config, optimizer=each)
         for optimizer in chosen.values()
         for each in (
-            [replace(optimizer, form=form, stack=stack) for form in get_args(Form) for stack in (False, True)]
+            [
+                replace(optimizer, form=form, stack=stack)
+                for form in get_args(Form)
+                if form == "standard" or optimizer.coefficients not in STANDARD_ONLY
+                for stack in (False, True)
+            ]
             if isinstance(optimizer, MomentumConfig)
             else [optimizer]
         )

@@ -7,7 +7,7 @@ from typing import get_args
 from canzona_cli.config.execution import Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.physics import physics_problems
-from canzona_cli.config.schema import Collective, CustomConfig, RunConfig
+from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import problem_with, settings
 from canzona_cli.config.source_class import source_problem
@@ -136,6 +136,12 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
         reason = f"is canzona's own; with engine.strategy={config.engine.strategy} Megatron clips all gradients alike"
         yield problem_with(
             config, "optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona"
+        )
+    chosen = config.optimizer
+    if isinstance(chosen, MomentumConfig) and chosen.form == "gram" and chosen.coefficients in STANDARD_ONLY:
+        reason = f"rounding blows up optimizer.coefficients={chosen.coefficients} in that form"
+        yield problem_with(
+            config, "optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic"
         )
     if execution_of(config) is not Execution.LAYERWISE:
         return

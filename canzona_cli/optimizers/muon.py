@@ -12,7 +12,7 @@ from . import newton_schulz as iteration
 from .gram_form import gram_newton_schulz
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
-from .newton_schulz import CoefficientSet, Form, newton_schulz
+from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
 from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -104,9 +104,14 @@ class Muon(MatrixOptimizer):
         on_fallback: Called when an update was made in standard form instead.
         graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`).
         workspace: Scratch to share with other optimizers.
+
+        Raises:
+            ValueError: `ns_steps` is no number of steps, or the coefficients are not for the Gram form.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")
+        if coefficients in STANDARD_ONLY and "gram" in ({form} if isinstance(form, str) else set(form.values())):
+            raise ValueError(f"coefficients {coefficients} are for the standard form alone")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.nesterov = nesterov
         self.steps = iteration.coefficients(coefficients, ns_steps)

@@ -60,6 +60,8 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
 }
 REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
 """Sets that end in a triple which settles at 1: further steps repeat it. The others start over."""
+STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
+"""Sets that the Gram form is not for: see there."""
 
 
 def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, float], ...]:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.physics import SCATTER
 from canzona_cli.config.schema import (
+    STANDARD_ONLY,
     ClusterConfig,
     CustomConfig,
     Form,
@@ -139,7 +140,8 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     if isinstance(optimizer, NewtonSchulzConfig):
         a = replace(a, ns_steps=optimizer.ns_steps, precision=precision)
     if isinstance(optimizer, MomentumConfig):
-        a = replace(a, form=optimizer.form, stack=optimizer.stack)
+        form = "standard" if optimizer.coefficients in STANDARD_ONLY else optimizer.form
+        a = replace(a, form=form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         a = replace(a, refresh_period=period, max_preconditioner_dim=longest, tf32=optimizer.tf32)

@@ -7,11 +7,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from canzona_cli.config import schema
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
+from canzona_cli.errors import ConfigError
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.gram_form import gram_newton_schulz, segments
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients, newton_schulz
-from canzona_cli.planner.cost import flops
+from canzona_cli.optimizers.newton_schulz import (
+    COEFFICIENTS,
+    STANDARD_ONLY,
+    CoefficientSet,
+    coefficients,
+    newton_schulz,
+)
+from canzona_cli.planner.cost import algorithm, flops
 from canzona_cli.planner.cost import segments as planned_segments
 from canzona_cli.planner.plan import Algorithm
 
@@ -120,7 +129,7 @@ def test_no_bad_result_of_an_adversarial_matrix_is_missed(count: int) -> None:
     """Nothing that is not finite comes of what is; no error is above 10 times standard's without a fallback, which is
     standard's bit by bit. Below 2^-8, the type's rounding, errors are chance; and where the polynomial itself is far
     from the polar factor, standard is near to it by chance."""
-    sets = list(COEFFICIENTS)
+    sets = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
     fell = 0
     for seed in range(count):
         kind, x = adversarial(seed)
@@ -142,6 +151,19 @@ def test_no_bad_result_of_an_adversarial_matrix_is_missed(count: int) -> None:
             allowed = max(apart(standard, ideal), apart(exact(unit, coefficients(ns, 5)), ideal), 2.0**-8)
             assert apart(gram, ideal) <= 10 * allowed, (seed, kind, ns)
     assert fell
+
+
+def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None:
+    assert STANDARD_ONLY == schema.STANDARD_ONLY
+    config = compose_run(["recipe=tiny", "optimizer.coefficients=cans"]).config
+    assert algorithm(config).form == "standard"
+    with pytest.raises(ConfigError, match=r"optimizer\.form"):
+        compose_run(["recipe=tiny", "optimizer.coefficients=cans", "optimizer.form=gram"])
+    p = torch.nn.Parameter(torch.zeros(12, 40))
+    for form in ("gram", {(12, 40): "gram"}):
+        with pytest.raises(ValueError, match="standard form alone"):
+            Muon([p], 0.02, coefficients="cans", form=form)  # type: ignore[arg-type]
+    Muon([p], 0.02, coefficients="cans", form={(12, 40): "standard"})
 
 
 @pytest.mark.parametrize("stack", [False, True])

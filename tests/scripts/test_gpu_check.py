@@ -25,6 +25,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 ALGORITHMS = {
     "muon/standard/5": Algorithm(name="muon"),
     "muon/standard/5/stacked": Algorithm(name="muon", stack=True),
+    "muon/gram/5": Algorithm(name="muon", form="gram"),
+    "muon/gram/5/stacked": Algorithm(name="muon", form="gram", stack=True),
     "soap": Algorithm(name="soap"),
     "shampoo": Algorithm(name="shampoo"),
 }

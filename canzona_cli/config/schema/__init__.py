@@ -9,6 +9,7 @@ composition. A new setting is one field here, with its `About`, and a line in a 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device
 from canzona_cli.config.schema.optimizer import (
     OPTIMIZERS,
+    STANDARD_ONLY,
     AdamWConfig,
     Clip,
     CustomConfig,

@@ -27,6 +27,8 @@ Clip = Literal["all", "adamw", "none"]
 """What clipping by the global norm acts on."""
 Form = Literal["standard", "gram"]
 """How Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
+STANDARD_ONLY = frozenset({"cans"})
+"""Coefficients that the Gram form is not for (why: `optimizers.gram_form`)."""
 RootMethod = Literal["eigh", "newton"]
 """How Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
 
@@ -91,7 +93,7 @@ class NewtonSchulzConfig(OptimizerBase):
     coefficients: Annotated[
         Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
         "Polynomial of the Newton-Schulz iteration.",
-        CURVE,
+        CURVE | PLAN,
     ] = "quintic"
     scale_mode: Annotated[
         Literal["spectral", "unit_rms_norm", "shape_scaling"],
@@ -113,7 +115,7 @@ class MomentumConfig(NewtonSchulzConfig):
         Literal["auto"] | Form,
         "How the iteration is worked out: standard multiplies the matrix in every step; gram its Gram matrix, and the"
         " matrix every other step, which is less work where one side is longer; auto: for each shape, what the plan"
-        " prices lower. Megatron's own Muon (sc, layerwise) is always standard.",
+        " prices lower, with the coefficients cans always standard, as is Megatron's own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[
