@@ -18,6 +18,7 @@ BASE: dict[str, RunConfig] = {
     for name in OPTIMIZERS
 }
 OTHERS: dict[str, object] = {
+    "optimizer.coefficients": "cans",  # alone has no Gram form
     "optimizer.options": {"momentum": 0.5},
     "cluster.matmul_tflops": ((64, 0.1),),
     "cluster.measured_updates": (("muon/standard/5", 64, 64, 0.1),),
@@ -70,7 +71,8 @@ def test_what_a_setting_says_of_plans_is_so(setting: Setting) -> None:
     if setting.key == "optimizer.name":
         assert len({str(subject_of(config)) for config in BASE.values()}) == len(BASE)
         return
-    config = BASE["muon" if not setting.optimizers else sorted(setting.optimizers)[-1]]
+    anyone = not setting.optimizers or "muon" in setting.optimizers
+    config = BASE["muon" if anyone else sorted(setting.optimizers)[-1]]
     section, _, name = setting.key.rpartition(".")
     owner = getattr(config, section) if section else config
     values = {name: another(setting, getattr(owner, name))}
