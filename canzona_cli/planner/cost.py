@@ -376,7 +376,7 @@ def segments(steps: int) -> tuple[int, ...]:
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a packed statistic and
     12 to unpack a root, in 15 launches."""
-    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
         products=tuple(_sided(rows, cols, sides, 1, 1)),
@@ -396,7 +396,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
-    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
         products=tuple(_sided(rows, cols, sides, 1, 2)),
@@ -421,7 +421,7 @@ def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues; statistics as Shampoo."""
-    sides = tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+    sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     m, n = sorted((rows, cols))
     both = ((1, m, m, n),) if len(sides) == 2 else ()
@@ -437,6 +437,11 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         launches=6 * len(sides),
     )
     return step, refresh if sides else Work()
+
+
+def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
+    """Lengths of those sides that have a factor."""
+    return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
 
 
 def _sided(

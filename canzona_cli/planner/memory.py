@@ -24,7 +24,7 @@ from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
-from canzona_cli.planner.cost import RULES, algorithm
+from canzona_cli.planner.cost import RULES, algorithm, factored_sides
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.plan import Algorithm, Place, Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
@@ -258,7 +258,7 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
     """
     rule = RULES[algorithm.name]
-    sides = [side for side in (rows, cols) if side <= algorithm.max_preconditioner_dim]
+    sides = factored_sides(algorithm, rows, cols)
     own = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
     return FP32 * (rule.row_vectors * rows + own)
 

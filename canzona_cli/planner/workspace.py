@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import RULES, algorithm, form_of, stack_of
+from canzona_cli.planner.cost import RULES, algorithm, factored_sides, form_of, stack_of
 
 Shape = tuple[int, int]
 """(rows, columns)."""
@@ -39,7 +39,7 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
         return _muon(config, config.optimizer, together)
     how = algorithm(config)
     shapes = {shape for batch in together for shape in batch}
-    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
     # An Adam graft is put together in the left side's buffer, whether that side has a factor or not.
     left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
     right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
@@ -86,7 +86,7 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
         return 0 if kept else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
     if how.name == "adamw":
         return 3 * FP32 * rows * cols
-    sides = [side for shape in shapes for side in shape if side <= how.max_preconditioner_dim]
+    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
     squares, matrices = (5, 1) if kept else (4, 3)
     return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
 
