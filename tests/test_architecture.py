@@ -16,7 +16,7 @@ LAYERS = (
     ("commands",),
     ("report", "bench", "calibrate"),
     ("launch",),
-    ("training",),
+    ("training", "trackers"),
     ("checkpoint",),
     ("engine",),
     ("megatron", "optimizers"),

@@ -41,7 +41,7 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
     """
     settings = composed.config.run
     root = settings.root if {"run", "run.root"} & composed.explicit else root
-    return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, tensorboard=False))
+    return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]:

@@ -40,7 +40,9 @@ _PURPOSES = {
 }
 _OPTIONAL = {
     "transformer-engine": "fused layers and sequence parallelism on GPUs; without it the local layers train the same",
-    "tensorboard": "run.tensorboard=true",
+    "tensorboard": "run.trackers=[tensorboard]",
+    "wandb": "run.trackers=[wandb]",
+    "mlflow-skinny": "run.trackers=[mlflow]",
 }
 
 

@@ -29,6 +29,7 @@ from canzona_cli.launch.slurm import adopt, current_step
 from canzona_cli.launch.stop import Preempted, Requests, before_workers
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.launch.tracking import tracked
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.routing import routing
 from canzona_cli.planner.memory import estimate
@@ -218,19 +219,22 @@ def _launch(
                 warn(data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
-        return Supervision(
-            run.files,
-            command,
-            view,
-            ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
-            machines=machines,
-            hang_timeout_s=config.run.hang_timeout_s,
-            requests=requests,
-            # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
-            say=console.print if console.is_terminal else tell,
-            restarts=restarts,
-            go_on=go_on,
-        ).run()
+        # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
+        say = console.print if console.is_terminal else tell
+        trackers = () if node_rank else config.run.trackers
+        with tracked(run.files, trackers, environment=command.environment, say=say):
+            return Supervision(
+                run.files,
+                command,
+                view,
+                ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
+                machines=machines,
+                hang_timeout_s=config.run.hang_timeout_s,
+                requests=requests,
+                say=say,
+                restarts=restarts,
+                go_on=go_on,
+            ).run()
 
     with run.never_without_result(go_on):
         return until_it_ends(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run

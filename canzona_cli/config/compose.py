@@ -61,6 +61,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 def load_resolved(path: Path) -> RunConfig:
     """Reads a run directory's config.yaml. Raises ConfigError with every problem."""
     tree = read_yaml(path)
+    if isinstance(own := tree.get("run"), dict) and "tensorboard" in own:  # as runs had it before they had trackers
+        own["trackers"] = ["tensorboard"] if own.pop("tensorboard") else []
     unsafe = list(content_problems(tree, shown(path)))
     config = build(tree, texts={}, where=shown(path))
     if unsafe or isinstance(config, list):

@@ -17,13 +17,15 @@ _NOT_HERE = {
         "canzona trains dense models: each layer has one feed-forward network",
         "leave it out",
     ),
-    ("wandb", "mlflow", "comet"): (
-        "canzona sends nothing to other services",
-        "write run.tensorboard=true, or read metrics.jsonl in the run directory: a line for every step",
+    ("tensorboard", "wandb", "mlflow"): ("trackers stand in one list", "write run.trackers=[{}]"),
+    ("comet", "neptune", "aim"): (
+        "canzona knows no such tracker",
+        "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
     ),
     ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
 }
-"""What people look for and canzona does not have, by words of the key: why, and what there is instead."""
+"""What people look for and canzona does not have, by words of the key: why, and what there is instead, with `{}` for
+the word that was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,8 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {some}=VALUE")
     for words, (reason, fix) in _NOT_HERE.items():
-        if not {*words}.isdisjoint(re.split(r"[._]", key.lower())):
-            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix)
+        if found := {*words} & {*re.split(r"[._]", key.lower())}:
+            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix.format(min(found)))
     group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
     meant = group or closest_key(key) or closest(key, GROUPS)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"

@@ -94,9 +94,10 @@ def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
     if config.cluster.transformer_engine and (fused := fused_layers_problem()) is not None:
         yield fused
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install 'canzona[tensorboard]', or run.tensorboard=false: metrics.jsonl holds the same numbers"
-        yield problem_with(config, "run.tensorboard", "TensorBoard is not installed here", fix)
+    for tracker in config.run.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            fix = f"pip install 'canzona[{tracker}]', or leave it out: metrics.jsonl holds the same numbers"
+            yield problem_with(config, "run.trackers", f"{tracker} is not installed here", fix)
 
 
 def _gpus(config: RunConfig) -> Iterator[Problem]:

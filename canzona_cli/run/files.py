@@ -61,6 +61,8 @@ class RunFiles:
         """Traces of torch's profiler."""
         self.result = root / "result.json"
         self.ranks = root / "ranks"
+        self.trackers = root / "trackers"
+        """How far each tracker is."""
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.attempts = root / "attempts"
@@ -76,6 +78,13 @@ class RunFiles:
 
     def rank_profile(self, rank: int) -> Path:
         return self.profile / f"rank-{rank}.json"
+
+    def tracker(self, name: str) -> Path:
+        return self.trackers / f"{name}.json"
+
+    def tracker_log(self, name: str) -> Path:
+        """What the tracker's process printed, its package's output included."""
+        return self.logs / f"{name}.log"
 
     def request_stop(self, reason: StopReason = "interrupted") -> None:
         """Ask the workers to stop after the step they are in.

@@ -93,6 +93,16 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackerState:
+    """trackers/NAME.json: how far a tracker is, so that the next launch goes on with the same curve."""
+
+    id: str | None = None
+    """As the tracker names the run; None before it did."""
+    taken: Mapping[str, int] = field(default_factory=dict)
+    """The last step it took, by what its names begin with: nothing for metrics.jsonl, else `validation_`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """resume.json: where this launch goes on from, for the workers and for the next launch."""
 

@@ -30,7 +30,7 @@ from canzona_cli.run.records import (
     ValidationLoss,
 )
 from canzona_cli.training.requests import StopRequests
-from canzona_cli.training.writers import Board, Lines
+from canzona_cli.training.writers import Lines
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "
@@ -132,10 +132,9 @@ def _described(error: BaseException) -> RankError:
 class Journal:
     """The job's own files, written by one rank; on every other rank each call does nothing."""
 
-    def __init__(self, files: RunFiles, *, writes: bool, tensorboard: bool = False, heart: Heart | None = None) -> None:
+    def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
         self._lines = Lines(self._warn)
-        self._board = Board(files.root / "tensorboard", self._warn) if writes and tensorboard else None
 
     @property
     def lost(self) -> Mapping[str, int]:
@@ -158,15 +157,9 @@ class Journal:
 
     def step(self, metrics: StepMetrics) -> None:
         self._append(self._files.metrics, plain(replace(metrics, time=time.time())))
-        if self._board is not None:
-            values = {key: getattr(metrics, key) for key in ("loss", "lr", "grad_norm", "tokens_per_s")}
-            shown = {f"train/{key}": value for key, value in values.items() if value is not None}
-            self._board.add(shown, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
         self._append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
-        if self._board is not None:
-            self._board.add({"validation/loss": loss}, step)
 
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
         self._save(self._files.breakdown, breakdown)
@@ -174,10 +167,6 @@ class Journal:
     def kernels(self, kernels: Kernels) -> None:
         if kernels.choices:
             self._save(self._files.kernels, kernels)
-
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
         if self._writes:

@@ -42,7 +42,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     pulse = Pulse(record.heart)
     with record.heart.waiting():
         world = join(config, layout, alive=record.heart.progress)
-    journal = Journal(files, writes=rank == 0, tensorboard=config.run.tensorboard, heart=record.heart)
+    journal = Journal(files, writes=rank == 0, heart=record.heart)
 
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
@@ -81,7 +81,6 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     breakdown = gather_breakdown(config, world, trainee.timer.timings())
     if breakdown is not None:
         journal.breakdown(breakdown)
-    journal.close()
     record.lost = journal.lost
     parallel.shutdown()
     if ending == "done":

@@ -130,13 +130,21 @@ def test_a_place_that_cannot_be_written_is_exit_3_before_any_preparation(tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_tensorboard_that_is_asked_for_but_not_installed_is_exit_3(tmp_path: Path) -> None:
+def test_a_tracker_that_is_asked_for_but_not_installed_is_exit_3(tmp_path: Path) -> None:
     hide = "import importlib.util as u; real = u.find_spec\n"
-    hide += "u.find_spec = lambda name, *more: None if name == 'tensorboard' else real(name, *more)\n"
+    hide += "u.find_spec = lambda name, *more: None if name == 'wandb' else real(name, *more)\n"
     (tmp_path / "sitecustomize.py").write_text(hide)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    command = [sys.executable, "-m", "canzona_cli.app", "train", "recipe=tiny", "run.tensorboard=true", "run.dir=run"]
+    command = [
+        sys.executable,
+        "-m",
+        "canzona_cli.app",
+        "train",
+        "recipe=tiny",
+        "run.trackers=[tensorboard,wandb]",
+        "run.dir=run",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 3, done.stderr
-    assert "pip install 'canzona[tensorboard]'" in done.stderr
+    assert "pip install 'canzona[wandb]'" in done.stderr
     assert not (tmp_path / "run").exists()

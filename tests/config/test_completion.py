@@ -23,7 +23,7 @@ from canzona_cli.config.completion import complete_override, joined_words
         ("optimizer.options=", []),
         ("optimizer.options.momentum=", []),
         ("engine.plan=", []),
-        ("run.tensorboard=", ["run.tensorboard=true", "run.tensorboard=false"]),
+        ("checkpoint.at_end=", ["checkpoint.at_end=true", "checkpoint.at_end=false"]),
         ("train.recompute=n", ["train.recompute=none", "train.recompute=null"]),
         ("train.pre", ["train.precision="]),
         ("parallel.t", ["parallel.tp="]),

@@ -156,7 +156,7 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path, record_fault: 
 
 
 def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, record_fault: RecordFault) -> None:
-    """Rank 0's files cannot grow from step 5 on: metrics, events, TensorBoard, its record, its timeline."""
+    """Rank 0's files cannot grow from step 5 on: metrics, events, its record, its timeline."""
 
     def fill(rank: int, step: int, batch: Batch) -> Batch:
         if (rank, step) == (0, 5):
@@ -165,7 +165,7 @@ def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, re
 
     outcome = forked_run(
         tmp_path / "run",
-        *(*TWO, "train.steps=8", "run.tensorboard=true", "checkpoint.at_end=false"),
+        *(*TWO, "train.steps=8", "checkpoint.at_end=false"),
         spoil=fill,
     )
     assert (outcome.status, outcome.exit_code) == ("done", 0)
@@ -174,7 +174,7 @@ def test_a_disk_that_becomes_full_costs_lines_and_not_the_run(tmp_path: Path, re
     assert [(read_json(files.rank(rank)) or {})["status"] for rank in range(2)] == ["running", "done"]
     assert outcome.message == "could not write the end of rank 0's record"
     record_fault(
-        fault="disk full under metrics, events, records and TensorBoard",
+        fault="disk full under metrics, events and records",
         happened="training goes on to its end",
         exit_code=None,
         lost="lines while the disk is full, counted",

@@ -351,7 +351,7 @@ def test_what_bends_the_curve_is_said_and_what_does_not_is_one_line(config: RunC
         optimizer=replace(config.optimizer, lr=5e-4),
         data=replace(config.data, validation_fraction=0.1),
         engine=replace(config.engine, alpha=0.5),
-        run=replace(config.run, tensorboard=True),
+        run=replace(config.run, trackers=("tensorboard",)),
     )
     found = resumption(other, replace(LAYOUT, tp=2, dp=2))
     assert found is not None

@@ -140,7 +140,6 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     journal.breakdown(BREAKDOWN)
     chosen = KernelChoice(side=2, long=3, kernel="plain", trials=(KernelTrial(kernel="plain", seconds=0.5),))
     journal.kernels(Kernels(choices=(chosen,)))
-    journal.close()
     lines = [json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     # Names other tools rely on.
@@ -158,12 +157,11 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
 
 
 def test_only_one_rank_writes_the_files_of_the_job(files: RunFiles) -> None:
-    journal = Journal(files, writes=False, tensorboard=True)
+    journal = Journal(files, writes=False)
     journal.stage("train")
     journal.step(_metrics(1))
     journal.validation(0, 6.0)
     journal.breakdown(BREAKDOWN)
-    journal.close()
     assert [path.name for path in files.root.iterdir()] == [files.ranks.name]
 
 
@@ -177,7 +175,6 @@ def test_a_file_that_cannot_be_written_costs_lines_and_never_the_run(
     journal.validation(3, 2.0)
     files.metrics.rmdir()
     journal.step(_metrics(4))
-    journal.close()
     assert journal.lost == {"metrics.jsonl": 3}
     assert _read(files.metrics)["step"] == 4
     assert _read(files.validation)["step"] == 3
@@ -201,16 +198,6 @@ def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> Non
     (files.breakdown / "x").touch()
     Journal(files, writes=True).breakdown(BREAKDOWN)
     assert "breakdown.json cannot be written" in str(_read(files.events)["detail"])
-
-
-def test_tensorboard_that_cannot_begin_is_told_once(files: RunFiles) -> None:
-    (files.root / "tensorboard").touch()
-    journal = Journal(files, writes=True, tensorboard=True)
-    journal.step(_metrics(1))
-    journal.validation(1, 2.0)
-    journal.close()
-    assert "TensorBoard" in str(_read(files.events)["detail"])
-    assert _read(files.metrics)["step"] == 1
 
 
 def test_the_end_of_a_rank_is_written_over_its_beginning_when_the_disk_is_full(

@@ -2,16 +2,11 @@
 
 import json
 import resource
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from canzona_cli.training.writers import Board, Lines
-from tests.waiting import PATIENCE_S
+from canzona_cli.training.writers import Lines
 
 
 @contextmanager
@@ -49,23 +44,3 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     Lines(said.append).append(tmp_path / "metrics.jsonl", {"step": 1})
     assert victim.read_text() == "mine"
     assert len(said) == 1
-
-
-def test_a_board_is_given_up_when_its_thread_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # it also prints what it died of
-    said: list[str] = []
-    board = Board(tmp_path / "tensorboard", said.append)
-    board.add({"train/loss": 2.0}, 1)
-    assert said == []
-    with full_disk(1):
-        deadline = time.monotonic() + PATIENCE_S
-        while not board.broken and time.monotonic() < deadline:
-            board.add({"train/loss": 2.0}, 2)
-    assert board.broken
-    board.add({"train/loss": 2.0}, 3)
-    board.close()
-    (only,) = said
-    assert "TensorBoard" in only
-    for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        if "AsyncWriter" in type(thread).__name__:
-            thread.join(10)

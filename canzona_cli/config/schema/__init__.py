@@ -41,6 +41,7 @@ from canzona_cli.config.schema.run import (
     RunSettings,
     Splitting,
     Strategy,
+    TrackerName,
 )
 from canzona_cli.config.schema.training import (
     DataConfig,

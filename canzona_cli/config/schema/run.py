@@ -40,6 +40,9 @@ handed them; Megatron's reduce-scatter of equal shards."""
 Gathering = Literal["broadcast", "padded", "ring", "even"]
 """How its weights come back: one broadcast per owner, or an all-gather, the same ways round."""
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+"""By its package."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -138,7 +141,13 @@ class RunSettings:
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
     root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"
     log_interval: Annotated[Count, "Steps between lines of metrics.jsonl.", NOTHING] = 1
-    tensorboard: Annotated[bool, "Write metrics for TensorBoard as well.", NOTHING] = False
+    trackers: Annotated[
+        tuple[TrackerName, ...],
+        "What takes the numbers of metrics.jsonl as well, of tensorboard, wandb and mlflow. Where they send them, and "
+        "with which key, their own environment variables say (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
+        Example("[tensorboard,wandb,mlflow]"),
+        NOTHING,
+    ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
         "Time without progress on any rank after which the run is ended and the stuck rank is named; three times "

@@ -1,0 +1,79 @@
+"""Starts a process for each tracker of a run beside its workers, and ends it when they have ended."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from canzona_cli.config.schema import TrackerName
+from canzona_cli.run import orphan
+from canzona_cli.run.files import RunFiles
+
+PATIENCE_S = 30.0
+"""Seconds all trackers together get, once a run has ended, to take what is left."""
+
+
+@contextmanager
+def tracked(
+    files: RunFiles,
+    trackers: Sequence[TrackerName],
+    *,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Iterator[None]:
+    """Have the trackers follow the run for as long as the block lasts, and shortly after it.
+
+    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only told.
+
+    Args:
+        environment: of the workers, beside this process's own; trackers find their keys there.
+        say: what the user must know at once.
+    """
+    started: dict[TrackerName, subprocess.Popen[bytes]] = {}
+    for name in dict.fromkeys(trackers):
+        try:
+            started[name] = _start(files, name, environment)
+        except OSError as error:
+            say(f"{name} cannot be started ({error.strerror}); training continues without it")
+    try:
+        yield
+    finally:
+        for process in started.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        until = time.monotonic() + PATIENCE_S
+        for name, process in started.items():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"{name} has not taken everything after {PATIENCE_S:.0f} s: the rest is in metrics.jsonl alone")
+            finally:
+                _end(process)
+
+
+def _start(files: RunFiles, name: TrackerName, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name]
+    with files.tracker_log(name).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With what it has started, in case it has not gone by itself."""
+    if process.poll() is None:
+        with suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()
