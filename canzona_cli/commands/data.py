@@ -18,8 +18,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, globs or folders of UTF-8 text or JSONL (also .gz, .bz2, .xz), - for standard input, "
-            "or stdlib for the Python standard library's sources.",
+            help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst), - for standard "
+            "input, or stdlib for the Python standard library's sources.",
             show_default=False,
         ),
     ],
@@ -31,7 +31,8 @@ def prepare(
         str,
         typer.Option(
             metavar="byte|bpe|PATH",
-            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs. PATH: a tokenizer.json.",
+            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs. PATH: a tokenizer.json, "
+            "or a Hugging Face folder that has one.",
         ),
     ] = "byte",
     vocab_size: Annotated[
@@ -40,25 +41,33 @@ def prepare(
     eod: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKEN", help="End-of-document token of a tokenizer.json. [default: one of the usual names]"
+            metavar="TOKEN",
+            help="End-of-document token of a tokenizer.json. [default: the eos_token of the tokenizer_config.json "
+            "beside it, or one of the usual names]",
         ),
     ] = None,
     format: Annotated[
-        Literal["auto", "text", "jsonl"],
-        typer.Option(help="auto: .jsonl and .ndjson are JSONL, the rest is text; standard input by its first byte."),
+        Literal["auto", "text", "jsonl", "parquet"],
+        typer.Option(help="auto: .jsonl, .ndjson and .parquet by name, the rest is text; standard input by its start."),
     ] = "auto",
     text_key: Annotated[
-        str, typer.Option(metavar="NAME", help="The field of a JSONL line that holds its text.")
+        str, typer.Option(metavar="NAME", help="The field of a JSONL line, or column of Parquet, that holds its text.")
     ] = "text",
     document: Annotated[
-        Literal["file", "line"], typer.Option(help="What counts as a document in plain text. Every JSONL line is one.")
+        Literal["file", "line"],
+        typer.Option(help="What counts as a document in plain text. Every JSONL line or Parquet row is one."),
     ] = "file",
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Tokeniser threads. [default: one per core]")] = None,
+    max_bad: Annotated[
+        int,
+        typer.Option(metavar="N", help="Lines or rows without a text to leave out, counted and named, before it ends."),
+    ] = 0,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [default: one per core]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.
 
-    If it fails or is interrupted it leaves nothing behind; an existing PREFIX stays until the new one is complete.
+    An existing PREFIX stays until the new one is complete. Of more than 32 MB, finished parts are kept beside PREFIX
+    when it fails or is killed: the same command goes on from them, and comes to the same files byte for byte.
     """
     import signal
 
@@ -78,6 +87,7 @@ def prepare(
         format=format,
         document=document,
         text_key=text_key,
+        max_bad=max_bad,
         workers=workers,
         overwrite=overwrite,
     )

@@ -7,14 +7,14 @@ the number of sequences up to its end.
 """
 
 import os
+import shutil
 import struct
-from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _FLOAT_CODES = (6, 7)
 _SCAN_TOKENS = 16 << 20
+_INDEX_PARTS = (".lengths", ".ends")
+"""What the .idx is put together from at the end."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -50,7 +52,7 @@ class PairWriter:
     """Streams documents into temporary files beside `<prefix>`; `publish` gives them their names.
 
     One writer per prefix at a time: callers hold the prefix's lock. Leaving the `with` block without `publish`
-    removes the temporary files.
+    removes the temporary files. The index grows on the disk too: memory does not depend on the number of documents.
 
     Args:
         prefix: the pair's path without extension; its folder exists.
@@ -61,34 +63,27 @@ class PairWriter:
     def __init__(self, prefix: Path, *, vocab_size: int, eod: int) -> None:
         self.prefix = prefix
         self.dtype = token_dtype(vocab_size)
-        self.tokens = 0
+        self.tokens = self.documents = self.sequences = 0
         self.max_token_id = 0
         self._eod = narrow([eod], vocab_size)
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
         self._document_tokens = 0
-        self._temporaries = {path: temporary(path) for path in (bin_path(prefix), idx_path(prefix))}
-        self._bin: BinaryIO | None = None
-
-    @property
-    def documents(self) -> int:
-        return len(self._document_indices) - 1
-
-    @property
-    def sequences(self) -> int:
-        return len(self._lengths)
+        named = (bin_path(prefix), idx_path(prefix), *(prefix.with_name(prefix.name + end) for end in _INDEX_PARTS))
+        self._temporaries = {path: temporary(path) for path in named}
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         # 4 MiB: documents are small and many, the disk wants few and large writes.
-        self._bin = open(self._temporaries[bin_path(self.prefix)], "wb", buffering=4 << 20)
+        grown = [path for final, path in self._temporaries.items() if final != idx_path(self.prefix)]
+        self._bin, self._lengths, self._ends = (
+            self._open.enter_context(path.open("wb", buffering=4 << 20)) for path in grown
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bin is not None:
-            with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
-                self._bin.close()
+        with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
+            self._open.close()
         for path in self._temporaries.values():
             path.unlink(missing_ok=True)
 
@@ -100,17 +95,18 @@ class PairWriter:
             ends: whether the document ends with that sequence. A document without tokens leaves no trace; any other
                 gets the eod at its end.
         """
-        assert self._bin is not None, "used outside its with block"
         parts: list[TokenArray] = []
+        lengths: list[int] = []
+        document_ends: list[int] = []
         for tokens, last in zip(sequences, ends, strict=True):
             self._document_tokens += tokens.size
             ends_here = last and self._document_tokens > 0
             if tokens.size or ends_here:
                 parts.append(tokens)
-                self._lengths.append(tokens.size + ends_here)
+                lengths.append(tokens.size + ends_here)
             if ends_here:
                 parts.append(self._eod)
-                self._document_indices.append(len(self._lengths))
+                document_ends.append(self.sequences + len(lengths))
             if last:
                 self._document_tokens = 0
         if not parts:
@@ -118,25 +114,47 @@ class PairWriter:
         block = np.concatenate(parts)
         assert block.dtype == self.dtype, (block.dtype, self.dtype)
         self._bin.write(block.data)
-        self.tokens += block.size
         self.max_token_id = max(self.max_token_id, int(block.max()))
+        self._index(np.asarray(lengths, dtype="<i4"), np.asarray(document_ends, dtype="<i8"))
+
+    def append(self, pair: "PairInfo", *, max_token_id: int) -> None:
+        """Append all documents of a finished pair of the same vocabulary."""
+        assert self._document_tokens == 0, "in the middle of a document"
+        assert pair.dtype == np.dtype(self.dtype).name, pair.dtype
+        with open(bin_path(pair.prefix), "rb") as stream:
+            shutil.copyfileobj(stream, self._bin, 4 << 20)
+        self.max_token_id = max(self.max_token_id, max_token_id)
+        self._index(pair.lengths, pair.document_ends + self.sequences)
+
+    def _index(self, lengths: npt.NDArray[np.int32], document_ends: npt.NDArray[np.int64]) -> None:
+        self._lengths.write(lengths.data)
+        self._ends.write(document_ends.data)
+        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.sequences += len(lengths)
+        self.documents += len(document_ends)
 
     def finish(self) -> None:
         """Write the index and bring both files to the disk, still under their temporary names."""
-        assert self._bin is not None
         assert self._document_tokens == 0, "the last document has no end"
         _sync(self._bin)
-        self._bin.close()
-        lengths = np.asarray(self._lengths, dtype=np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(self.dtype).itemsize
-        offsets = np.concatenate(([0], ends[:-1])).astype("<i8")
+        self._open.close()
         code = next(code for code, name in _DTYPE_CODES.items() if name == np.dtype(self.dtype).name)
-        with open(self._temporaries[idx_path(self.prefix)], "wb") as stream:
-            stream.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_indices)))
-            stream.write(lengths.astype("<i4").data)
-            stream.write(offsets.data)
-            stream.write(np.asarray(self._document_indices).astype("<i8").data)
-            _sync(stream)
+        with (
+            open(self._temporaries[idx_path(self.prefix)], "wb") as index,
+            open(self._lengths.name, "rb") as lengths,
+            open(self._ends.name, "rb") as ends,
+        ):
+            index.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+            shutil.copyfileobj(lengths, index, 4 << 20)
+            lengths.seek(0)
+            offset = 0
+            while block := lengths.read(4 << 20):
+                reached = np.cumsum(np.frombuffer(block, dtype="<i4"), dtype=np.int64) * np.dtype(self.dtype).itemsize
+                index.write((np.concatenate(([0], reached[:-1])) + offset).astype("<i8").data)
+                offset += int(reached[-1])
+            index.write(bytes(8))  # the first document begins with the first sequence
+            shutil.copyfileobj(ends, index, 4 << 20)
+            _sync(index)
 
     def publish(self, *companions: tuple[Path, str]) -> None:
         """Give the finished files their names, the .idx last, so that an .idx exists only beside a whole .bin.
@@ -183,6 +201,8 @@ class PairInfo:
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """Tokens of each sequence, shape [sequences]."""
+    document_ends: npt.NDArray[np.int64] = field(repr=False, compare=False)
+    """Sequences up to the end of each document, shape [documents]."""
 
     def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
         """Largest id in the .bin, in one pass of 16 Mi tokens at a time; tells the share done.
@@ -286,6 +306,7 @@ def _check_body(
         sequences=len(lengths),
         dtype=dtype.name,
         lengths=lengths,
+        document_ends=ends[1:],
     )
 
 

@@ -20,7 +20,7 @@ from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 STDIN = "-"
 STDLIB = "stdlib"
 _JSONL = (".jsonl", ".ndjson")
-_COMPRESSED = (".gz", ".bz2", ".xz")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _GENERATED = "_sysconfigdata"
 
@@ -87,7 +87,7 @@ def _file_source(path: Path, wanted: InputFormat, *, from_folder: bool = False) 
         )
     kind: InputFormat = wanted
     if wanted == "auto":
-        kind = "jsonl" if suffix in _JSONL else "text"
+        kind = "jsonl" if suffix in _JSONL else "parquet" if suffix == ".parquet" else "text"
     if not os.access(path, os.R_OK):
         raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")
     size = path.stat().st_size if path.is_file() else None  # a named pipe has no size

@@ -3,9 +3,11 @@
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from canzona_cli.data.bpe import MIN_VOCAB_SIZE
@@ -22,7 +24,8 @@ from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
-from canzona_cli.data.sources import InputFormat, Source
+from canzona_cli.data.parts import smallest_part
+from canzona_cli.data.sources import InputFormat, Source, package_problem
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.machine import existing_folder
@@ -58,7 +61,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
         problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
     problems += _tokenizer_problems(request)
     problems += _output_problems(prefix, sources, request)
-    environment = [*_place_problems(prefix, sources, request)]
+    environment = [*_place_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)
     refuse(environment, EnvironmentProblem)
@@ -110,6 +113,8 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
             load_json_tokenizer(request.tokenizer, request.eod)
         except ConfigError as error:
             yield from error.problems
+    if request.max_bad < 0:
+        yield Problem(key="--max-bad", value=request.max_bad, reason="must be at least 0", fix="use --max-bad 0")
     if request.workers is not None and request.workers < 1:
         yield Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
 
@@ -137,7 +142,9 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
 def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
     # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
-    needed = 2 * sum(source.size or 0 for source in sources) if request.tokenizer == "byte" else 0
+    read = sum(source.size or 0 for source in sources)
+    copies = 1 if read < 2 * smallest_part else 2  # finished parts are there until the whole is
+    needed = 2 * copies * read if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "is not writable" if folder.is_dir() else "is not a folder"
@@ -148,6 +155,18 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
     else:
         return
     yield Problem(key="--output", value=str(prefix), reason=reason, fix=fix)
+
+
+def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
+    parquet = [source.label for source in sources if source.format == "parquet"]
+    zstd = [source.label for source in sources if source.label.endswith(".zst")] if sys.version_info < (3, 14) else []
+    for labels, module in ((parquet, "pyarrow"), (zstd, "backports.zstd")):
+        try:
+            missing = bool(labels) and find_spec(module) is None
+        except ModuleNotFoundError:  # of the package that it is in
+            missing = True
+        if missing:
+            yield package_problem(labels[0], module)
 
 
 @contextmanager

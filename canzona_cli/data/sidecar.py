@@ -1,12 +1,13 @@
 """`<prefix>.json`: the inputs and settings a pair was made from, checked before a run and readable by people."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from canzona_cli.data.indexed import PairInfo
-from canzona_cli.data.sources import InputRecord
+from canzona_cli.data.tally import BadLine, InputRecord
 from canzona_cli.data.tokenizers import TokenizerKind
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import load
@@ -34,9 +35,14 @@ class Sidecar:
     """Largest id that occurs."""
     dtype: str
     text_bytes: int
-    """Bytes of the tokenised text, decompressed."""
+    """Bytes of the documents that the tokens were made from, decompressed."""
     replaced: int
     """Invalid characters that were replaced."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """What was left out, by reason: documents without text, bad lines, binary files in folders. Nothing else is: equal
+    documents all stay."""
+    bad_lines: tuple[BadLine, ...] = ()
+    """The first hundred of them."""
     inputs_sha256: str
     """Over the inputs' own hashes, in order."""
     inputs: tuple[InputRecord, ...]

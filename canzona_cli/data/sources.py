@@ -1,8 +1,8 @@
-"""Reads text: plain or JSONL, also compressed.
+"""Reads text: plain, JSONL or Parquet, also compressed.
 
-`Reader` gives out a source as pieces. A piece is a document or, if the document is long, a part of it cut at a line
-end: Megatron holds out and shuffles what it calls sequences, and with each document one sequence a single large file
-could be neither split nor shuffled, nor held in memory.
+`Reader` gives out a source, or a cut of one, as pieces. A piece is a document or, if the document is long, a part of it
+cut at a line end: Megatron holds out and shuffles what it calls sequences, and with each document one sequence a single
+large file could be neither split nor shuffled, nor held in memory.
 """
 
 import bz2
@@ -11,27 +11,41 @@ import hashlib
 import io
 import json
 import lzma
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.data import parquet
+from canzona_cli.data.tally import BadLine, InputRecord, Tally
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
-InputFormat = Literal["auto", "text", "jsonl"]
+InputFormat = Literal["auto", "text", "jsonl", "parquet"]
 DocumentUnit = Literal["file", "line"]
+
+
+def _zstd(raw: BinaryIO) -> object:
+    if sys.version_info >= (3, 14):
+        from compression.zstd import ZstdFile
+    else:
+        from backports.zstd import ZstdFile
+    return ZstdFile(raw)
+
 
 _OPENERS: dict[bytes, Callable[[BinaryIO], object]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _zstd,
 }
-_UNREAD = {b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd-compressed", b"PK\x03\x04": "a zip archive"}
-_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+_UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
+_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, parquet.DamagedParquet)
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
-_MAX_BAD_LINES = 5
+MOST_BAD_SHOWN = 5
+"""Bad lines in an error message."""
 _LINES_TO_SEARCH = 10_000
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
@@ -39,7 +53,7 @@ MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One thing to read."""
+    """One thing to read, or a cut of it."""
 
     label: str
     """What messages and the sidecar call it."""
@@ -51,6 +65,8 @@ class Source:
     """Bytes on disk; None when unknown beforehand."""
     from_folder: bool = False
     """Found by walking a folder rather than named, so a binary file is passed over instead of refused."""
+    cut: tuple[int, int] | None = None
+    """Of a file of lines, those that begin in these bytes; of Parquet, these row groups; end exclusive. None: all."""
 
 
 class Piece(NamedTuple):
@@ -61,13 +77,12 @@ class Piece(NamedTuple):
     """Whether the document ends here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputRecord:
-    """What was read from one source: evidence of what a corpus was made from."""
+class TooManyBadLines(Exception):
+    """More than the reader may leave out."""
 
-    path: str
-    bytes: int
-    sha256: str
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self.tally = tally
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
@@ -83,43 +98,52 @@ class Reader:
 
     Args:
         piece: longest piece, bytes.
-        document: what one document of a plain text is; a line of JSONL always is one.
-        text_key: the field of a JSONL object that holds its text.
+        document: what one document of a plain text is; a line of JSONL or a row of Parquet always is one.
+        text_key: the field of a JSONL object, or column of Parquet, that holds its text.
+        max_bad: lines without such a text to leave out.
     """
 
     piece: int
     document: DocumentUnit = "file"
     text_key: str = "text"
+    max_bad: int = 0
     bytes_read: int = 0
     """Of the files as they are on disk, so that progress is honest for compressed ones."""
-    text_bytes: int = 0
-    empty: int = 0
-    """Documents without text, left out."""
-    unencodable: int = 0
-    """Lone surrogates of JSON escapes, replaced by `?`."""
-    skipped: list[str] = field(default_factory=list)
-    """Binary files found in folders, left out."""
-    records: list[InputRecord] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    _give_up: int | None = None
+    """The line at which to look for no more bad ones."""
 
     def read(self, source: Source) -> Iterator[Piece]:
         """The pieces of one source, in order.
 
         Raises:
-            ConfigError: unreadable, damaged, binary or malformed input, with file and line.
+            ConfigError: unreadable, damaged or binary input.
+            TooManyBadLines: once a few of them are known.
         """
+        self._give_up = None
         try:
-            raw = _Counted(open_source(source), self)
-            with _buffered(raw) as buffered:
-                yield from self._pieces(source, buffered)
-                while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
-                    pass
-        except _DAMAGED as error:
+            if source.format == "parquet":
+                yield from self._parquet(source)
+            elif source.cut is not None:
+                yield from self._cut(source)
+            else:
+                raw = _Counted(open_source(source), self)
+                with _buffered(raw) as buffered:
+                    yield from self._pieces(source, buffered)
+                    while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
+                        pass
+                record = InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest())
+                self.tally.records.append(record)
+        except _damaged() as error:
             raise input_error(
-                source.label, f"damaged or cut short: {error}", "fetch or compress it again; gzip -t checks it"
+                source.label, f"damaged or cut short: {error}", "fetch or make it again; gzip -t or zstd -t checks it"
             ) from error
+        except ModuleNotFoundError as error:
+            raise EnvironmentProblem(package_problem(source.label, error.name or "a package")) from error
         except OSError as error:
             raise input_error(source.label, f"cannot be read: {error.strerror or error}", "") from error
-        self.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
+        if self._give_up is not None:
+            raise TooManyBadLines(self.tally)
 
     def _pieces(self, source: Source, stream: io.BufferedReader) -> Iterator[Piece]:
         head = stream.peek(_SNIFF)[:_SNIFF]
@@ -130,21 +154,71 @@ class Reader:
         if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
             if not source.from_folder:
                 raise _binary(source.label, head)
-            self.skipped.append(source.label)
+            self.tally.skipped.append(source.label)
             return
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
-        is_jsonl = source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{"))
-        if is_jsonl:
-            documents = self._jsonl(source.label, stream)
+        if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
+            yield from self._documents(self._jsonl(source.label, stream))
         elif self.document == "line":
-            documents = (line.rstrip(b"\r\n") for line in stream)
+            yield from self._documents(line.rstrip(b"\r\n") for line in stream)
         else:
             yield from self._counted(cut_stream(stream, self.piece))
-            return
+
+    def _cut(self, source: Source) -> Iterator[Piece]:
+        """Of a plain file of lines."""
+        assert source.path is not None
+        assert source.cut is not None
+        if source.cut[0] == 0:
+            self.tally.records.append(_record(source))
+        with open(source.path, "rb", buffering=1 << 20) as stream:
+            lines = self._lines_in(stream, *source.cut)
+            if source.format == "jsonl":
+                yield from self._documents(self._jsonl(source.label, lines))
+            else:
+                yield from self._documents(line.rstrip(b"\r\n") for line in lines)
+
+    def _lines_in(self, stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+        number, position = 0, begin
+        if begin > 0:
+            stream.seek(begin - 1)
+            position += len(stream.readline()) - 1  # the rest of a line that begins before the cut
+        elif stream.read(len(_UTF8_BOM)) == _UTF8_BOM:
+            position = len(_UTF8_BOM)
+        else:
+            stream.seek(0)
+        while position < end and (line := stream.readline()):
+            position += len(line)
+            self.bytes_read += len(line)
+            number += 1
+            yield line
+        self.tally.lines = number
+
+    def _parquet(self, source: Source) -> Iterator[Piece]:
+        if source.path is None:
+            fix = "name the file: Parquet is read from its end"
+            raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
+        if source.cut is None or source.cut[0] == 0:
+            self.tally.records.append(_record(source))
+
+        def texts() -> Iterator[bytes]:
+            assert source.path is not None
+            for rows in parquet.texts(source.path, self.text_key, source.cut):
+                for number, text in enumerate(rows.texts, rows.first):
+                    if self._enough(number):
+                        return
+                    if text is not None:
+                        yield text
+                    else:
+                        self._bad(BadLine(path=source.label, line=number, kind="no text", detail=" in this row"))
+                self.bytes_read += int(rows.share * (source.size or 0))
+
+        yield from self._documents(texts())
+
+    def _documents(self, documents: Iterable[bytes]) -> Iterator[Piece]:
         for text in documents:
             if 0 < len(text) <= self.piece:
-                self.text_bytes += len(text)
+                self.tally.text_bytes += len(text)
                 yield Piece(text, last=True)
             else:
                 yield from self._counted(cut_stream(io.BytesIO(text), self.piece))
@@ -153,38 +227,73 @@ class Reader:
         any_piece = False
         for piece in pieces:
             any_piece = True
-            self.text_bytes += len(piece.data)
+            self.tally.text_bytes += len(piece.data)
             yield piece
-        self.empty += not any_piece
+        self.tally.empty += not any_piece
 
-    def _jsonl(self, label: str, stream: BinaryIO) -> Iterator[bytes]:
-        for number, line in enumerate(stream, 1):
+    def _jsonl(self, label: str, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for number, line in enumerate(lines, 1):
+            if self._enough(number):
+                return
             if line.isspace():
                 continue
             try:
                 text = _text_of(line, self.text_key)
-            except ValueError as error:
-                raise ConfigError(*self._bad_lines(label, number, error, stream)) from error
-            try:
-                yield text.encode()
-            except UnicodeEncodeError:
-                self.unencodable += 1
-                yield text.encode(errors="replace")
+            except _BadText as error:
+                self._bad(BadLine(path=label, line=number, kind=error.kind, detail=error.detail))
+            else:
+                yield self._encoded(text)
 
-    def _bad_lines(self, label: str, number: int, error: ValueError, stream: BinaryIO) -> list[Problem]:
-        """The first bad line and the next few, to show a systematic mistake without reading on for hours."""
-        found = [(number, str(error))]
-        for line_number, line in enumerate(stream, number + 1):
-            if len(found) == _MAX_BAD_LINES or line_number > number + _LINES_TO_SEARCH:
-                break
-            if line.isspace():
-                continue
-            try:
-                _text_of(line, self.text_key)
-            except ValueError as again:
-                found.append((line_number, str(again)))
-        fix = "use --text-key NAME for another field, or --format text to take the lines as they are"
-        return [Problem(key="INPUT", value=f"{label}:{at}", reason=reason, fix=fix) for at, reason in found]
+    def _encoded(self, text: str) -> bytes:
+        try:
+            return text.encode()
+        except UnicodeEncodeError:  # a lone surrogate of a JSON escape
+            self.tally.replaced += 1
+            return text.encode(errors="replace")
+
+    def _bad(self, line: BadLine) -> None:
+        self.tally.add_bad(line)
+        if self.tally.bad > self.max_bad and self._give_up is None:
+            self._give_up = line.line + _LINES_TO_SEARCH
+
+    def _enough(self, number: int) -> bool:
+        """Whether to stop at a line: a few behind the first bad one too many show a systematic mistake."""
+        if self._give_up is None:
+            return False
+        return number > self._give_up or self.tally.bad >= self.max_bad + MOST_BAD_SHOWN
+
+
+def splits(source: Source, document: DocumentUnit) -> bool:
+    """Whether a file can be read from the middle, line by line."""
+    if (
+        source.path is None
+        or source.format not in ("jsonl", "text")
+        or (source.format == "text" and document == "file")
+    ):
+        return False
+    with open(source.path, "rb") as stream:
+        head = stream.read(_SNIFF)
+    return b"\0" not in head and not any(head.startswith(magic) for magic in (*_OPENERS, *_UNREAD))
+
+
+def package_problem(label: str, module: str) -> Problem:
+    """That what reads an input is not installed."""
+    reason, fix = f"{module}, which reads it, is not installed", "pip install 'canzona[data]'"
+    return Problem(key="INPUT", value=label, reason=reason, fix=fix)
+
+
+def _record(source: Source) -> InputRecord:
+    """Of a whole file, whatever part of it is read."""
+    assert source.path is not None
+    with open(source.path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return InputRecord(path=source.label, bytes=stream.tell(), sha256=digest)
+
+
+def _damaged() -> tuple[type[Exception], ...]:
+    """What a damaged input raises; of .zst, only where any has been opened."""
+    modules = (sys.modules.get(name) for name in ("compression.zstd", "backports.zstd"))
+    return (*_DAMAGED, *(module.ZstdError for module in modules if module is not None))
 
 
 def open_source(source: Source) -> io.BufferedReader:
@@ -249,37 +358,41 @@ def _cut_point(data: bytes, size: int) -> int:
     return size
 
 
+class _BadText(ValueError):
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind + detail)
+        self.kind, self.detail = kind, detail
+
+
 def _text_of(line: bytes, key: str) -> str:
     """The text of one JSONL line.
 
     Raises:
-        ValueError: what is wrong with the line, in words.
+        _BadText: what is wrong with the line, in words.
     """
     try:
         record: object = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})") from error
+        detail = f" (byte 0x{line[error.start]:02x} at column {error.start + 1})"
+        raise _BadText("not UTF-8", detail) from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise _BadText("not JSON", f": {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:  # a thousand brackets; an integer of more digits than Python reads
+        raise _BadText("not JSON", ": nested too deeply, or a number too long") from error
     if not isinstance(record, dict):
-        raise ValueError(f"is a {type(record).__name__}, not an object with a field {key!r}")
+        raise _BadText("not an object", f" with a field {key!r} but a {type(record).__name__}")
     if key not in record:
         names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
-        raise ValueError(f"has no field {key!r}; it has {names}")
+        raise _BadText(f"no field {key!r}", f"; it has {names}")
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"field {key!r} is a {type(text).__name__}, not text")
+        raise _BadText("no text", f": field {key!r} is a {type(text).__name__}")
     return text
 
 
 def _binary(label: str, head: bytes) -> ConfigError:
     what = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
-    fixes = {
-        "zstd-compressed": "zstdcat FILE | canzona data prepare - ...",
-        "Parquet": "turn it into JSONL first, for example with duckdb or pyarrow",
-    }
+    fixes = {"Parquet": "call it .parquet, or say --format parquet"}
     return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
 
 

@@ -6,8 +6,8 @@ ordinary text, only the writer ends documents.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.codec import Damaged, parse
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -99,6 +101,9 @@ class JsonTokenizer:
         # Ids may have holes, so the number of entries does not bound them.
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[TokenizerKind, str, int, "RustTokenizer"]]:
+        return JsonTokenizer, (self.kind, self.name, self.eod, self.backend)  # set up again in the other process
+
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
         decoded = [self._text(text) for text in texts]
         encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
@@ -115,6 +120,26 @@ class JsonTokenizer:
             text = raw.decode("utf-8", errors="replace")
             self.replaced += text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
             return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings:
+    """A token of a tokenizer_config.json."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """What counts here of a Hugging Face tokenizer_config.json."""
+
+    eos_token: str | TokenSettings | None = None
+    added_tokens_decoder: Mapping[int, TokenSettings] = field(default_factory=dict)
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
@@ -139,6 +164,10 @@ def tokenizer_file(spec: str) -> Path:
         ConfigError: no such file.
     """
     path = Path(spec).expanduser()
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        reason = "this folder has no tokenizer.json, the form that fast tokenizers have"
+        fix = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER), of transformers, writes one"
+        raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.is_file():
@@ -153,11 +182,13 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Load a local tokenizer.json (or the folder holding one).
+    """Load a local tokenizer.json (or the folder holding one), with the special tokens of the tokenizer_config.json
+    beside it.
 
     Args:
         spec: its path.
-        eod: the token that ends a document; None: the first of `EOD_CANDIDATES` it knows.
+        eod: the token that ends a document; None: the eos_token of tokenizer_config.json, else the first of
+            `EOD_CANDIDATES` it knows.
 
     Raises:
         ConfigError: no such file, not a tokenizer, or no end-of-document token.
@@ -171,9 +202,37 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
         reason = f"is not a tokenizer file: {str(error).splitlines()[0]}"
         fix = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix)) from error
+    eos = _configured(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
     return JsonTokenizer(
-        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod, path), backend=backend
+        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod or eos, path), backend=backend
     )
+
+
+def _configured(backend: "RustTokenizer", path: Path) -> str | None:
+    """Adds the tokens that only a tokenizer_config.json has, as transformers does; its eos_token, if it has one.
+
+    Raises:
+        ConfigError: it cannot be read, or gives a token an id that the tokenizer cannot give it.
+    """
+    from tokenizers import AddedToken
+
+    if not path.is_file():
+        return None
+    fix = "repair or remove it; without it the end-of-document token is found by its usual names, or named by --eod"
+    try:
+        # Not by our own reader of JSON: what says "no limit" there is an integer of 31 digits.
+        config = parse(TokenizerSettings, read_plain(path))
+    except (Unreadable, Damaged) as error:
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
+    for number, token in sorted(config.added_tokens_decoder.items()):
+        if backend.token_to_id(token.content) is None:
+            backend.add_tokens([AddedToken(**asdict(token))])
+        if backend.token_to_id(token.content) != number:
+            reason = (
+                f"it gives {token.content!r} the id {number}, and the tokenizer {backend.token_to_id(token.content)}"
+            )
+            raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix))
+    return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
 
 
 def _display_name(path: Path) -> str:

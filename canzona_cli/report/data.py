@@ -11,6 +11,7 @@ from rich.text import Text
 from canzona_cli.data.build import Built, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
+from canzona_cli.data.sidecar import Sidecar
 from canzona_cli.run.words import clean, count, plural, size
 
 _LINE_INTERVAL_S = 5.0
@@ -78,8 +79,9 @@ def print_prepared(built: Built) -> None:
     if made.sequences > made.documents:
         documents += f" in {made.sequences:,} sequences (long documents are cut at line ends)"
     rows = [
-        ("inputs", f"{plural(made.input_count, 'input')}, {size(made.text_bytes)} of text"),
+        ("inputs", f"{plural(made.input_count, 'input')}, {size(made.text_bytes)} of text ({made.text_bytes:,} bytes)"),
         ("documents", documents),
+        *((("dropped", _dropped(made)),) if made.dropped else ()),
         ("tokens", f"{made.tokens:,} ({per_token:.2f} bytes a token), {made.dtype}, largest id {made.max_token_id:,}"),
         ("tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"),
         *(("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files),
@@ -94,12 +96,21 @@ def print_prepared(built: Built) -> None:
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
+def _dropped(made: Sidecar) -> str:
+    """`3: 2 empty, 1 not JSON (a.jsonl:7)`."""
+    counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in made.dropped.items())
+    bad = sum(made.dropped.values()) - made.dropped.get("empty", 0) - made.dropped.get("binary file", 0)
+    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in made.bad_lines[:_KEPT_NAMES])
+    more = f" and {bad - _KEPT_NAMES:,} more, in the .json" if bad > _KEPT_NAMES else ""
+    return f"{sum(made.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
+
+
 def _notes(built: Built, command: str) -> Iterator[str]:
     made = built.sidecar
     if made.replaced:
         yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
-    if built.empty:
-        yield f"{plural(built.empty, 'document')} without text skipped"
+    if built.reused:
+        yield f"{built.reused:,} of {built.parts:,} parts were there from a preparation that did not come to its end"
     if built.skipped:
         names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
         more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""

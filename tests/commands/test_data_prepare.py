@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from canzona_cli.config.compose import compose_run
@@ -197,6 +199,65 @@ def test_an_interrupt_while_the_vocabulary_is_learnt_acts_at_once(tmp_path: Path
     assert process.wait(timeout=PATIENCE_S) == 130
     assert "Traceback" not in process.stderr.read()
     assert names(tmp_path) == []
+
+
+def test_what_is_killed_goes_on_from_its_parts_to_the_same_bytes_as_one_process(tmp_path: Path) -> None:
+    """Kill -9 in the middle, of a foreign tokenizer over JSONL and Parquet; corrupt lines keep their place."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    foreign = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    foreign.pre_tokenizer = pre_tokenizers.Whitespace()
+    foreign.train_from_iterator([TEXT], trainers.WordLevelTrainer(special_tokens=["<unk>", "<stop>"]))
+    (tmp_path / "tok").mkdir()
+    foreign.save(str(tmp_path / "tok" / "tokenizer.json"))
+    (tmp_path / "tok" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    lines = [json.dumps({"body": line * 4}) for line in TEXT.splitlines(keepends=True)] * 3
+    for place in (17, 4321, 8999):
+        lines[place - 1] = '{"body": '
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    table = pa.table({"body": [f"row {n} of the fox " * 20 for n in range(2000)]})
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=200, compression="none", use_dictionary=False)
+    arguments = ["a.jsonl", "b.parquet", "--text-key", "body", "--tokenizer", "tok", "--max-bad", "3", "-o"]
+
+    parts = (
+        "from canzona_cli.data import parts; parts.smallest_part = 200_000; from canzona_cli.app import main; main()"
+    )
+    killed = [sys.executable, "-c", parts, "data", "prepare", *arguments]
+    process = subprocess.Popen(
+        [*killed, "p", "--workers", "2"], cwd=tmp_path, stderr=subprocess.STDOUT, stdout=subprocess.PIPE
+    )
+    folder = tmp_path / ".p.parts"
+    wait_until(lambda: len([*folder.glob("*.idx")]) > 1, "a few parts", process)
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    psutil.wait_procs(workers, PATIENCE_S)
+    assert not any(worker.is_running() for worker in workers)
+    assert not (tmp_path / "p.idx").exists()
+    there = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.idx")}
+
+    again = subprocess.run([*killed, "p", "--workers", "1"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    reused = next(line for line in again.stdout.splitlines() if "parts were there" in line).split()
+    assert int(reused[1]) == len(there) < int(reused[3])
+    assert "3: 3 not JSON (a.jsonl:17, a.jsonl:4321, a.jsonl:8999)" in " ".join(again.stdout.split())
+
+    whole = canzona(*arguments, "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    for end in (".bin", ".idx", ".json", ".tokenizer.json"):
+        assert (tmp_path / f"p{end}").read_bytes() == (tmp_path / f"whole{end}").read_bytes(), end
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    said = json.loads((tmp_path / "p.json").read_text())
+    texts = [json.loads(line)["body"] for line in lines if line != '{"body": '] + table["body"].to_pylist()
+    assert said["documents"] == len(texts) == inspect_pair(tmp_path / "p").documents
+    assert said["text_bytes"] == sum(len(text.encode()) for text in texts)
+    stop, expected = foreign.token_to_id("<stop>"), []
+    for encoding in foreign.encode_batch(texts):
+        expected += [*encoding.ids, stop]
+    assert ids(tmp_path / "p") == expected
+
+    few = canzona(*arguments[:6], "--max-bad", "2", "-o", "few", cwd=tmp_path)
+    assert few.returncode == 2
+    assert "a.jsonl:8999" in " ".join(few.stderr.split())
 
 
 def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:

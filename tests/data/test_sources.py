@@ -9,12 +9,15 @@ import lzma
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.data.inputs import find_sources, stdlib_digest, stdlib_sources
-from canzona_cli.data.sources import DocumentUnit, InputFormat, Reader, cut_stream, piece_bytes
+from canzona_cli.data.sources import DocumentUnit, InputFormat, Reader, TooManyBadLines, cut_stream, piece_bytes
 from canzona_cli.errors import ConfigError
 
 
@@ -24,12 +27,13 @@ def read(
     document: DocumentUnit = "file",
     text_key: str = "text",
     piece: int = 1 << 20,
+    max_bad: int = 0,
 ) -> tuple[list[bytes], Reader]:
     """The documents of these inputs, put together again from their pieces."""
     sources, problems = find_sources([str(text) for text in inputs], wanted)
     if problems:
         raise ConfigError(*problems)
-    reader = Reader(piece=piece, document=document, text_key=text_key)
+    reader = Reader(piece=piece, document=document, text_key=text_key, max_bad=max_bad)
     documents, growing = [], b""
     for source in sources:
         for data, last in reader.read(source):
@@ -71,7 +75,16 @@ def test_cuts_fall_at_line_ends_where_lines_are_shorter_than_half_a_piece() -> N
 
 @pytest.mark.parametrize(
     ("suffix", "compress"),
-    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (
+            ".zst",
+            lambda data: zstd.compress(data[:500]) + zstd.compress(data[500:]),
+        ),  # as tools for many cores write it
+    ],
 )
 def test_compressed_files_read_like_plain_ones(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     text = b"first line\nsecond \xff line\n" * 50_000
@@ -80,8 +93,8 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, suffix: str, comp
     documents, reader = read(path)
     assert documents == [text]
     assert reader.bytes_read == path.stat().st_size
-    assert reader.records[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert reader.text_bytes == len(text)
+    assert reader.tally.records[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert reader.tally.text_bytes == len(text)
 
 
 def test_members_of_a_concatenated_gzip_are_all_read(tmp_path: Path) -> None:
@@ -89,7 +102,7 @@ def test_members_of_a_concatenated_gzip_are_all_read(tmp_path: Path) -> None:
     assert read(tmp_path / "a.gz")[0] == [b"one two"]
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstd.compress])
 def test_a_cut_compressed_file_is_named(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     whole = compress(bytes(range(1, 256)) * 5000)
     (tmp_path / "a.txt").write_bytes(whole[: len(whole) * 2 // 3])
@@ -100,7 +113,7 @@ def test_lines_are_documents_when_asked(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n\nthree")
     documents, reader = read(tmp_path / "a.txt", document="line")
     assert documents == [b"one", b"two", b"three"]
-    assert reader.empty == 1
+    assert reader.tally.empty == 1
 
 
 def test_each_jsonl_line_is_a_document_also_compressed(tmp_path: Path) -> None:
@@ -109,25 +122,52 @@ def test_each_jsonl_line_is_a_document_also_compressed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     documents, reader = read(tmp_path / "a.jsonl.gz", text_key="body", piece=16)
     assert documents == [text.encode() for text in texts if text]
-    assert reader.empty == 1
+    assert reader.tally.empty == 1
 
 
 def test_bad_jsonl_lines_are_told_with_file_and_line_several_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "ok"}\n{"text": \n\n{"tekst": "x"}\n[1]\n{"text": 3}\n{"text": "ok"}\n\xff\n')
-    problems = fails(path).problems
-    assert [str(p.value).removeprefix(f"{path}:") for p in problems] == ["2", "4", "5", "6", "8"]
-    assert all(
-        word in p.reason for p, word in zip(problems, ["not JSON", "'tekst'", "list", "int", "UTF-8"], strict=True)
-    )
-    assert all("--text-key" in p.fix for p in problems)
+    with pytest.raises(TooManyBadLines) as caught:
+        read(path)
+    found = caught.value.tally.bad_lines
+    assert [line.line for line in found] == [2, 4, 5, 6, 8]
+    words = ["not JSON", "'tekst'", "list", "int", "UTF-8"]
+    assert all(word in line.kind + line.detail for line, word in zip(found, words, strict=True))
+    documents, reader = read(path, max_bad=5)
+    assert documents == [b"ok", b"ok"]
+    assert reader.tally.bad_kinds == {
+        "not JSON": 1,
+        "no field 'text'": 1,
+        "not an object": 1,
+        "no text": 1,
+        "not UTF-8": 1,
+    }
+
+
+def test_a_column_of_parquet_is_read_row_by_row_and_rows_without_text_are_counted(tmp_path: Path) -> None:
+    texts = ["eins\nzwei", None, "日本", "", "x" * 100]
+    pq.write_table(pa.table({"n": [*range(5)], "body": texts}), tmp_path / "a.parquet", row_group_size=2)
+    documents, reader = read(tmp_path, text_key="body", piece=16, max_bad=1)
+    assert documents == [text.encode() for text in texts if text]
+    assert reader.tally.dropped == {"empty": 1, "no text": 1}
+    assert (reader.tally.bad_lines[0].path, reader.tally.bad_lines[0].line) == (str(tmp_path / "a.parquet"), 2)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    assert reader.tally.records[0].sha256 == hashlib.sha256(whole).hexdigest()
+    with pytest.raises(TooManyBadLines):
+        read(tmp_path, text_key="body")
+    assert "n, body" in fails(tmp_path).problems[0].fix
+    assert "int64" in fails(tmp_path, text_key="n").problems[0].reason
+    for damaged in (whole[:-9], whole[:4] + whole[200:]):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        assert fails(tmp_path, text_key="body").problems[0].value == str(tmp_path / "a.parquet")
 
 
 def test_lone_surrogates_are_counted_not_fatal(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
     documents, reader = read(tmp_path / "a.jsonl")
     assert documents == [b"a?b"]
-    assert reader.unencodable == 1
+    assert reader.tally.replaced == 1
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -147,7 +187,7 @@ def test_a_binary_file_is_refused_when_named_and_passed_over_in_a_folder(
     assert word in str(fails(tmp_path / "b.txt"))
     documents, reader = read(tmp_path)
     assert documents == [b"text"]
-    assert reader.skipped == [str(tmp_path / "b.txt")]
+    assert reader.tally.skipped == [str(tmp_path / "b.txt")]
 
 
 def test_folders_and_globs_are_sorted_hidden_files_left_out_and_nothing_read_twice(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Every tokenizer gives back the text it was given, and text never ends a document."""
 
+import json
 import json.decoder
 import json.encoder
 import os
@@ -92,6 +93,33 @@ def test_a_tokenizer_file_that_truncates_and_pads_does_neither_here(bpe: JsonTok
     assert loaded.name == tmp_path.name
     for ours, theirs in zip(bpe.encode_batch(SAMPLE[:3]), loaded.encode_batch(SAMPLE[:3]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_hugging_face_folder_means_what_transformers_reads_in_it(bpe: JsonTokenizer, tmp_path: Path) -> None:
+    """Ids of text, and the id that ends a document, also of a token that only tokenizer_config.json has."""
+    from transformers import PreTrainedTokenizerFast
+
+    save(bpe, tmp_path / "bare.json")
+    kept = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "bare.json"), eos_token="<|stop|>", bos_token="<s>")
+    kept.save_pretrained(tmp_path / "kept")
+    folder = tmp_path / "added"
+    kept.save_pretrained(folder)
+    save(bpe, folder / "tokenizer.json")  # without the added tokens, as folders of older versions are
+    added = {400: "<|stop|>", 401: "<s>"}
+    said = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "added_tokens_decoder": {str(number): {"content": text, "special": True} for number, text in added.items()},
+        "eos_token": {"content": "<|stop|>", "__type": "AddedToken"},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    for place in (tmp_path / "kept", folder):
+        ours, theirs = load_json_tokenizer(str(place)), PreTrainedTokenizerFast.from_pretrained(place)
+        assert (ours.eod, ours.vocab_size) == (theirs.convert_tokens_to_ids("<|stop|>"), len(theirs))
+        for text in SAMPLE:
+            assert ours.encode_batch([text])[0].tolist() == theirs.encode(text.decode(), add_special_tokens=False)
+    assert load_json_tokenizer(str(folder), END_OF_TEXT).eod == bpe.eod, "what is typed counts"
+    (folder / "tokenizer_config.json").write_text(json.dumps(said).replace('"400"', '"500"'))
+    with pytest.raises(ConfigError, match="the id 401"):
+        load_json_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("token", ["</s>", "<|im_end|>", "<eos>"])
