@@ -51,7 +51,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     unplanned = training and execution is not Execution.PLANNED
     if unplanned:
         why = "optimizer is adamw" if execution is Execution.ADAMW else f"engine.strategy is {strategy}"
-        for key in ("layout", "alpha", "grouping", "c_max_mib", "reduction", "exchange_dtype", "plan"):
+        for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which does not use a plan"
     if unplanned and not execution.ours:
@@ -69,6 +69,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"data.tokenizer_vocab_size is ignored: the tokenizer is {config.data.tokenizer}"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
+    if strategy == "asc" and config.engine.mode == "shared" and not unplanned:
+        yield "engine.mode=shared is ignored: engine.strategy is asc, which updates every matrix on one host"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"

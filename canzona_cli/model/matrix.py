@@ -46,6 +46,12 @@ class Matrix:
         """Whether every TP rank holds the whole of it."""
         return self.shard_dim is None and self.home is None
 
+    @property
+    def cut_long(self) -> bool:
+        """Whether tensor parallelism cuts it along its long side (a square's either), so that fragments have all of the
+        other."""
+        return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
+
     def holders(self, tp: int) -> range:
         """TP ranks that store a part of it: all of them, or its home alone."""
         return range(tp) if self.home is None else range(self.home, self.home + 1)

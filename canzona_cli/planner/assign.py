@@ -28,7 +28,7 @@ from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, 
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
-from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
+from canzona_cli.planner.plan import HOSTED, Assignment, Cell, PlanSettings, Share
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""
@@ -45,6 +45,7 @@ def assign(
     *,
     bucket_elements: int | None = None,
     bytes_per_element: int = 4,
+    shares: Mapping[int, Share] = HOSTED,
 ) -> Assignment:
     """Owner and host of every matrix, for strategies canzona and asc.
 
@@ -61,16 +62,17 @@ def assign(
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it, see `micro_groups`.
+        shares: Of the matrices that are shared, by index.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
     for stage in stages(matrices):
-        problem = _Stage.of(matrices, costs, layout, settings, stage, bucket_elements)
+        problem = _Stage.of(matrices, costs, shares, layout, settings, stage, bucket_elements)
         for index, cell in _solve(problem, settings, memory_cap, bytes_per_element):
             cells[index] = cell
-    return Assignment(cells=tuple(cells))
+    return Assignment(cells=tuple(cells), shares=shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,10 @@ class _Stage:
 
     matrices: Sequence[Matrix]
     costs: Sequence[float]
+    """Seconds in all, of all ranks together."""
+    hosting: Sequence[float]
+    """And of the host alone."""
+    shares: Mapping[int, Share]
     buckets: Sequence[Sequence[Parameter]]
     units: Mapping[int, tuple[int, ...]]
     """Matrices of each unit."""
@@ -92,6 +98,7 @@ class _Stage:
     def of(
         matrices: Sequence[Matrix],
         costs: Sequence[float],
+        shares: Mapping[int, Share],
         layout: Layout,
         settings: PlanSettings,
         stage: int,
@@ -103,15 +110,20 @@ class _Stage:
         if padded:
             # Padding lies at the border of two shards, so a parameter cannot lie across one.
             parameters = [parameter.undivided() for parameter in parameters]
+        each, hosting = [0.0] * len(costs), list(costs)
+        for index, share in shares.items():
+            each[index], hosting[index] = share.each, share.hosts
         return _Stage(
             matrices=matrices,
-            costs=costs,
+            costs=[alone + layout.tp * part for alone, part in zip(hosting, each, strict=True)],
+            hosting=hosting,
+            shares=shares,
             buckets=cut(parameters, bucket_elements, stage=stage, shards=ranks if padded else None),
             units={part.unit: part.matrices for parameter in parameters for part in parameter.parts},
             owners=ranks,
             tp=layout.tp,
-            bound=lower_bound(matrices, costs, stage, ranks, layout.tp),
-            packer=HostPacker(costs, layout.tp),
+            bound=lower_bound(matrices, costs, stage, ranks, layout.tp, shares),
+            packer=HostPacker(hosting, layout.tp, each),
         )
 
     @cached_property
@@ -216,7 +228,7 @@ def _units_to_cells(stage: _Stage) -> Owners:
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
     units = list(stage.units)
-    return _cells_to_owners(stage, units, [max(stage.costs[index] for index in stage.units[unit]) for unit in units])
+    return _cells_to_owners(stage, units, [max(stage.hosting[index] for index in stage.units[unit]) for unit in units])
 
 
 def _cells_to_owners(stage: _Stage, units: Sequence[int], costs: Sequence[float]) -> Owners:
@@ -279,7 +291,7 @@ def _hosted(
             hosts = [position % stage.tp for position in range(len(indices))]
         elif settings.grouping == "greedy":
             hosts = greedy_hosts(
-                stage.matrices, stage.costs, indices, stage.tp, settings.c_max_bytes, bytes_per_element
+                stage.matrices, stage.hosting, indices, stage.tp, settings.c_max_bytes, bytes_per_element
             )
         else:
             hosts = stage.packer.hosts(indices)
@@ -290,7 +302,8 @@ def _hosted(
 def _fullest(stage: _Stage, cells: Mapping[int, Cell]) -> int:
     held: Counter[Cell] = Counter()
     for index, cell in cells.items():
-        held[cell] += stage.matrices[index].elements
+        for one, elements in cell.held(stage.matrices[index], stage.tp, shared=index in stage.shares):
+            held[one] += elements
     return max(held.values())
 
 

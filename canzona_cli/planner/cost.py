@@ -69,6 +69,10 @@ PRICED_STACK = 4
 """Matrices in a stack as the model prices it: a host may have fewer of a shape than would fit."""
 
 
+COST_DIGITS = 9
+"""Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What one update does."""
@@ -242,6 +246,17 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     a = replace(a, stack=a.stack is True)
     standard, gram = (_seconds(replace(a, form=form), rows, cols, cluster) for form in get_args(Form))
     return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
+
+
+def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+    """What whole updates in Gram form take by the profile's measurements, over what they take by the model."""
+    a = replace(a, form="gram", stack=False)
+    return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
+
+
+def rounded(seconds: float) -> float:
+    """To `COST_DIGITS`."""
+    return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
@@ -495,6 +510,8 @@ class Rule:
     """State with an element for each row."""
     orthogonal: bool = False
     """Newton-Schulz iterations, with scratch for them."""
+    shared: bool = False
+    """It has a shared form (`planner.sharing`)."""
     packed: int = 0
     """Symmetric squares for each side that has a factor, kept by half."""
     squares: int = 0
@@ -509,7 +526,7 @@ class Rule:
 
 RULES: Mapping[UpdateName, Rule] = {
     "adamw": Rule(work=_adamw, fragment_bytes=28, moments=2),
-    "muon": Rule(work=_muon, fragment_bytes=64, moments=1, orthogonal=True),
+    "muon": Rule(work=_muon, fragment_bytes=64, moments=1, orthogonal=True, shared=True),
     "normuon": Rule(work=_normuon, fragment_bytes=76, moments=1, row_vectors=1, orthogonal=True),
     "shampoo": Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2),
     "kl-shampoo": Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1),
@@ -528,9 +545,9 @@ def _modelled(
     if implementation == "megatron":
         own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
     together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
-    step, refresh = _duration(own, _unit(a), cluster, together), _duration(besides, "fp32", cluster, together)
+    step, refresh = duration(own, _unit(a), cluster, together), duration(besides, "fp32", cluster, together)
     if own.iteration:
-        step += _duration(own.iteration, a.precision, cluster, 1)
+        step += duration(own.iteration, a.precision, cluster)
     return step + refresh / a.refresh_period, step + refresh
 
 
@@ -566,7 +583,7 @@ def _unit(a: Algorithm) -> Unit:
     return "tf32" if a.tf32 else "fp32"
 
 
-def _duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int) -> float:
+def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
     """Of one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume, launched once,
     and never by a symmetric kernel."""
 

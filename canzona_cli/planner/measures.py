@@ -8,7 +8,7 @@ from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
+from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
 from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
@@ -186,19 +186,22 @@ def _byte_balance(plan: Plan) -> float:
     return busiest / even if even else 1.0
 
 
-def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
-    """What each micro-group moves."""
+def _traffic(plan: Plan, widths: tuple[int, int]) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
+    """What each micro-group moves, round by round."""
+    shared = plan.assignment.shares
     for group in plan.groups:
         matrices, hosts = zip(
             *((plan.matrices[index], plan.assignment.cells[index].host) for index in group.matrices), strict=True
         )
-        yield group, group_traffic(matrices, hosts, plan.subject.layout.tp)
+        for number in range(plan.assignment.rounds(group.matrices)):
+            moved = group_traffic(matrices, hosts, plan.subject.layout.tp, shared=shared, widths=widths, number=number)
+            yield group, moved
 
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     """All-to-alls in a step, by stage and owner."""
     found: Counter[tuple[int, int]] = Counter()
-    for group, traffic in _traffic(plan):
+    for group, traffic in _traffic(plan, (FP32, FP32)):
         found[group.stage, group.owner] += traffic.collectives
     return found
 
@@ -208,7 +211,7 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     mesh = plan.subject.layout
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
-    for group, moved in _traffic(plan):
+    for group, moved in _traffic(plan, (width, grad)):
         first = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
             sent[first + host] += gradients * grad + weights * width

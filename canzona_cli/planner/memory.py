@@ -291,9 +291,10 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     whole, factors = [0] * mesh.cells, [0] * mesh.cells
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         if matrix.stage == stage:
-            place = cell.owner * mesh.tp + cell.host
-            whole[place] += matrix.elements
-            factors[place] += factor_bytes(how, matrix.rows, matrix.cols)
+            shared = matrix.index in plan.assignment.shares
+            for one, elements in cell.held(matrix, mesh.tp, shared=shared):
+                whole[one.owner * mesh.tp + one.host] += elements
+            factors[cell.owner * mesh.tp + cell.host] += 0 if shared else factor_bytes(how, matrix.rows, matrix.cols)
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
 

@@ -47,14 +47,15 @@ def micro_groups(
     check_capacity(matrices, pipeline.tp, settings, bytes_per_element)
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        job = Job(matrix=matrix, host=cell.host, seconds=cost)
+        job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
         held.setdefault((matrix.stage, cell.owner), []).append(job)
     known: dict[Hashable, list[tuple[int, ...]]] = {}
     found: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held.items()):
         # Most owners have the same costs on the same hosts; each such list is grouped once.
         key = tuple(
-            (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated) for job in jobs
+            (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
+            for job in jobs
         )
         if key not in known:
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}

@@ -9,12 +9,13 @@ and searches stop after a count of nodes, never after a time.
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.plan import HOSTED, Share
 
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""
@@ -231,7 +232,14 @@ def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> l
     return packed
 
 
-def lower_bound(matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> float:
+def lower_bound(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    stage: int,
+    dp: int,
+    tp: int,
+    shares: Mapping[int, Share] = HOSTED,
+) -> float:
     """Seconds that the slowest cell of a stage's dp x tp grid needs at least.
 
     The largest of three relaxations, each a bound because dropping or merging constraints cannot raise the optimum:
@@ -242,17 +250,25 @@ def lower_bound(matrices: Sequence[Matrix], costs: Sequence[float], stage: int, 
     3. the matrices of one unit have one owner: they go into tp cells.
 
     With tp = 1 a cell is an owner and the second is the exact problem. Each is bounded by `packing_bound`.
+
+    A matrix that may be shared, in `shares`, is taken for what is less. It puts on one cell, whichever way it goes, its
+    update or else its host's part (1, 3), and on that cell alone besides its part of every rank (4); on its owner's
+    cells together its update or else all parts (2), the mean of which no assignment can be below (5).
     """
-    units: dict[int, list[float]] = defaultdict(list)
+    pieces: dict[int, list[float]] = defaultdict(list)
+    whole: dict[int, float] = defaultdict(float)
+    largest = 0.0
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
-            units[matrix.unit].append(cost)
-    if not units:
+            share = shares.get(matrix.index)
+            pieces[matrix.unit].append(cost if share is None else min(cost, share.hosts))
+            whole[matrix.unit] += cost if share is None else min(cost, tp * share.each + share.hosts)
+            largest = max(largest, cost if share is None else min(cost, share.each + share.hosts))
+    if not pieces:
         return 0.0
-    alone = [cost for members in units.values() for cost in members]
-    whole = [sum(members) for members in units.values()]
-    bounds = [packing_bound(alone, dp * tp), packing_bound(whole, dp) / tp]
-    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in units.values()}]
+    alone = [piece for members in pieces.values() for piece in members]
+    bounds = [packing_bound(alone, dp * tp), packing_bound([*whole.values()], dp) / tp, largest]
+    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in pieces.values()}]
     return max(bounds)
 
 
@@ -373,10 +389,15 @@ def _heaviest(items: Sequence[tuple[float, int]], weights: Sequence[float], room
 
 
 class HostPacker:
-    """Hosts for the matrices of one owner, balanced; owners with the same costs are packed once."""
+    """Hosts for the matrices of one owner, balanced; owners with the same costs are packed once.
 
-    def __init__(self, costs: Sequence[float], tp: int) -> None:
-        self._costs = costs
+    Args:
+        costs: of each matrix to its host.
+        each: to every host alike.
+    """
+
+    def __init__(self, costs: Sequence[float], tp: int, each: Sequence[float]) -> None:
+        self._costs, self._each = costs, each
         self._tp = tp
         self._known: dict[tuple[float, ...], tuple[tuple[int, ...], float]] = {}
 
@@ -390,7 +411,7 @@ class HostPacker:
 
     def height(self, matrices: Sequence[int]) -> float:
         """Seconds of that owner's busiest host."""
-        return self._look_up(matrices)[1][1] if matrices else 0.0
+        return self._look_up(matrices)[1][1] + sum(self._each[index] for index in matrices) if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], float]]:
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))

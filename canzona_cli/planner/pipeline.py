@@ -1,16 +1,23 @@
 """An owner's micro-groups, updated by its TP group: who does what in which order, and what it takes.
 
-Compute stream of each rank, with two groups in flight: pack 0, pack 1, then per group: unpack its gradients, update
-its matrices, pack their new weights, pack the gradients of the group after the next, unpack the weights of the group
-before.
-One communicator carries the exchanges in the order gradients 0, gradients 1, weights 0, gradients 2, weights 1, ...;
-each starts once all ranks of the group have packed for it and the one before is done.
+A group goes through stages, with an all-to-all between each two (`planner.exchange`):
 
-The order is written once, as instructions to a `Pipeline`: the planner's `Clock` adds up what they take, to compare
-groupings by; the simulator draws them.
+    0     every rank   packs gradients of hosted matrices; contributes to shared ones
+    1     hosts        unpack gradients, update their matrices, pack the weights; answer the contributions
+    2     every rank   unpacks weights; applies the answers, and contributes once more
+    3     hosts        answer
+    4     every rank   applies the answers
+
+Without shared matrices stage 2 is the last, with R rounds 2 R. Two groups are ahead in stage 0, and later stages follow
+one group behind each other, so that there is something to do while an exchange is on its way: 0 of groups 0 and 1; then
+1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0; and so on. One communicator carries the exchanges
+in that order; each starts once all ranks of the group have packed for it and the one before is done.
+
+The order is `order`'s, for engine and planner alike. What it takes is told to a `Pipeline`: the planner's `Clock` adds
+it up, to compare groupings by; the simulator draws it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -20,6 +27,7 @@ from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
+from canzona_cli.planner.plan import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,29 @@ class Job:
     matrix: Matrix
     host: int
     seconds: float
-    """Of its update."""
+    """Of its update by one rank."""
+    share: Share | None = None
+    """Where the TP group updates it together."""
+
+
+def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(group, stage) pairs, as all ranks of the TP group go through them.
+
+    Args:
+        rounds: of each group, 1 where it has no shared matrices.
+    """
+    yield from ((group, 0) for group in range(min(2, len(rounds))))
+    last = 2 * max(rounds, default=0)
+    for tick in range(len(rounds) + last - 1):
+        for stage in (1, 0, *range(2, last + 1)):
+            group = tick + 2 if stage == 0 else tick + 1 - stage
+            if 0 <= group < len(rounds) and stage <= 2 * rounds[group]:
+                yield group, stage
+
+
+def in_flight(rounds: int) -> int:
+    """Groups, at most, that are behind their first stage and not behind their last at the same time."""
+    return 2 * rounds + 2
 
 
 class Pipeline[Moment](Protocol):
@@ -134,37 +164,41 @@ class HostedPipeline:
                 for job in group:
                     ranks.work(0, "matrix_update", self.updating * job.seconds)
             return
-        loads = [_Load(self.tp, group) for group in groups]
-        gradients = [self._send_gradients(load, ranks) for load in loads[:2]]
-        weights: list[Moment] = []
-        for number, load in enumerate(loads):
-            for host, (elements, matrices) in enumerate(zip(load.hosted, load.matrices, strict=True)):
-                ranks.wait(host, gradients[number])
-                ranks.work(host, "exchange", self._copies(elements * self._received, self.tp * matrices))
-                ranks.work(host, "matrix_update", self.updating * load.seconds[host])
-                # Other ranks' fragments, and its own: rounded, then taken where they are finite.
-                ranks.work(host, "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices))
-            weights.append(ranks.exchange(self._travel(load.weights, self.width)))
-            if number + 2 < len(loads):
-                gradients.append(self._send_gradients(loads[number + 2], ranks))
-            if number:
-                self._receive_weights(loads[number - 1], weights[number - 1], ranks)
-        if loads:
-            self._receive_weights(loads[-1], weights[-1], ranks)
+        loads = [_Load(self, group) for group in groups]
+        landed: dict[int, Moment] = {}
+        for number, stage in order([load.rounds for load in loads]):
+            load = loads[number]
+            for host in range(self.tp):
+                if stage:
+                    ranks.wait(host, landed[number])
+                self._work(load, stage, host, ranks)
+            if stage < 2 * load.rounds:
+                moved = load.moved[stage // 2]
+                traffic, width = (moved.weights, self.width) if stage % 2 else (moved.gradients, self.grad)
+                landed[number] = ranks.exchange(self._travel(traffic, width))
+
+    def _work[Moment](self, load: "_Load", stage: int, host: int, ranks: Pipeline[Moment]) -> None:
+        number, hosts = divmod(stage, 2)
+        elements, matrices = load.hosted[host], load.matrices[host]
+        stored, others = load.stored[host], load.fragments[host] - matrices
+        if stage == 0:
+            ranks.work(host, "exchange", self._copies(stored * self._sent, others))
+        if stage == 1:
+            ranks.work(host, "exchange", self._copies(elements * self._received, self.tp * matrices))
+            ranks.work(host, "matrix_update", self.updating * load.seconds[host])
+            # Other ranks' fragments, and its own: rounded, then taken where they are finite.
+            ranks.work(host, "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices))
+        if stage == 2:
+            ranks.work(host, "exchange", self._copies(stored * self._written, others))
+        if hosts and load.answers[host]:
+            ranks.work(host, "matrix_update", self.updating * load.answer_s[host][number])
+            answers = load.answers[host] * (self.tp - 1)
+            ranks.work(host, "exchange", self._copies(2 * self.width * load.squares[host] * (self.tp - 1), answers))
+        if not hosts and load.fragment_s:
+            ranks.work(host, "matrix_update", self.updating * load.fragment_s[number])
 
     def _copies(self, size: int, launches: int) -> float:
         return size * self.byte_s + launches * self.launch_s
-
-    def _send_gradients[Moment](self, load: "_Load", ranks: Pipeline[Moment]) -> Moment:
-        for host, stored in enumerate(load.stored):
-            ranks.work(host, "exchange", self._copies(stored * self._sent, load.fragments[host] - load.matrices[host]))
-        return ranks.exchange(self._travel(load.gradients, self.grad))
-
-    def _receive_weights[Moment](self, load: "_Load", landed: Moment, ranks: Pipeline[Moment]) -> None:
-        for host, stored in enumerate(load.stored):
-            ranks.wait(host, landed)
-            arriving = load.fragments[host] - load.matrices[host]
-            ranks.work(host, "exchange", self._copies(stored * self._written, arriving))
 
     def _travel(self, traffic: Traffic, width: int) -> Transfer:
         """`width`: bytes of an element."""
@@ -173,15 +207,32 @@ class HostedPipeline:
 
 
 class _Load:
-    """What one micro-group asks of each TP rank: elements, matrices, and seconds of update."""
+    """What one micro-group asks of each TP rank: elements, matrices, and seconds."""
 
-    def __init__(self, tp: int, group: Sequence[Job]) -> None:
+    def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:
+        tp = pipeline.tp
         self.stored, self.fragments = [0] * tp, [0] * tp
         self.hosted, self.matrices, self.seconds = [0] * tp, [0] * tp, [0.0] * tp
-        moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
-        self.gradients, self.weights = moved.gradients, moved.weights
+        self.answers, self.squares = [0] * tp, [0] * tp
+        shares = {job.matrix.index: job.share for job in group if job.share is not None}
+        self.rounds = max((share.rounds for share in shares.values()), default=1)
+        self.fragment_s = [sum(part) for part in zip(*(share.fragment for share in shares.values()), strict=True)]
+        """Of every rank, before each round and after the last; nothing without shared matrices."""
+        self.answer_s = [[0.0] * self.rounds for _ in range(tp)]
+        """By host and round."""
+        matrices, hosts = [job.matrix for job in group], [job.host for job in group]
+        self.moved = [
+            group_traffic(matrices, hosts, tp, shared=shares, widths=(pipeline.width, pipeline.grad), number=number)
+            for number in range(self.rounds)
+        ]
         for job in group:
             matrix, host = job.matrix, job.host
+            if job.share is not None:
+                self.answers[host] += 1
+                self.squares[host] += min(matrix.shape) ** 2
+                for number, seconds in enumerate(job.share.host):
+                    self.answer_s[host][number] += seconds
+                continue
             self.hosted[host] += matrix.elements
             self.matrices[host] += 1
             self.seconds[host] += job.seconds

@@ -5,10 +5,11 @@ executes it. Frozen, versioned, and with a hash over its whole content that is t
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import (
@@ -17,6 +18,7 @@ from canzona_cli.config.schema import (
     Gathering,
     Grouping,
     Layout,
+    Mode,
     Precision,
     Reduction,
     RootMethod,
@@ -28,7 +30,7 @@ from canzona_cli.config.schema.field import Count, CountOrZero, NotNegative, Ran
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
-VERSION = 4
+VERSION = 5
 """Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
@@ -79,19 +81,67 @@ class Cell:
     host: int
     """TP rank of the owner's TP group."""
 
+    def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
+        """Who keeps a matrix of this cell's, and how many elements of it: the cell all of it, or each of its row a
+        fragment."""
+        if not shared:
+            yield self, matrix.elements
+            return
+        for host in range(tp):
+            yield Cell(owner=self.owner, host=host), matrix.elements // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Seconds of the update of a shared matrix, in its rounds: contributions go to the host, its answer comes back."""
+
+    fragment: tuple[Seconds, ...]
+    """Of every rank of the owner's TP group, on its fragment: before each round, and after the last."""
+    host: tuple[Seconds, ...]
+    """Of the host besides, in each round."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.host)
+
+    @property
+    def each(self) -> float:
+        """Of every rank."""
+        return sum(self.fragment)
+
+    @property
+    def hosts(self) -> float:
+        """Of the host besides."""
+        return sum(self.host)
+
+
+HOSTED: Mapping[int, Share] = MappingProxyType({})
+"""`Assignment.shares` where there are none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which cell updates which matrix: `cells[matrix.index]`."""
+    """Which cell updates which matrix, `cells[matrix.index]`, and which ones the owner's whole TP group does."""
 
     cells: tuple[Cell, ...]
+    shares: Mapping[int, Share] = HOSTED
+    """Of shared matrices, by index."""
+
+    def rounds(self, matrices: Iterable[int]) -> int:
+        """Of the micro-group that consists of them."""
+        return max((self.shares[index].rounds for index in matrices if index in self.shares), default=1)
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
         loads = [0.0] * (dp * tp)
         for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
-            if matrix.stage == stage:
-                loads[cell.owner * tp + cell.host] += cost
+            if matrix.stage != stage:
+                continue
+            first, share = cell.owner * tp, self.shares.get(matrix.index)
+            loads[first + cell.host] += cost if share is None else share.hosts
+            if share is not None:
+                for place in range(first, first + tp):
+                    loads[place] += share.each
         return loads
 
 
@@ -152,6 +202,7 @@ class PlanSettings:
     """Of every bucket; null: chosen for each, see `planner.reduction`."""
     exchange_dtype: Precision = "fp32"
     """What gradients travel in between TP ranks."""
+    mode: Literal["auto"] | Mode = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +285,7 @@ class Plan:
     subject: Subject
     matrices: tuple[Matrix, ...]
     costs: tuple[float, ...]
-    """Seconds of one update, by matrix."""
+    """Seconds of one update by one rank, by matrix."""
     assignment: Assignment
     buckets: tuple[Bucket, ...]
     """Of the matrices; AdamW's parameters stay in Megatron's own buffers."""
@@ -252,6 +303,11 @@ class Plan:
     def name(self) -> str:
         return self.hash[:8]
 
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """By matrix."""
+        return tuple("shared" if index in self.assignment.shares else "hosted" for index in range(len(self.matrices)))
+
     def loads(self, stage: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
         mesh = self.subject.layout
@@ -264,7 +320,7 @@ class Plan:
             "subject": self.subject.content(),
             "lower_bounds": self.lower_bounds,
             "matrices": [
-                {**vars(matrix), "seconds": cost, **vars(cell), "execution": "hosted"}
+                {**vars(matrix), "seconds": cost, **vars(cell), **_executed(self.assignment.shares.get(matrix.index))}
                 for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
             "buckets": [{**vars(bucket)} for bucket in self.buckets],
@@ -293,7 +349,16 @@ class Plan:
             lower_bounds=read.lower_bounds,
             matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in read.matrices),
             costs=tuple(entry.seconds for entry in read.matrices),
-            assignment=Assignment(cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in read.matrices)),
+            assignment=Assignment(
+                cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in read.matrices),
+                shares=MappingProxyType(
+                    {
+                        place: Share(fragment=entry.fragment, host=entry.rounds)
+                        for place, entry in enumerate(read.matrices)
+                        if entry.execution == "shared"
+                    }
+                ),
+            ),
             buckets=read.buckets,
             groups=read.micro_groups,
         )
@@ -366,6 +431,12 @@ def _digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _executed(share: Share | None) -> dict[str, object]:
+    if share is None:
+        return {"execution": "hosted"}
+    return {"execution": "shared", "fragment": share.fragment, "rounds": share.host}
+
+
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
     for name, value in content.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -381,8 +452,10 @@ class _MatrixEntry(Matrix):
     seconds: Seconds
     owner: CountOrZero
     host: CountOrZero
-    execution: Literal["hosted"]
-    """How it is updated; there is one way so far."""
+    execution: Mode
+    fragment: tuple[Seconds, ...] = ()
+    rounds: tuple[Seconds, ...] = ()
+    """`Share`, where it is shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,6 +484,9 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"matrix {matrix.name} is out of place")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
+        share = plan.assignment.shares.get(index)
+        if share is not None and not (mesh.tp > 1 and matrix.cut_long and len(share.fragment) == share.rounds + 1):
+            raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):
         raise ValueError("the buckets do not have every matrix exactly once")

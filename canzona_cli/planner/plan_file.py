@@ -10,6 +10,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
 from canzona_cli.planner.planner import make_plan, planned_matrices, subject, update_costs
+from canzona_cli.planner.sharing import shares
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
@@ -54,9 +55,11 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             f"plan {plan.name} is for another {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
-    if (plan.matrices, plan.costs) != (
-        matrices := planned_matrices(config, layout, shapes),
-        update_costs(config, matrices),
+    matrices = planned_matrices(config, layout, shapes)
+    possible = shares(config, layout, matrices)
+    shared = plan.assignment.shares
+    if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
+        possible.get(index) != share for index, share in shared.items()
     ):
         raise _refused(path, "has other matrices than this run, or other costs of them", _MAKE_ANEW)
     return plan

@@ -18,17 +18,15 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.activations import stage_weights, transient
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
-from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, seconds
+from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
 from canzona_cli.planner.micro_groups import micro_groups
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import Cell, Mesh, Plan, PlanSettings, Scalar, Subject
+from canzona_cli.planner.plan import HOSTED, Cell, Mesh, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
-
-COST_DIGITS = 9
-"""Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
+from canzona_cli.planner.sharing import shares
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -120,8 +118,10 @@ def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 def _most_held(plan: Plan) -> int:
     """Elements of the matrices of one cell."""
     held: Counter[tuple[int, Cell]] = Counter()
+    tp, shared = plan.subject.layout.tp, plan.assignment.shares
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        held[matrix.stage, cell] += matrix.elements
+        for one, elements in cell.held(matrix, tp, shared=matrix.index in shared):
+            held[matrix.stage, one] += elements
     return max(held.values())
 
 
@@ -166,13 +166,14 @@ def settings(config: RunConfig) -> PlanSettings:
         grouping=engine.grouping,
         reduction=engine.reduction,
         exchange_dtype=engine.exchange_dtype,
+        mode=engine.mode,
     )
 
 
 def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
-    """Seconds of each matrix's update, to `COST_DIGITS` digits.
+    """Seconds of each matrix's update, `rounded`.
 
     Raises:
         ConfigError: the profile has measurements that no such device could reach.
@@ -180,7 +181,7 @@ def update_costs(
     how = algorithm(config)
     refuse(impossible_measurements(how, config.cluster))
     by_shape = {
-        shape: float(f"{seconds(how, *shape, config.cluster, implementation):.{COST_DIGITS - 1}e}")
+        shape: rounded(seconds(how, *shape, config.cluster, implementation))
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}
     }
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
@@ -207,7 +208,10 @@ def _plan(
     costs = update_costs(config, members)
     width = max(exchange_bytes(config))
     frugal = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-    assignment = assign(members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width)
+    shared = shares(config, layout, members) if asked.mode == "shared" and asked.strategy == "canzona" else HOSTED
+    assignment = assign(
+        members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=shared
+    )
     return Plan(
         subject=about,
         matrices=members,
@@ -217,7 +221,9 @@ def _plan(
             buckets(members, assignment, layout, asked, limit), asked, scratch=True
         ),
         groups=micro_groups(members, costs, assignment, frugal, width, HostedPipeline.of(planning(config), layout)),
-        lower_bounds=tuple(lower_bound(members, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp)),
+        lower_bounds=tuple(
+            lower_bound(members, costs, stage, mesh.owners, mesh.tp, shared) for stage in range(mesh.pp)
+        ),
     )
 
 

@@ -3,11 +3,15 @@
 The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
 messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
 rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
-together in fp32. With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32.
-q, k and v do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
-owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices'
-optimizers keep scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need
-memory while the backward and the forward pass run (`reduction`).
+together in fp32. What the ranks share needs messages for each round, two sets too; a place for what a host contributes
+to its own; the fragments that are worked on until the last round, of more groups (`pipeline.in_flight`); and an fp32
+gradient of one fragment that does not lie so.
+
+With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
+for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
+then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices' optimizers keep
+scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need memory while
+the backward and the forward pass run (`reduction`).
 
 Everything is bytes on one rank.
 """
@@ -15,12 +19,14 @@ Everything is bytes on one rank.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.pipeline import in_flight
+from canzona_cli.planner.plan import Plan, Share
 from canzona_cli.planner.reduction import COPIED, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
 
@@ -33,9 +39,11 @@ class StepBuffers:
     """What the engine holds on one rank next to state and Megatron's buffers."""
 
     exchange: int = 0
-    """Messages: gradients and weights, sent and received."""
+    """Messages: gradients and weights, contributions and answers, sent and received, and a host's own contributions."""
     gradients: int = 0
-    """Whole fp32 gradients of a group or batch."""
+    """Whole fp32 gradients of a group or batch, and of one shared fragment."""
+    iterates: int = 0
+    """What shared fragments become in their rounds."""
     workspace: int = 0
     """Scratch that the optimizers keep."""
     reduction: int = 0
@@ -45,7 +53,7 @@ class StepBuffers:
 
     @property
     def lasting(self) -> int:
-        return self.exchange + self.gradients + self.workspace
+        return self.exchange + self.gradients + self.iterates + self.workspace
 
 
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
@@ -60,12 +68,15 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     found: list[StepBuffers] = []
     for owner in range(mesh.owners):
         groups = [
-            [(plan.matrices[index], plan.assignment.cells[index].host) for index in group]
+            [
+                _Placed(plan.matrices[index], plan.assignment.cells[index].host, plan.assignment.shares.get(index))
+                for index in group
+            ]
             for group in by_owner.get(owner, ())
         ]
         travelling = reduced.get(owner, 0), gathered.get(owner, 0)
         # Of thousands of owners few have different matrices.
-        key = (travelling, tuple(tuple((_alike(matrix), host) for matrix, host in group) for group in groups))
+        key = (travelling, tuple(tuple((_alike(one.matrix), one.host, one.share) for one in group) for group in groups))
         if key not in known:
             known[key] = [
                 replace(own, reduction=travelling[0], gathering=travelling[1])
@@ -80,34 +91,73 @@ def _alike(matrix: Matrix) -> Hashable:
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
 
 
-def _owners_buffers(
-    config: RunConfig, groups: Sequence[Sequence[tuple[Matrix, int]]], tp: int
-) -> Iterator[StepBuffers]:
+class _Placed(NamedTuple):
+    """A matrix of a micro-group."""
+
+    matrix: Matrix
+    host: int
+    share: Share | None
+
+
+def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: int) -> Iterator[StepBuffers]:
     """Of one owner's ranks, by host: what does not depend on buckets.
 
     Args:
-        groups: its micro-groups, of matrices and their hosts.
+        groups: its micro-groups.
     """
     if tp == 1:
-        own = [matrix for group in groups for matrix, _ in group]
+        own = [one.matrix for group in groups for one in group]
         copied = [_copied(config, matrix, 1, 0) for matrix in own]
         together = [[own[place].shape for place in batch] for batch in _batches(copied)]
         yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
         return
-    moved = [group_traffic([matrix for matrix, _ in group], [host for _, host in group], tp) for group in groups]
-    sets = min(2, len(groups))
-    weight, gradient = exchange_bytes(config)
+    widths = exchange_bytes(config)
+    shared = [[one for one in group if one.share is not None] for group in groups]
+    rounds = max((one.share.rounds for group in shared for one in group if one.share is not None), default=1)
+    # By round, of each group.
+    moved = [
+        [
+            group_traffic(
+                [one.matrix for one in group],
+                [one.host for one in group],
+                tp,
+                shared={one.matrix.index for one in own},
+                widths=widths,
+                number=number,
+            )
+            for group, own in zip(groups, shared, strict=True)
+        ]
+        for number in range(rounds)
+    ]
+    product = element_bytes(config)[0]
+    iterates = _most(product * sum(one.matrix.elements // tp for one in group) for group in shared)
+    in_order = _most(FP32 * _fragment_copied(config, one.matrix, tp) for group in shared for one in group)
     for rank in range(tp):
-        messages = gradient * _most(one.gradients.sent[rank] for one in moved)
-        messages += gradient * _most(one.gradients.received[rank] for one in moved)
-        messages += weight * _most(one.weights.sent[rank] for one in moved)
-        messages += weight * _most(one.weights.received[rank] for one in moved)
-        hosted = [[matrix for matrix, host in group if host == rank] for group in groups]
+        exchange = 0
+        for travelling in moved:
+            for width, sides in zip(
+                widths,
+                ([one.weights for one in travelling], [one.gradients for one in travelling]),
+                strict=True,
+            ):
+                sets = min(2, len(groups))
+                exchange += sets * width * _most(side.sent[rank] for side in sides)
+                exchange += sets * width * _most(side.received[rank] for side in sides)
+        hosted = [[one.matrix for one in group if one.host == rank and one.share is None] for group in groups]
+        answered = [[min(one.matrix.shape) ** 2 for one in group if one.host == rank] for group in shared]
+        exchange += rounds * min(2, len(groups)) * min(widths) * _most(sum(group) for group in answered)
+        fragments = [
+            (one.matrix.elements // tp, side**2 * (one.host == rank))
+            for group in shared
+            for one in group
+            for side in (min(one.matrix.shape),)
+        ]
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
-            exchange=sets * messages,
-            gradients=FP32 * copied_most,
-            workspace=workspace_bytes(config, [[matrix.shape for matrix in group] for group in hosted]),
+            exchange=exchange,
+            gradients=FP32 * copied_most + in_order,
+            iterates=min(in_flight(rounds), len(groups)) * iterates,
+            workspace=workspace_bytes(config, [[matrix.shape for matrix in group] for group in hosted], fragments),
         )
 
 
@@ -134,6 +184,12 @@ def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     interleaved = matrix.kind in ("q", "k", "v") and not _is_head(matrix)
     here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
     return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+
+
+def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
+    """Elements of a fragment's gradient where that does not lie contiguous and in fp32."""
+    contiguous = matrix.kind not in ("q", "k", "v") and element_bytes(config)[1] == FP32
+    return 0 if contiguous else matrix.elements // tp
 
 
 def _is_head(matrix: Matrix) -> bool:

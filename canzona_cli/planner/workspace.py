@@ -22,7 +22,9 @@ _CPU_BLOCK = 128 * 1024
 """Elements of the block of rows that Muon's elementwise passes take together on a CPU."""
 
 
-def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> int:
+def workspace_bytes(
+    config: RunConfig, together: Iterable[Sequence[Shape]], shared: Iterable[tuple[int, int]] = ()
+) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
     Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for all
@@ -32,11 +34,13 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
+        shared: of each that the TP group shares, the elements of the fragment and of the square that the rank answers
+            with (0 where another one does), for which it adds up contributions in fp32.
     """
     if not keeps_workspace(config):
         return 0
     if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, together)
+        return _muon(config, config.optimizer, together, shared)
     how = algorithm(config)
     shapes = {shape for batch in together for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]
@@ -53,8 +57,13 @@ def workspace_bytes(config: RunConfig, together: Iterable[Sequence[Shape]]) -> i
     return kept
 
 
-def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[Shape]]) -> int:
-    iterate = square = more = direction = block = 0
+def _muon(
+    config: RunConfig,
+    muon: MomentumConfig,
+    together: Iterable[Sequence[Shape]],
+    shared: Iterable[tuple[int, int]],
+) -> int:
+    iterate = square = more = direction = block = summed = 0
     how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
@@ -65,8 +74,14 @@ def _muon(config: RunConfig, muon: MomentumConfig, together: Iterable[Sequence[S
                 more = max(more, stacked * min(rows, cols) ** 2)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
-    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0) + (
-        block if config.cluster.device == "cpu" else 0
+    for fragment, answered in shared:
+        iterate, direction = max(iterate, fragment), max(direction, fragment)
+        square, more, summed = max(square, answered), max(more, answered), max(summed, answered)
+        block = max(block, min(fragment, _CPU_BLOCK))
+    fp32 = (
+        summed
+        + (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0)
+        + (block if config.cluster.device == "cpu" else 0)
     )
     return element_bytes(config)[0] * 2 * (iterate + square + more) + FP32 * fp32
 

@@ -14,10 +14,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.activations import forwards_ahead, stage_weights
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
-from canzona_cli.planner.cost import adamw_seconds, implementation, memory_rate, step_factor
+from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.packing import simple_bound
-from canzona_cli.planner.planner import COST_DIGITS, update_costs
+from canzona_cli.planner.planner import update_costs
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
 from canzona_cli.simulate.simulate import CLIP_BYTES, NORM_BYTES

@@ -92,7 +92,12 @@ class UpdateModel:
         self.pipeline.run([[self._job(index, assignment) for index in group.matrices] for group in groups], ranks)
 
     def _job(self, index: int, assignment: Assignment) -> Job:
-        return Job(matrix=self._matrices[index], host=assignment.cells[index].host, seconds=self._costs[index])
+        return Job(
+            matrix=self._matrices[index],
+            host=assignment.cells[index].host,
+            seconds=self._costs[index],
+            share=assignment.shares.get(index),
+        )
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
         """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""

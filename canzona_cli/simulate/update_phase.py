@@ -126,8 +126,10 @@ class UpdatePhase:
     def _kind(self, index: int) -> Hashable:
         """All that a matrix's update and its exchange depend on."""
         matrix, cost = self._workload.matrices[index], self._workload.costs[index]
-        host = None if self._hosts is None else self._hosts.cells[index].host
-        return cost, matrix.elements, matrix.shard_dim, matrix.home, host
+        host, share = None, None
+        if self._hosts is not None:
+            host, share = self._hosts.cells[index].host, self._hosts.shares.get(index)
+        return cost, matrix.elements, matrix.shard_dim, matrix.home, host, share
 
     def _alone(self, team: Team) -> list[CellUpdate]:
         """Every rank on a device of its own."""

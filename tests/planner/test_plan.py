@@ -12,11 +12,11 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import fill
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import planner
-from canzona_cli.planner.plan import Plan, differences
+from canzona_cli.planner.plan import Plan, Share, differences
 from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
 from canzona_cli.planner.planner import make_plan, plannable, subject
 from canzona_cli.simulate.study import study_run, with_shapes
@@ -63,6 +63,31 @@ def test_json_round_trip(layout_name: str, splitting: str) -> None:
     assert again == plan
     assert again.hash == plan.hash
     assert again.to_json() == plan.to_json()
+
+
+def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_be(tmp_path: Path) -> None:
+    config, layout = resolved(mode="shared")
+    assert isinstance(config.optimizer, MuonConfig)
+    config = replace(config, optimizer=replace(config.optimizer, form="gram"))
+    plan = make_plan(config, layout)
+    assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == "shared"} == {
+        "q", "proj", "gate", "up", "down",
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    assert load_plan(path, config, layout).assignment == plan.assignment
+
+    for index, share in (
+        (next(m.index for m in plan.matrices if m.kind == "k"), Share(fragment=(1.0, 1.0), host=(1.0,))),
+        (0, Share(fragment=(1.0,), host=(1.0,))),
+    ):
+        forged = replace(plan, assignment=replace(plan.assignment, shares={**plan.assignment.shares, index: share}))
+        path.write_text(forged.to_json(), encoding="utf-8")
+        assert "cannot be shared as the plan says" in refusal(path, config, layout)
+    other = {0: Share(fragment=(1.0, 1.0, 1.0), host=(1.0, 1.0))}
+    forged = replace(plan, assignment=replace(plan.assignment, shares=other))
+    path.write_text(forged.to_json(), encoding="utf-8")
+    assert "other costs" in refusal(path, config, layout)
 
 
 def test_a_file_has_a_line_for_every_matrix(planned: tuple[RunConfig, Layout, Plan]) -> None:
@@ -186,7 +211,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, but this canzona reads version 4" in refusal(written, *planned[:2])
+    assert "version 99, but this canzona reads version 5" in refusal(written, *planned[:2])
 
 
 def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

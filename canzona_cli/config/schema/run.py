@@ -33,6 +33,8 @@ Strategy = Literal["canzona", "asc", "layerwise", "sc"]
 BufferLayout = Literal["contiguous", "owner", "aligned"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
+Mode = Literal["hosted", "shared"]
+"""Of a matrix: updated whole by its host, or by the owner's TP group together."""
 Reduction = Literal["reduce", "all_to_all", "padded", "ring", "even"]
 """How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; a
 reduce-scatter of shares padded to the longest; a reduce-scatter of the bucket in equal parts, whose owners are then
@@ -75,6 +77,12 @@ class EngineConfig:
     grouping: Annotated[
         Grouping,
         "How micro-groups are cut: registration order, balanced, greedy with rollback (the paper's), auto (searched).",
+        SPREAD | PLAN,
+    ] = "auto"
+    mode: Annotated[
+        Literal["auto"] | Mode,
+        "Who updates a matrix: hosted (its host, whole), shared (the owner's TP group together, wherever the optimizer "
+        "and the matrix allow it), auto (by matrix, searched). asc: hosted.",
         SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[

@@ -1,0 +1,95 @@
+"""What it takes to update a matrix together: its owner's TP ranks on fragments, its host on a square of the short side.
+
+The optimizer is one with a shared form (`canzona_cli.optimizers.shared`), in which the Gram form of Newton-Schulz is
+divided between the ranks. With u = 2 m^3, r = long / short and s its segments, 2 r u of each segment's products are
+divided by tp, what is left of its (14 u in all of five steps) the host does alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.cost import (
+    RULES,
+    Work,
+    algorithm,
+    duration,
+    form_of,
+    gram_scale,
+    rounded,
+    segments,
+)
+from canzona_cli.planner.exchange import square_bytes
+from canzona_cli.planner.plan import Algorithm, Share
+
+_SUMMED = 8
+"""Bytes of an fp32 sum that are moved for each contribution added to it."""
+_AROUND = (9, 9, 11)
+"""Kernels of a fragment before the first round, between two, and after the last."""
+
+
+def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+    """Of every matrix that can be shared, by index."""
+    how = algorithm(config)
+    if layout.tp == 1 or how.custom or not RULES[how.name].shared:
+        return {}
+    width = square_bytes(config)
+    return {
+        matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, width, config.cluster)
+        for matrix in members
+        if matrix.cut_long and form_of(how, matrix.rows, matrix.cols, config.cluster) == "gram"
+    }
+
+
+@lru_cache(maxsize=1024)
+def share_of(a: Algorithm, rows: int, cols: int, tp: int, width: int, cluster: ClusterConfig) -> Share:
+    """Seconds of the parts of a (rows, cols) matrix.
+
+    Args:
+        width: bytes of an element of a contribution.
+    """
+    scale = gram_scale(a, rows, cols, cluster)
+    m, n = sorted((rows, cols))
+    fragment, host = _works(a.ns_steps, m, n, tp, width=2 if a.precision == "bf16" else 4, sent=width)
+    return Share(
+        fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in fragment),
+        host=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in host),
+    )
+
+
+def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tuple[list[Work], list[Work]]:
+    """Of every rank before each round and after the last, and of the host in each round.
+
+    Bytes: around the iteration as `cost.work` has it of Muon; an answer is applied to the fragment divided by what was
+    answered, a copy of it, and what it is added to. The host reads each contribution twice, for its norm and its sum.
+    """
+    own = m * n // tp
+    contributed = Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m)
+    applied = Work(products=((1, m, m, n // tp),), traffic=4 * width * own)
+    before = Work(traffic=(32 + width) * own, launches=_AROUND[0])
+    after = Work(traffic=(24 + 2 * width) * own, launches=_AROUND[2])
+    parts = segments(steps)
+    fragment = [
+        _both(before, contributed),
+        *(_both(_both(applied, contributed), Work(launches=_AROUND[1])) for _ in parts[1:]),
+        _both(applied, after),
+    ]
+    host = [
+        Work(
+            symmetric=((4 * k - 3, m, m),),
+            traffic=(width * (17 * k - 11) + tp * (2 * sent + _SUMMED) + 4 + 3 * width) * m * m,
+            launches=26 * k + 6 + 11 * min(k, 2) + 3 * tp + 10,
+        )
+        for k in parts
+    ]
+    return fragment, host
+
+
+def _both(a: Work, b: Work) -> Work:
+    return Work(
+        products=a.products + b.products,
+        symmetric=a.symmetric + b.symmetric,
+        traffic=a.traffic + b.traffic,
+        launches=a.launches + b.launches,
+    )
