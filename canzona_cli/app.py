@@ -25,7 +25,7 @@ COMMANDS = {
     "recipes": "List, show and copy recipes; see their layouts.",
     "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
-    "checkpoint": "List, verify and show checkpoints.",
+    "checkpoint": "List, verify and show them; Hugging Face in and out.",
     "report": "Show how a run went and where its step time goes.",
     "calibrate": "Measure this machine; write a cluster profile.",
     "doctor": "Check what this machine has and lacks for training.",

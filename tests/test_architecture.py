@@ -16,7 +16,7 @@ LAYERS = (
     ("commands",),
     ("report", "bench", "calibrate"),
     ("launch",),
-    ("training", "trackers"),
+    ("training", "trackers", "huggingface"),
     ("checkpoint",),
     ("engine",),
     ("megatron", "optimizers"),
@@ -28,7 +28,7 @@ LAYERS = (
     ("errors",),
 )
 """Top to bottom. An import goes down, or sideways without return."""
-USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers"}
+USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers", "huggingface"}
 """Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
 HEAVY = {"torch", "megatron"}
 

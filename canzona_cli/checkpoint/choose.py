@@ -24,6 +24,21 @@ class Chosen:
         """Raises ConfigError when there is none."""
         return self.required().found[-1]
 
+    def at(self, step: int | None) -> Found:
+        """The one of a step; None: the newest.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if step is None:
+            return self.newest
+        found = next((found for found in self.required().found if found.step == step), None)
+        if found is None:
+            fix = f"steps there: {', '.join(str(found.step) for found in self.found[-5:])}"
+            reason = f"{self.root} has no checkpoint of that step"
+            raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
+        return found
+
     def required(self) -> "Chosen":
         """The same; raises ConfigError when there is none."""
         if not self.found:

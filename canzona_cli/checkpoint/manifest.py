@@ -8,7 +8,7 @@ folders are whole, hidden ones are on their way in or out.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -20,6 +20,8 @@ VERSION: Final = 2
 READABLE: Final = (1, VERSION)
 """Versions of a manifest that can be read. In version 1 every tensor was whole."""
 MANIFEST: Final = "manifest.json"
+NO_OPTIMIZER: Final = "none"
+"""`Header.optimizer` of weights that no run has saved: masters, and no state beside them."""
 
 _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
@@ -151,8 +153,8 @@ class Buffer:
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
-    """Unsigned bytes."""
+    data: memoryview | Callable[[], memoryview]
+    """Unsigned bytes, or what reads them when they are to be written."""
     piece: Piece | None = None
     """As of the `StoredTensor` it becomes."""
 

@@ -5,23 +5,21 @@ over the data-parallel ones.
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
-from canzona_cli.checkpoint.pieces import cut, paste, trimmed
+from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, content_problems
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
+from canzona_cli.checkpoint.pieces import cut
 from canzona_cli.checkpoint.random_states import check_random_states, set_random_states
+from canzona_cli.checkpoint.reader import Reader, lacking
 from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces
 from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
-from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
@@ -29,7 +27,7 @@ from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_mo
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
+from canzona_cli.model.geometry import stored_blocks
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
@@ -74,7 +72,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
         same = manifest.world_size == world.world_size and not weights_only
-        states = reader.random_states(world) if same else {}
+        states = reader.random_states(world.rank) if same else {}
         if same:
             check_random_states(states)
     masters_to_model(trainee.optimizer)
@@ -114,167 +112,13 @@ def _together(world: World, folder: Path) -> Iterator[None]:
         raise CheckpointInvalid(*found.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A block of a unit within a stored tensor."""
-
-    name: str
-    block: Block
-
-
-class Reader:
-    """Reads parts of units, whatever tensors they are stored in. Maps files and reads only what is asked for."""
-
-    def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
-        self._folder, self._manifest, self.model = folder, manifest, model
-        self._files: dict[str, safe_open] = {}
-        self._sources: dict[str, list[_Source]] = defaultdict(list)
-        self._fields: dict[str, list[str]] = defaultdict(list)
-        self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """By whole's name: what it is stored as, where it is stored in pieces."""
-        for stored, tensor in manifest.tensors.items():
-            whole, shape = tensor.whole(stored), tensor.shape
-            name, _, field = whole.rpartition("/")
-            if tensor.piece is not None:
-                self._pieces[whole].append((stored, tensor.piece))
-                if len(self._pieces[whole]) > 1:
-                    continue
-                shape = unit_shape(name, model)
-            self._fields[name].append(field)
-            if field == MASTER:
-                for block in stored_blocks(name, shape, model):
-                    self._sources[block.unit].append(_Source(name=name, block=block))
-        self._scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
-        for stored, value in manifest.scalars.items():
-            name, _, key = stored.rpartition("/")
-            self._scalars[name][key] = value
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
-
-    def fields(self, name: str) -> list[str]:
-        """Scalars stored under a name; none if there is no such name."""
-        return self._fields.get(name, [])
-
-    def unit_fields(self, unit: str) -> list[str]:
-        """Of a unit, whatever it is stored in.
-
-        Raises:
-            CheckpointInvalid: it is not stored.
-        """
-        return self.fields(self._stored(unit)[0].name)
-
-    def whole(self, name: str, field: str) -> torch.Tensor:
-        """A stored tensor as it is.
-
-        Raises:
-            CheckpointInvalid: it is not stored, or not all of it.
-        """
-        if f"{name}/{field}" in self._pieces:
-            shape = unit_shape(name, self.model)
-            whole = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
-            return self._sound(name, field, whole)
-        tensor: torch.Tensor = self._open(f"{name}/{field}").get_tensor(f"{name}/{field}")  # type: ignore[no-untyped-call]
-        return self._sound(name, field, tensor)
-
-    def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
-        """A rectangle of a unit, (rows, cols), on the host.
-
-        Raises:
-            CheckpointInvalid: a part of it is not stored.
-        """
-        found = torch.empty(rows, cols)
-        missing = rows
-        for source in self._stored(unit):
-            block = source.block
-            first, last = max(row, block.unit_row), min(row + rows, block.unit_row + block.rows)
-            if first >= last:
-                continue
-            at = block.row + first - block.unit_row
-            found[first - row : last - row] = self._rows(source.name, field, at, last - first)[:, col : col + cols]
-            missing -= last - first
-        if missing:
-            raise CheckpointInvalid(_lacking(f"{unit}/{field}"))
-        return self._sound(unit, field, found)
-
-    def step(self, unit: str) -> float | None:
-        """Steps AdamW had made of a unit."""
-        found = self.scalars(unit).get("step")
-        return float(found) if isinstance(found, int | float) else None
-
-    def scalars(self, name: str) -> dict[str, Scalar]:
-        """State other than tensors, by key."""
-        return self._scalars.get(name, {})
-
-    def random_states(self, world: World) -> dict[str, torch.Tensor]:
-        name = f"{RANDOM}{world.rank:05d}"
-        return {field: self.whole(name, field) for field in self.fields(name)}
-
-    def problem(self, reason: str) -> Problem:
-        """Something that is stored and cannot be used."""
-        return problem_of(self._folder, MANIFEST, reason)
-
-    def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, if training can go on with it: weights are finite, and no optimizer of ours keeps NaN."""
-        bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
-        if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
-            what = "infinite or no numbers" if field == MASTER else "no numbers"
-            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements of {name}/{field} are {what}"
-            raise CheckpointInvalid(self.problem(reason))
-        return tensor
-
-    def _stored(self, unit: str) -> Sequence[_Source]:
-        if unit not in self._sources:
-            raise CheckpointInvalid(_lacking(unit))
-        return self._sources[unit]
-
-    def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        stored = f"{name}/{field}"
-        if stored in self._pieces:
-            return self._from_pieces(name, field, row, rows)
-        if stored not in self._manifest.tensors:
-            raise CheckpointInvalid(_lacking(stored))
-        if len(self._manifest.tensors[stored].shape) == 1:
-            return self.whole(name, field).view(1, -1)
-        part: torch.Tensor = self._open(stored).get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
-        return part
-
-    def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Rows of a unit that is stored in pieces, (rows, columns)."""
-        shape = unit_shape(name, self.model)
-        found = torch.empty(rows, shape[-1])
-        missing = found.numel()
-        for stored, piece in self._pieces[f"{name}/{field}"]:
-            first = max(piece.start, (row - piece.row) * piece.cols)
-            last = min(piece.end, (row + rows - piece.row) * piece.cols)
-            if first < last and piece.col + piece.cols <= shape[-1]:
-                wanted = trimmed(replace(piece, row=piece.row - row, start=first, end=last))
-                data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
-                paste(found, wanted, data)
-                missing -= wanted.elements
-        if missing:
-            raise CheckpointInvalid(_lacking(f"{name}/{field}"))
-        return found
-
-    def _open(self, stored: str) -> safe_open:
-        if stored not in self._manifest.tensors:
-            raise CheckpointInvalid(_lacking(stored))
-        file = self._manifest.tensors[stored].file
-        if file not in self._files:
-            self._files[file] = safe_open(self._folder / file, framework="pt")
-        return self._files[file]
-
-
 def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
     """A master and its state from the parts of units it consists of."""
     item = pieces[0].held
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
-        raise CheckpointInvalid(_lacking(f"{unit}/{MASTER}"))
+        raise CheckpointInvalid(lacking(f"{unit}/{MASTER}"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for found in pieces:
         piece = found.piece
@@ -307,7 +151,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
                 continue
             master = tensors.pop(MASTER, None)
             if master is None or master.shape != held_master.shape:
-                problems.append(_lacking(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
+                problems.append(lacking(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
                 continue
             if weights_only:
                 held_master.copy_(master)
@@ -373,12 +217,6 @@ def _from_units(matrix: Matrix, reader: Reader, *, weights_only: bool) -> dict[s
             )
         tensors[field] = whole
     return tensors
-
-
-def _lacking(what: str) -> Problem:
-    reason = "the checkpoint does not have it: it was written by another model or optimizer"
-    fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
-    return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
 
 
 def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:

@@ -1,6 +1,6 @@
 """One rank's file of a checkpoint, as safetensors: 8 bytes of length, a JSON header, the tensors without gaps.
 
-Written by ourselves, because the library's own writer needs all tensors as one copy, knows no hash, and no fsync.
+Written by ourselves, because the library's own writer needs all tensors at once, knows no hash, and no fsync.
 """
 
 import json
@@ -36,8 +36,14 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def write_shard(path: Path, tensors: Mapping[str, Buffer]) -> tuple[StoredFile, dict[str, StoredTensor]]:
+def write_shard(
+    path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None
+) -> tuple[StoredFile, dict[str, StoredTensor]]:
     """Write a new safetensors file and have it on the disk. Nothing is copied, so the buffers must not change.
+
+    Args:
+        tensors: those whose data is still to be read are read one after another, each when the one before is written.
+        metadata: what else its header says.
 
     Returns:
         Size and hash of the file, and its table of tensors.
@@ -48,46 +54,52 @@ def write_shard(path: Path, tensors: Mapping[str, Buffer]) -> tuple[StoredFile, 
     """
     # Larger elements first: without gaps between tensors, that is what aligns each to its own element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-_item_bytes(*item), item[0])))
-    pieces = [_header(ordered), *(buffer.data for buffer in ordered.values() if buffer.data.nbytes)]
-    total = sum(len(piece) for piece in pieces)
-    given_up = Event()
+    header = _header(ordered, metadata)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        # Beside the writing, both without Python's lock.
-        with ThreadPoolExecutor(max_workers=1) as hasher:
-            digest = hasher.submit(_hash, pieces, given_up)
-            try:
-                _write(descriptor, pieces)
-            except BaseException:
-                given_up.set()
-                raise
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            written = _Written(descriptor, beside)
+            written.add(header)
+            for name, buffer in ordered.items():
+                written.add(_data(name, buffer))
             os.fsync(descriptor)
-            hashed = digest.result()
     finally:
         os.close(descriptor)
     table = {
         name: StoredTensor(file=path.name, dtype=buffer.dtype, shape=tuple(buffer.shape), piece=buffer.piece)
         for name, buffer in ordered.items()
     }
-    return StoredFile(bytes=total, blake3=hashed), table
+    return StoredFile(bytes=written.bytes, blake3=written.hasher.hexdigest()), table
 
 
 def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
-    wanted = tensor_bytes(buffer.dtype, buffer.shape)
-    if buffer.data.nbytes != wanted:
-        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {buffer.data.nbytes}")
-    if buffer.data.nbytes != len(buffer.data):
-        raise ValueError(f"{name}: its data is not a flat view of bytes")
+    if not callable(buffer.data):
+        _check(name, buffer, buffer.data)
     return ITEM_BYTES[buffer.dtype]
 
 
-def _header(ordered: Mapping[str, Buffer]) -> memoryview:
+def _check(name: str, buffer: Buffer, data: memoryview) -> None:
+    wanted = tensor_bytes(buffer.dtype, buffer.shape)
+    if data.nbytes != wanted:
+        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {data.nbytes}")
+    if data.nbytes != len(data):
+        raise ValueError(f"{name}: its data is not a flat view of bytes")
+
+
+def _data(name: str, buffer: Buffer) -> memoryview:
+    data = buffer.data() if callable(buffer.data) else buffer.data
+    _check(name, buffer, data)
+    return data
+
+
+def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -> memoryview:
     """The length and the JSON behind it, padded so that the first tensor is aligned."""
-    entries, offset = {}, 0
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
     for name, buffer in ordered.items():
-        end = offset + buffer.data.nbytes
+        end = offset + tensor_bytes(buffer.dtype, buffer.shape)
         entries[name] = {"dtype": buffer.dtype, "shape": list(buffer.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -95,32 +107,45 @@ def _header(ordered: Mapping[str, Buffer]) -> memoryview:
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-def _chunks(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-    for piece in pieces:
-        for start in range(0, len(piece), _CHUNK):
-            yield piece[start : start + _CHUNK]
+class _Written:
+    """A file as far as it is written and hashed."""
 
+    def __init__(self, descriptor: int, beside: ThreadPoolExecutor) -> None:
+        self.hasher, self.bytes = blake3(), 0
+        self._descriptor, self._beside, self._started = descriptor, beside, 0
 
-def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
-    written = started = 0
-    for chunk in _chunks(pieces):
-        rest = chunk
+    def add(self, data: memoryview) -> None:
+        """Write and hash, both at once and without Python's lock. Nothing of the data is kept."""
+        given_up = Event()
+        hashed = self._beside.submit(_hash, self.hasher, data, given_up)
+        try:
+            for chunk in _chunks(data):
+                self._write(chunk)
+        except BaseException:
+            given_up.set()
+            raise
+        hashed.result()
+
+    def _write(self, rest: memoryview) -> None:
         while rest:
-            done = os.write(descriptor, rest)
-            rest, written = rest[done:], written + done
-        if written - started >= _CHUNK:
+            done = os.write(self._descriptor, rest)
+            rest, self.bytes = rest[done:], self.bytes + done
+        if (new := self.bytes - self._started) >= _CHUNK:
             # To the kernel: begin to write these pages to the disk, rather than all of them at the fsync.
-            os.posix_fadvise(descriptor, started, written - started, os.POSIX_FADV_DONTNEED)
-            started = written
+            os.posix_fadvise(self._descriptor, self._started, new, os.POSIX_FADV_DONTNEED)
+            self._started = self.bytes
 
 
-def _hash(pieces: Sequence[memoryview], given_up: Event) -> str:
-    hasher = blake3()
-    for chunk in _chunks(pieces):
+def _hash(hasher: blake3, data: memoryview, given_up: Event) -> None:
+    for chunk in _chunks(data):
         if given_up.is_set():
             break
         hasher.update(chunk)
-    return hasher.hexdigest()
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _CHUNK):
+        yield data[start : start + _CHUNK]
 
 
 def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]:

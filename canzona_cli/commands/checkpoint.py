@@ -1,13 +1,16 @@
-"""`canzona checkpoint`: list checkpoints, verify them, and show what one contains."""
+"""`canzona checkpoint`: list, verify and show checkpoints; weights from Hugging Face folders and to them."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show as show_page
 
+JSON_VERSION = 1
+"""Of what `import` and `export` print with --json; additions keep it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Where = Annotated[
@@ -22,7 +25,7 @@ Where = Annotated[
 
 @app.callback()
 def checkpoint() -> None:
-    """List, verify and show checkpoints."""
+    """List, verify and show checkpoints; import weights and export them."""
 
 
 @app.command("list")
@@ -69,3 +72,109 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
         raise CheckpointInvalid(*found.problems)
     content = Content(found=found, manifest=found.manifest)
     show_page(content.as_json() if as_json else content)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3, safetensors.")],
+    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to make; empty, or not there.")],
+    overrides: Annotated[
+        list[str] | None, overrides_argument("The recipe to compare it with; else one is made from its config.json.")
+    ] = None,
+    recipes_dir: RecipesDirs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the checkpoint of step 0 from published weights.
+
+    It has fp32 masters and no optimizer state: any layout and optimizer can begin with it.
+    """
+    from canzona_cli.commands.output import progress, warn_about
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.huggingface.folder import open_folder
+    from canzona_cli.huggingface.recipe import recipe_of
+    from canzona_cli.huggingface.staging import check_empty, staged
+    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.report.checkpoint import bar_of_bytes
+    from canzona_cli.run.files import RunFiles
+    from canzona_cli.run.words import count
+
+    check_empty(out, key="--out")
+    found = open_folder(folder, key="DIR")
+    composed = recipe_of(found, overrides or (), recipes_dir or ())
+    config = composed.config
+    found.check(config.model)
+    warn_about(composed)
+    from canzona_cli.huggingface.importing import import_weights  # imports torch
+
+    parameters = parameter_count(config.model).total
+    with bar_of_bytes("importing", 4 * parameters) as on_bytes, staged(out, key="--out") as run:
+        name = import_weights(found, config, RunFiles(run), on_bytes=on_bytes).name
+    checkpoint = RunFiles(out).checkpoints / name
+    if as_json:
+        show_page({"version": JSON_VERSION, "checkpoint": str(checkpoint.absolute()), "parameters": parameters})
+        return
+    typer.echo(f"Wrote {shown(checkpoint)}: {count(parameters)} parameters in fp32.")
+    progress(f"Train from it with: canzona train recipe=RECIPE run.dir={shown(out)}, or init={shown(out)}")
+
+
+@app.command()
+def export(
+    where: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; empty, or not there yet.")],
+    to: Annotated[Literal["hf"], typer.Option(help="The format: Hugging Face.")] = "hf",
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Of the weights. [default: the run's train.precision]"),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the checkpoint. [default: the newest]", show_default=False)
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", metavar="DIR", help="A folder whose tokenizer goes with it. [default: the run's]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write weights as a Hugging Face folder, which transformers and what builds on it read.
+
+    Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified before.
+    """
+    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.commit import bytes_written
+    from canzona_cli.checkpoint.saved_run import saved_run
+    from canzona_cli.checkpoint.shard_file import tensor_bytes
+    from canzona_cli.checkpoint.verify import shortened, verify
+    from canzona_cli.commands.output import progress
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.errors import CheckpointInvalid, refuse
+    from canzona_cli.huggingface.beside import beside
+    from canzona_cli.huggingface.folder import DTYPES
+    from canzona_cli.huggingface.staging import check_empty
+    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.report.checkpoint import bar_of_bytes
+    from canzona_cli.run.files import RunFiles
+    from canzona_cli.run.words import plural, size
+
+    check_empty(out, key="OUT")
+    found = choose(where).at(step)
+    refuse(found.problems, CheckpointInvalid)
+    with_it = beside(RunFiles(found.path.parent.parent), tokenizer)
+    with bar_of_bytes("hashing", bytes_written(found.path)) as on_bytes:
+        refuse(shortened(verify(found.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
+    manifest, config = saved_run(found.path)
+    from canzona_cli.checkpoint.reader import Reader  # imports torch
+    from canzona_cli.huggingface.exporting import export_weights
+
+    kind = dtype or config.train.precision
+    total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
+    with bar_of_bytes("exporting", total) as on_bytes, Reader(found.path, manifest, config.model) as reader:
+        written = export_weights(
+            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=with_it, on_bytes=on_bytes
+        )
+    if as_json:
+        facts = {"step": found.step, "dtype": kind, "tokenizer": with_it.tokenizer or None, **asdict(written)}
+        show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **facts})
+        return
+    typer.echo(f"Wrote {shown(out)}: step {found.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}.")
+    if not with_it.tokenizer:
+        progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")

@@ -1,4 +1,4 @@
-"""`canzona recipes`: list, show and copy recipes, and show their layouts on numbers of GPUs."""
+"""`canzona recipes`: list, show and copy recipes, make them, and show their layouts on numbers of GPUs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -104,6 +104,34 @@ def copy(
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
     write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
     typer.echo(f"Wrote {shown(destination)}. Train it with: canzona train recipe={shown(destination)}")
+
+
+@app.command("from-hf")
+def from_hf(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
+    overrides: OverrideList = None,
+    recipes_dir: RecipesDirs = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a recipe for a published model.
+
+    Its shape and tokenizer are the folder's; the rest is that of recipe=NAME, or of the built-in one nearest in size.
+    """
+    from dataclasses import replace
+
+    from canzona_cli.config.copies import check_destination, recipe_text, write_recipe
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.huggingface.folder import open_folder
+    from canzona_cli.huggingface.recipe import recipe_of
+
+    check_destination(destination, force=force)
+    composed = recipe_of(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
+    warn_about(composed)
+    config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
+    write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
+    train = f"canzona train recipe={shown(destination)} init={shown(folder)}"
+    typer.echo(f"Wrote {shown(destination)}. Train from the folder's weights with: {train}")
 
 
 @app.command()

@@ -12,12 +12,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.commands.output import checked_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
+from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
@@ -149,6 +151,7 @@ def _prepare(job: _Job, look: _Look) -> None:
     resumption(config, layout)
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, goes_on=True)
+    _bring_in(config, run)
     _say_resumption(run, run.go_on(config, layout))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
@@ -198,6 +201,8 @@ def _launch(
     with _progress_of(view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run = _claim(config, node_rank)
+        if node_rank == 0:
+            _bring_in(config, run)
         machines, command = _meet(run, job, node_rank, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
@@ -269,6 +274,20 @@ def _claim(config: RunConfig, node_rank: int) -> RunDirectory:
     if node_rank == 0:
         return RunDirectory.create(config, goes_on=True)
     return RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
+
+
+def _bring_in(config: RunConfig, run: RunDirectory) -> None:
+    """Weights of a Hugging Face folder, where the run begins with some, as its checkpoint of step 0."""
+    where = config.checkpoint.weights_from
+    folder = Path(where or "").expanduser()
+    if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
+        return
+    from canzona_cli.huggingface.importing import import_weights  # imports torch
+
+    progress(f"note: imports the weights in {folder}")
+    found = open_folder(folder, key="checkpoint.weights_from")
+    found.check(config.model)
+    import_weights(found, config, run.files)
 
 
 def _meet(

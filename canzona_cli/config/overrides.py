@@ -12,6 +12,8 @@ from canzona_cli.errors import Problem, closest
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
 """Of letters alone it might be true or null, of digits a number."""
+_SHORT = {"init": "checkpoint.weights_from"}
+"""What may be typed for a setting."""
 _NOT_HERE = {
     ("expert", "experts", "moe"): (
         "canzona trains dense models: each layer has one feed-forward network",
@@ -52,7 +54,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     warnings: list[str] = []
     for argument in _joined(arguments, problems):
         key, equals, text = argument.partition("=")
-        key, text = key.strip(), text.strip()
+        key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
             fix = "give the file or directory a name in UTF-8"
             problems.append(Problem(key=key, value=text, reason="is not UTF-8, which a run's files are", fix=fix))
@@ -102,7 +104,8 @@ def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
 
 def key_of(override: str) -> str:
     """What `KEY=VALUE` sets."""
-    return override.partition("=")[0].strip()
+    key = override.partition("=")[0].strip()
+    return _SHORT.get(key, key)
 
 
 def text_value(text: str) -> str:

@@ -6,19 +6,17 @@ Of big files the headers alone are read here: the workers hash them together, on
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.contents import content_problems
-from canzona_cli.checkpoint.manifest import Manifest, Progress, step_name, step_of
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Manifest, Progress, step_name, step_of
+from canzona_cli.checkpoint.saved_run import of_checkpoint, saved_run
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
-from canzona_cli.checkpoint.verify import read_manifest, shortened, table_problems, verify_file, way_out
 from canzona_cli.config.changes import changes, shape_problems
-from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem, refuse
+from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import tokens_wanted
 from canzona_cli.run.files import RunFiles
@@ -126,25 +124,45 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int)
 
 
 def _weights(config: RunConfig) -> Resumption:
-    """Of another run, for the first step of this one."""
+    """Of another run, or of a Hugging Face folder, for the first step of this one."""
     key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
-    if not Path(where).expanduser().is_dir():
+    path = Path(where).expanduser().absolute()
+    if not path.is_dir():
         fix = f"{key}=RUN, or RUN/checkpoints/{where if step_of(where) is not None else 'step-00000030'}"
         raise ConfigError(Problem(key=key, value=where, reason="there is no such folder", fix=fix))
-    checkpoint = resolve(Path(where), str(Path(where).expanduser().absolute()), key=key)
+    if is_hugging_face(path):
+        found = open_folder(path, key=key)
+        found.check(config.model)
+        own, now = found.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
+        learnt = "" if own is None or now in (own.resolve(), own.parent.resolve()) else str(own)
+        return _begun(config, path, created=path.stat().st_mtime, tokenizer=learnt)
+    checkpoint = resolve(path, str(path), key=key)
     assert checkpoint is not None  # only where it was asked for the newest one of its own
-    manifest, saved = _read(checkpoint)
+    manifest, saved = saved_run(checkpoint)
+    return _begun_from(config, checkpoint, manifest, saved)
+
+
+def _begun_from(
+    config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, own: bool = False
+) -> Resumption:
+    """With the weights of a checkpoint, and nothing else of it."""
     refuse(shape_problems(saved, config, str(checkpoint)))
-    before, now = saved.data.tokenizer, config.data.tokenizer
-    other = f"data.tokenizer is {now}; the weights in {checkpoint} have learnt the ids of {before}"
+    return _begun(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, own=own)
+
+
+def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, own: bool = False) -> Resumption:
+    """At the first step, with weights that have learnt the ids of `tokenizer`; empty where that is not known."""
+    now = config.data.tokenizer
+    known = config.data.source == "stdlib" and tokenizer != ""
+    other = f"data.tokenizer is {now}; the weights in {place} have learnt the ids of {tokenizer}"
     return Resumption(
-        checkpoint=checkpoint,
+        checkpoint=place,
         progress=Progress(step=0, samples=0, tokens=0),
-        created=manifest.created,
-        own=False,
+        created=created,
+        own=own,
         steps_before=config.train.steps,
         weights_only=True,
-        warnings=() if before == now else (other,),
+        warnings=(other,) if known and tokenizer != now else (),
     )
 
 
@@ -215,43 +233,13 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
-def _read(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """What a checkpoint says of itself, and the run it is of."""
-    manifest = read_manifest(checkpoint)
-    inputs = ("config.yaml", "layout.json")
-    damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
-    found = [problem for problem in damaged if problem is not None]
-    found += [
-        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file")
-        for name in inputs
-        if name not in manifest.files
-    ]
-    refuse(found, CheckpointInvalid)
-    with _of_checkpoint(checkpoint):
-        saved = load_resolved(checkpoint / "config.yaml")
-    wrong = table_problems(checkpoint, manifest, [*manifest.files])
-    wrong += content_problems(checkpoint, manifest, saved.model)
-    refuse(shortened(wrong), CheckpointInvalid)
-    return manifest, saved
-
-
-@contextmanager
-def _of_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """What cannot be read of the run that was saved is wrong with the checkpoint, not with what was typed."""
-    try:
-        yield
-    except ConfigError as error:
-        fix = way_out(checkpoint)
-        raise CheckpointInvalid(
-            *(replace(problem, key=f"{checkpoint.name}: {problem.key}", fix=fix) for problem in error.problems)
-        ) from None
-
-
 def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
-    manifest, saved = _read(checkpoint)
+    manifest, saved = saved_run(checkpoint)
+    if manifest.optimizer == NO_OPTIMIZER:
+        return _begun_from(config, checkpoint, manifest, saved, own=own)
     progress = manifest.progress
     between = changes(saved, config, step=progress.step)
-    with _of_checkpoint(checkpoint):
+    with of_checkpoint(checkpoint):
         before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]

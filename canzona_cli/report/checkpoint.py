@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -262,19 +263,25 @@ class AllVerified(Page):
             yield wrapped(f"removed meanwhile, as newer ones were saved: {', '.join(map(clean, self.removed))}", "dim")
 
 
-def verify_all(chosen: Chosen) -> AllVerified:
-    """Hash all files of every chosen checkpoint; a bar on standard error where that is a terminal."""
+@contextmanager
+def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error where that is a terminal; what it gives is told how many further bytes are done."""
     console = Console(stderr=True, highlight=False)
     columns = (
-        TextColumn("hashing"),
+        TextColumn(doing),
         BarColumn(bar_width=None),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(bytes_written(found.path) for found in chosen.found))
-        read = [(found, _verified(found, partial(bar.advance, task))) for found in chosen.found]
+        yield partial(bar.advance, bar.add_task("", total=total))
+
+
+def verify_all(chosen: Chosen) -> AllVerified:
+    """Hash all files of every chosen checkpoint."""
+    with bar_of_bytes("hashing", sum(bytes_written(found.path) for found in chosen.found)) as on_bytes:
+        read = [(found, _verified(found, on_bytes)) for found in chosen.found]
     removed = tuple(found.name for found, verified in read if verified is None)
     if len(removed) == len(read):
         raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))

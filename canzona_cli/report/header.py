@@ -44,8 +44,8 @@ def batch_factors(layout: Layout, *, times: str = "×") -> str:
 
 
 def optimizer_words(name: str, strategy: str) -> str:
-    """`muon (canzona)`; AdamW needs no strategy."""
-    return clean(name) if name == "adamw" else f"{clean(name)} ({clean(strategy)})"
+    """`muon (canzona)`; AdamW needs no strategy, and no optimizer (of imported weights) has none."""
+    return clean(name) if name in ("adamw", strategy) else f"{clean(name)} ({clean(strategy)})"
 
 
 def describe_optimizer(config: RunConfig) -> str:

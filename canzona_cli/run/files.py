@@ -65,6 +65,8 @@ class RunFiles:
         """How far each tracker is."""
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
+        self.huggingface = root / "huggingface"
+        """Settings and tokenizer of the folder that the run's first weights are from; absent where they are random."""
         self.attempts = root / "attempts"
         """What earlier launches in this directory left: attempts/1 and so on."""
         self.stop = root / "stop"

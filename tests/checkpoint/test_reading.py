@@ -11,7 +11,7 @@ import torch
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Piece, Shard, StoredTensor
-from canzona_cli.checkpoint.restore import Reader
+from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.verify import read_manifest, verify
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid

@@ -13,7 +13,15 @@ def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int)
     Raises:
         RuntimeError: `weights` lacks one of its parameters or has one too many.
     """
-    config = Qwen3Config(
+    model = Qwen3ForCausalLM(hugging_face_config(shape, max_length=max_length)).float()
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied_embeddings else {}
+    model.load_state_dict({**weights, **tied}, strict=True)
+    return model
+
+
+def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config:
+    """The same shape in Hugging Face's words."""
+    return Qwen3Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,
@@ -28,10 +36,6 @@ def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int)
         attn_implementation="eager",
         use_cache=False,
     )
-    model = Qwen3ForCausalLM(config).float()
-    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied_embeddings else {}
-    model.load_state_dict({**weights, **tied}, strict=True)
-    return model
 
 
 def weights_of(model: Qwen3ForCausalLM) -> Weights:

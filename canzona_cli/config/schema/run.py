@@ -136,8 +136,9 @@ class CheckpointConfig:
     ] = "auto"
     weights_from: Annotated[
         str | None,
-        "A run's directory or a checkpoint's path: the run begins at its first step with those weights, and with a new "
-        "optimizer (another one, annealing); once it has saved, it goes on from that. null: random weights.",
+        "A run's directory, a checkpoint's path or a Hugging Face folder: the run begins at its first step with those "
+        "weights, and with a new optimizer (another one, annealing); once it has saved, it goes on from that. "
+        "init=DIR is short for it. null: random weights.",
         NOTHING,
     ] = None
 

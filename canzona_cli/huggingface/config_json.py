@@ -1,0 +1,127 @@
+"""`config.json` of a Hugging Face Qwen3 and the model section of a recipe: the same shape in other words.
+
+Source: `Qwen3Config` of transformers 4.51 and later, and the published files. Version 5 nests the rotary embedding's
+base in `rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Final
+
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.errors import Problem, refuse
+
+FILE: Final = "config.json"
+ARCHITECTURE: Final = "Qwen3ForCausalLM"
+_WIDTHS: Final = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}
+"""Settings of the model that are whole numbers, and their keys."""
+_NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
+_DEFAULTS: Final = {"head_dim": 128, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+"""Of keys that a file may leave out, as `Qwen3Config` has them."""
+_TIED: Final = "tie_word_embeddings"
+_MUST_BE: Final[Mapping[str, tuple[object, ...]]] = {
+    "model_type": ("qwen3",),
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False, None),
+    "quantization_config": (None,),
+    "num_experts": (0, None),
+}
+"""What canzona's Qwen3 is, or where the key is left out."""
+
+
+def read_model(tree: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a recipe's model section, but for its name, from a `config.json`.
+
+    Raises:
+        ConfigError: what of it no Qwen3 of canzona is, every key at once.
+    """
+    problems = list(_foreign(tree))
+    found: dict[str, object] = {}
+    flat = _DEFAULTS | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
+    for setting, key in (_WIDTHS | _NUMBERS).items():
+        value = flat.get(key)
+        kinds = int if setting in _WIDTHS else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            wanted = "a whole number" if setting in _WIDTHS else "a number"
+            problems.append(_problem(key, value, "is missing" if value is None else f"must be {wanted} above 0"))
+        else:
+            found[setting] = value if setting in _WIDTHS else float(value)
+    found["tied_embeddings"] = tree.get(_TIED, False)
+    if not isinstance(found["tied_embeddings"], bool):
+        problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
+    refuse(problems)
+    return {**found, "qk_norm": True}
+
+
+def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
+    """What a `config.json` says of a model, as the published files of Qwen3 have it.
+
+    Args:
+        dtype: of the weights beside it: bfloat16, float16 or float32.
+        max_positions: tokens that the model has been trained on at once.
+
+    Raises:
+        ConfigError: it is no Qwen3.
+    """
+    if not model.qk_norm:
+        reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
+        refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="only a model with qk_norm has its form")])
+    own = asdict(model)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        **{key: own[setting] for setting, key in (_WIDTHS | _NUMBERS).items()},
+        _TIED: model.tied_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": max_positions,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_scaling": None,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
+    """What is said of the rotary embedding, wherever it is said."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(found := tree.get(key), Mapping):
+            return found
+    return {}
+
+
+def _foreign(tree: Mapping[str, object]) -> Iterator[Problem]:
+    for key, values in _MUST_BE.items():
+        if (value := tree.get(key)) not in values:
+            wanted = "null" if values[0] is None else str(values[0]).lower()
+            yield _problem(key, value, f"canzona's Qwen3 has {wanted} there")
+    architectures = tree.get("architectures")
+    if architectures not in (None, [ARCHITECTURE]):
+        yield _problem("architectures", architectures, f"is not {ARCHITECTURE}")
+    layers = tree.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
+        yield _problem("layer_types", layers, "every layer of canzona's Qwen3 attends to everything before")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = tree.get(key)
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
+        if rope is not None and (not isinstance(rope, Mapping) or kind != "default"):
+            yield _problem(key, rope, "canzona's rotary embedding is not scaled")
+        elif isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1) != 1:
+            yield _problem(key, rope, "canzona's rotary embedding rotates all of a head")
+
+
+def _problem(key: str, value: object, reason: str) -> Problem:
+    fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be taken over ({FILE})"
+    return Problem(key=key, value=value, reason=reason, fix=fix)
