@@ -158,6 +158,10 @@ class Buffer:
     piece: Piece | None = None
     """As of the `StoredTensor` it becomes."""
 
+    def read(self) -> memoryview:
+        """Its bytes."""
+        return self.data() if callable(self.data) else self.data
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:

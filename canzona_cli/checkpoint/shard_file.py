@@ -89,7 +89,7 @@ def _check(name: str, buffer: Buffer, data: memoryview) -> None:
 
 
 def _data(name: str, buffer: Buffer) -> memoryview:
-    data = buffer.data() if callable(buffer.data) else buffer.data
+    data = buffer.read()
     _check(name, buffer, data)
     return data
 
