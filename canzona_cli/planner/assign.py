@@ -16,9 +16,11 @@ depends on nothing but the arguments, so every rank computes the same.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from types import MappingProxyType
 
 from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout
@@ -62,17 +64,21 @@ def assign(
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it, see `micro_groups`.
-        shares: Of the matrices that are shared, by index.
+        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are, else as many
+            as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
+    shared: dict[int, Share] = {}
     for stage in stages(matrices):
         problem = _Stage.of(matrices, costs, shares, layout, settings, stage, bucket_elements)
-        for index, cell in _solve(problem, settings, memory_cap, bytes_per_element):
+        for index, cell, share in _solve(problem, settings, memory_cap, bytes_per_element):
             cells[index] = cell
-    return Assignment(cells=tuple(cells), shares=shares)
+            if share is not None:
+                shared[index] = share
+    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shared.items()))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +87,9 @@ class _Stage:
 
     matrices: Sequence[Matrix]
     costs: Sequence[float]
-    """Seconds in all, of all ranks together."""
-    hosting: Sequence[float]
-    """And of the host alone."""
+    """Seconds, of each by its host."""
+    together: Sequence[float]
+    """Of all ranks in all, shared where it may be."""
     shares: Mapping[int, Share]
     buckets: Sequence[Sequence[Parameter]]
     units: Mapping[int, tuple[int, ...]]
@@ -110,20 +116,21 @@ class _Stage:
         if padded:
             # Padding lies at the border of two shards, so a parameter cannot lie across one.
             parameters = [parameter.undivided() for parameter in parameters]
-        each, hosting = [0.0] * len(costs), list(costs)
-        for index, share in shares.items():
-            each[index], hosting[index] = share.each, share.hosts
         return _Stage(
             matrices=matrices,
-            costs=[alone + layout.tp * part for alone, part in zip(hosting, each, strict=True)],
-            hosting=hosting,
+            costs=costs,
+            together=[
+                cost if share is None else layout.tp * share.each + share.hosts
+                for index, cost in enumerate(costs)
+                for share in (shares.get(index),)
+            ],
             shares=shares,
             buckets=cut(parameters, bucket_elements, stage=stage, shards=ranks if padded else None),
             units={part.unit: part.matrices for parameter in parameters for part in parameter.parts},
             owners=ranks,
             tp=layout.tp,
             bound=lower_bound(matrices, costs, stage, ranks, layout.tp, shares),
-            packer=HostPacker(hosting, layout.tp, each),
+            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode == "shared"),
         )
 
     @cached_property
@@ -162,7 +169,7 @@ class _Stage:
 
 def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
-) -> Iterator[tuple[int, Cell]]:
+) -> Iterator[tuple[int, Cell, Share | None]]:
     if settings.strategy == "asc":
         parts = [part for parts in stage.parts for part in parts]
         starts = even_start([part.elements for part in parts], stage.owners)
@@ -177,15 +184,16 @@ def _solve(
             # Balanced for compute alone it stays the answer to alpha = 1, so nothing may be better at that.
             blended = [found for blend in BLENDS if stage.height(found := _blended(stage, blend)) >= least]
             owner_of = _pick(stage, settings.alpha, [balanced, *blended])
-    cells = dict(_hosted(stage, settings, owner_of, bytes_per_element))
-    if memory_cap is not None and _fullest(stage, cells) > memory_cap:
+    cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
+    if memory_cap is not None and _fullest(stage, cells, shared) > memory_cap:
         elements = [matrix.elements for matrix in stage.matrices]
         # Where costs first strands a unit, size first may not.
         within = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-        if within is None:
+        if within is None or settings.mode == "shared":
             raise DoesNotFit(_too_much(stage, memory_cap))
-        cells = within
-    yield from cells.items()
+        cells, shared = within, set()
+    for index, cell in cells.items():
+        yield index, cell, stage.shares[index] if index in shared else None
 
 
 def _balanced(stage: _Stage) -> Owners:
@@ -194,22 +202,25 @@ def _balanced(stage: _Stage) -> Owners:
     Whole units into owners, which suffices where owners hold many; the largest matrix of each unit into the cells of
     the grid and cells dealt to owners, because k and v are small and fit in anywhere; the same with whole units. Each
     is followed by packing every owner's matrices onto its hosts. With tp = 1 all are the first. Stops at the first
-    that reaches the bound.
+    that reaches the bound. Where matrices may be shared, by what they cost their hosts, and by what they cost together.
     """
     best: Owners = {}
     lowest = float("inf")
     ways: list[Callable[[_Stage], Owners]] = [_units_to_owners]
     if stage.tp > 1:
         ways += [_leaders_to_cells, _units_to_cells]
-    for way in ways:
-        found = way(stage)
+    problems = [stage, replace(stage, costs=stage.together)] if stage.shares else [stage]
+    for way, problem in product(ways, problems):
+        found = way(problem)
         height = stage.height(found)
         if height < lowest * (1 - 1e-9):
             best, lowest = found, height
         if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
             break
     kinds = {
-        unit: tuple(sorted((stage.costs[index], stage.matrices[index].elements) for index in members))
+        unit: tuple(
+            sorted((stage.costs[index], stage.matrices[index].elements, index in stage.shares) for index in members)
+        )
         for unit, members in stage.units.items()
     }
     return spread(stage.buckets, best, kinds)
@@ -228,7 +239,7 @@ def _units_to_cells(stage: _Stage) -> Owners:
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
     units = list(stage.units)
-    return _cells_to_owners(stage, units, [max(stage.hosting[index] for index in stage.units[unit]) for unit in units])
+    return _cells_to_owners(stage, units, [max(stage.costs[index] for index in stage.units[unit]) for unit in units])
 
 
 def _cells_to_owners(stage: _Stage, units: Sequence[int], costs: Sequence[float]) -> Owners:
@@ -285,24 +296,32 @@ def _pick(stage: _Stage, alpha: float, candidates: Sequence[Owners]) -> Owners:
 
 def _hosted(
     stage: _Stage, settings: PlanSettings, owner_of: Owners, bytes_per_element: int
-) -> Iterator[tuple[int, Cell]]:
+) -> tuple[dict[int, Cell], set[int]]:
+    """Cell of each matrix, and those that are shared."""
+    cells: dict[int, Cell] = {}
+    shared: set[int] = set()
     for owner, indices in enumerate(stage.held(owner_of)):
+        if not indices:
+            continue
         if settings.strategy == "asc":
-            hosts = [position % stage.tp for position in range(len(indices))]
-        elif settings.grouping == "greedy":
+            hosts: Sequence[int] = [position % stage.tp for position in range(len(indices))]
+        elif settings.grouping == "greedy" and not stage.shares:
             hosts = greedy_hosts(
-                stage.matrices, stage.hosting, indices, stage.tp, settings.c_max_bytes, bytes_per_element
+                stage.matrices, stage.costs, indices, stage.tp, settings.c_max_bytes, bytes_per_element
             )
         else:
-            hosts = stage.packer.hosts(indices)
+            row = stage.packer.rows(indices)[0]
+            hosts = row.hosts
+            shared.update(index for index, together in zip(indices, row.shared, strict=True) if together)
         for index, host in zip(indices, hosts, strict=True):
-            yield index, Cell(owner=owner, host=host)
+            cells[index] = Cell(owner=owner, host=host)
+    return cells, shared
 
 
-def _fullest(stage: _Stage, cells: Mapping[int, Cell]) -> int:
+def _fullest(stage: _Stage, cells: Mapping[int, Cell], shared: Set[int]) -> int:
     held: Counter[Cell] = Counter()
     for index, cell in cells.items():
-        for one, elements in cell.held(stage.matrices[index], stage.tp, shared=index in stage.shares):
+        for one, elements in cell.held(stage.matrices[index], stage.tp, shared=index in shared):
             held[one] += elements
     return max(held.values())
 

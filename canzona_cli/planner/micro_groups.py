@@ -17,6 +17,8 @@ from canzona_cli.planner.pipeline import HostedPipeline, Job
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
+_APART = 3
+"""Matrices of a group of shared ones, at most, where they are counted."""
 CLOSE = 0.002
 """Fewer exchanges are better where they take hardly longer: what they cost besides varies most."""
 
@@ -44,29 +46,50 @@ def micro_groups(
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
     """
+    grouped = Grouped(settings, bytes_per_element, pipeline)
     check_capacity(matrices, pipeline.tp, settings, bytes_per_element)
+    found: list[MicroGroup] = []
+    for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
+        found += [
+            MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
+            for number, group in enumerate(grouped.of(jobs)[1])
+        ]
+    return tuple(found)
+
+
+def held_jobs(
+    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
+) -> dict[tuple[int, int], list[Job]]:
+    """Of every stage's owners."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
         held.setdefault((matrix.stage, cell.owner), []).append(job)
-    known: dict[Hashable, list[tuple[int, ...]]] = {}
-    found: list[MicroGroup] = []
-    for (stage, owner), jobs in sorted(held.items()):
-        # Most owners have the same costs on the same hosts; each such list is grouped once.
+    return held
+
+
+class Grouped:
+    """Micro-groups of one owner after another; where several have the same costs on the same hosts, found once."""
+
+    def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
+        self._settings, self._width, self._pipeline = settings, bytes_per_element, pipeline
+        self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
+
+    def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
+        """What they take by the planner's clock, in seconds, and the groups."""
         key = tuple(
             (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
             for job in jobs
         )
-        if key not in known:
+        if key not in self._known:
+            groups = _groups(jobs, self._settings, self._width, self._pipeline)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
-            known[key] = [
-                tuple(positions[i] for i in group) for group in _groups(jobs, settings, bytes_per_element, pipeline)
-            ]
-        found += [
-            MicroGroup(stage=stage, owner=owner, index=number, matrices=tuple(jobs[p].matrix.index for p in group))
-            for number, group in enumerate(known[key])
-        ]
-    return tuple(found)
+            self._known[key] = (
+                self._pipeline.seconds(groups),
+                [tuple(positions[job.matrix.index] for job in group) for group in groups],
+            )
+        seconds, places = self._known[key]
+        return seconds, [tuple(jobs[place].matrix.index for place in group) for group in places]
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
@@ -112,10 +135,10 @@ def _elements(c_max_bytes: int | None, bytes_per_element: int) -> int | None:
 
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
-) -> list[Group]:
+) -> list[list[Job]]:
     capacity, tp = _elements(settings.c_max_bytes, bytes_per_element), pipeline.tp
     if tp == 1:
-        return [tuple(job.matrix.index for job in jobs)]
+        return [list(jobs)]
     if settings.grouping == "greedy":
         groups = _rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
@@ -132,25 +155,26 @@ def _groups(
             ((len(groups), seconds, groups) for seconds, groups in found if seconds <= (1 + CLOSE) * least),
             key=lambda one: one[:2],
         )
-    return [tuple(job.matrix.index for job in group) for group in chosen]
+    return chosen
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
     """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max.
 
     And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
-    host, or of those hosts alone that are busy longer than the mean.
+    host, or of those hosts alone that are busy longer than the mean. With shared matrices also by number, whoever hosts
+    them, for all ranks work on each.
     """
-    largest = max(job.matrix.elements for job in jobs)
+    largest = max(job.received(tp) for job in jobs)
     hosted = [0] * tp
     for job in jobs:
-        hosted[job.host] += job.matrix.elements
+        hosted[job.host] += job.received(tp)
     most = min(capacity or max(hosted), max(hosted))
     # Doubling: the time is flat around its minimum, and a plan has to be made within a second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
-    busy = [sum(job.seconds for job in jobs if job.host == host) for host in range(tp)]
+    busy = [sum(job.busy for job in jobs if job.host == host) for host in range(tp)]
     late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
     rising = _rounds(jobs, tp, descending=False)
     orders = (
@@ -161,6 +185,9 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
         _arched(rising, tp),
     )
     for order in orders:
+        if any(job.share for job in jobs):
+            for number in range(1, min(len(jobs), _APART) + 1):
+                yield [list(order[first : first + number]) for first in range(0, len(jobs), number)]
         divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
         for size in capacities:
             yield _cut(order, tp, size)
@@ -186,11 +213,11 @@ def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
-        if capacity is not None and groups[-1] and hosted[job.host] + job.matrix.elements > capacity:
+        if capacity is not None and groups[-1] and hosted[job.host] + job.received(tp) > capacity:
             groups.append([])
             hosted = [0] * tp
         groups[-1].append(job)
-        hosted[job.host] += job.matrix.elements
+        hosted[job.host] += job.received(tp)
     return groups
 
 
@@ -198,8 +225,7 @@ def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
     """Every host's first job by cost, then every host's second, and so on."""
     sign = -1 if descending else 1
     queues = [
-        sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.seconds, j.matrix.index))
-        for host in range(tp)
+        sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.busy, j.matrix.index)) for host in range(tp)
     ]
     longest = max(map(len, queues))
     if not descending:

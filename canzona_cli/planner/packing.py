@@ -388,39 +388,87 @@ def _heaviest(items: Sequence[tuple[float, int]], weights: Sequence[float], room
     return max(taken * weight + _heaviest(items[1:], weights[1:], room - taken * cost) for taken in range(most + 1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How an owner's matrices are updated, in some order of them."""
+
+    hosts: tuple[int, ...]
+    """TP ranks."""
+    shared: tuple[bool, ...]
+    height: float
+    """Seconds of the busiest host."""
+
+
 class HostPacker:
-    """Hosts for the matrices of one owner, balanced; owners with the same costs are packed once.
+    """Hosts for the matrices of one owner, balanced, and which of them it shares; owners with the same matrices are
+    packed once.
 
     Args:
-        costs: of each matrix to its host.
-        each: to every host alike.
+        costs: of each matrix to a host of its own.
+        shares: of those that may be shared.
+        all_shared: whether all of these are, or as many as balance best.
     """
 
-    def __init__(self, costs: Sequence[float], tp: int, each: Sequence[float]) -> None:
-        self._costs, self._each = costs, each
-        self._tp = tp
-        self._known: dict[tuple[float, ...], tuple[tuple[int, ...], float]] = {}
+    def __init__(
+        self, costs: Sequence[float], tp: int, shares: Mapping[int, Share] = HOSTED, *, all_shared: bool = False
+    ) -> None:
+        self._costs, self._shares, self._tp, self._all = costs, shares, tp, all_shared
+        self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
-    def hosts(self, matrices: Sequence[int]) -> list[int]:
-        """TP rank of each of an owner's matrices."""
-        order, (hosts, _) = self._look_up(matrices)
-        found = [0] * len(matrices)
-        for position, host in zip(order, hosts, strict=True):
-            found[position] = host
-        return found
+    def rows(self, matrices: Sequence[int]) -> list[Row]:
+        """The lowest; and, where there is a choice, with nothing shared and with all that may be. In the order of
+        `matrices`."""
+        order, rows = self._look_up(matrices)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return [
+            Row(
+                hosts=tuple(row.hosts[place] for place in back),
+                shared=tuple(row.shared[place] for place in back),
+                height=row.height,
+            )
+            for row in rows
+        ]
 
     def height(self, matrices: Sequence[int]) -> float:
         """Seconds of that owner's busiest host."""
-        return self._look_up(matrices)[1][1] + sum(self._each[index] for index in matrices) if matrices else 0.0
+        return self._look_up(matrices)[1][0].height if matrices else 0.0
 
-    def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], float]]:
+    def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
-        key = tuple(self._costs[matrices[p]] for p in order)
+        key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
-            packing = pack(key, self._tp)
-            hosts = [0] * len(key)
-            for host, items in enumerate(packing.bins):
-                for item in items:
-                    hosts[item] = host
-            self._known[key] = (tuple(hosts), packing.height)
+            self._known[key] = tuple(self._packed(key))
         return order, self._known[key]
+
+    def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
+        """Of an owner's matrices by falling cost, the costliest that may be are shared first."""
+        possible = [place for place, (_, share) in enumerate(items) if share is not None]
+        counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
+
+        def costs(count: int) -> tuple[list[float], float]:
+            together = set(possible[:count])
+            hosting = [
+                share.hosts if share is not None and place in together else cost
+                for place, (cost, share) in enumerate(items)
+            ]
+            return hosting, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
+
+        def roughly(count: int) -> float:
+            hosting, each = costs(count)
+            classes = _Classes.of(hosting)
+            return each + _height(classes, _largest_first(classes, self._tp))
+
+        lowest = min(counts, key=roughly) if len(counts) > 1 else counts[0]
+        for count in dict.fromkeys((lowest, counts[0], counts[-1])):
+            hosting, each = costs(count)
+            packing = pack(hosting, self._tp)
+            hosts = [0] * len(items)
+            for host, own in enumerate(packing.bins):
+                for item in own:
+                    hosts[item] = host
+            together = set(possible[:count])
+            yield Row(
+                hosts=tuple(hosts),
+                shared=tuple(place in together for place in range(len(items))),
+                height=each + packing.height,
+            )

@@ -41,6 +41,15 @@ class Job:
     share: Share | None = None
     """Where the TP group updates it together."""
 
+    @property
+    def busy(self) -> float:
+        """Seconds of its host, besides what every rank does."""
+        return self.seconds if self.share is None else self.share.hosts
+
+    def received(self, tp: int) -> int:
+        """Elements in its host's messages, and on the host: the whole, or squares."""
+        return self.matrix.elements if self.share is None else (tp - 1) * min(self.matrix.shape) ** 2
+
 
 def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(group, stage) pairs, as all ranks of the TP group go through them.

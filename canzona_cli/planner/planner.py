@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -21,10 +21,11 @@ from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_
 from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
-from canzona_cli.planner.micro_groups import micro_groups
+from canzona_cli.planner.micro_groups import Grouped, micro_groups
+from canzona_cli.planner.modes import best_of
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import HOSTED, Cell, Mesh, Plan, PlanSettings, Scalar, Subject
+from canzona_cli.planner.plan import HOSTED, Assignment, Cell, Mesh, Plan, PlanSettings, Scalar, Share, Subject
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares
 
@@ -208,10 +209,27 @@ def _plan(
     costs = update_costs(config, members)
     width = max(exchange_bytes(config))
     frugal = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-    shared = shares(config, layout, members) if asked.mode == "shared" and asked.strategy == "canzona" else HOSTED
-    assignment = assign(
-        members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=shared
-    )
+    pipeline = HostedPipeline.of(planning(config), layout)
+
+    def assigned(possible: Mapping[int, Share]) -> Assignment:
+        return assign(
+            members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=possible
+        )
+
+    possible = HOSTED if asked.mode == "hosted" else shares(config, layout, members)
+    if asked.mode == "auto" and possible:
+        assignment = best_of(
+            members,
+            costs,
+            assigned(HOSTED),
+            assigned(possible),
+            possible,
+            layout.tp,
+            Grouped(frugal, width, pipeline),
+            memory_cap,
+        )
+    else:
+        assignment = assigned(possible)
     return Plan(
         subject=about,
         matrices=members,
@@ -220,9 +238,9 @@ def _plan(
         buckets=ReductionModel(config, layout).choose(
             buckets(members, assignment, layout, asked, limit), asked, scratch=True
         ),
-        groups=micro_groups(members, costs, assignment, frugal, width, HostedPipeline.of(planning(config), layout)),
+        groups=micro_groups(members, costs, assignment, frugal, width, pipeline),
         lower_bounds=tuple(
-            lower_bound(members, costs, stage, mesh.owners, mesh.tp, shared) for stage in range(mesh.pp)
+            lower_bound(members, costs, stage, mesh.owners, mesh.tp, possible) for stage in range(mesh.pp)
         ),
     )
 

@@ -11,17 +11,17 @@ from functools import lru_cache
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import (
+    GRAM_MIN_SIDE,
     RULES,
     Work,
     algorithm,
     duration,
-    form_of,
     gram_scale,
     rounded,
     segments,
 )
 from canzona_cli.planner.exchange import square_bytes
-from canzona_cli.planner.plan import Algorithm, Share
+from canzona_cli.planner.plan import HOSTED, Algorithm, Share
 
 _SUMMED = 8
 """Bytes of an fp32 sum that are moved for each contribution added to it."""
@@ -31,14 +31,14 @@ _AROUND = (9, 9, 11)
 
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Of every matrix that can be shared, by index."""
-    how = algorithm(config)
-    if layout.tp == 1 or how.custom or not RULES[how.name].shared:
-        return {}
+    how, asked = algorithm(config), config.engine
+    if layout.tp == 1 or how.custom or not RULES[how.name].shared or how.form == "standard" or asked.strategy == "asc":
+        return HOSTED
     width = square_bytes(config)
     return {
         matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, width, config.cluster)
         for matrix in members
-        if matrix.cut_long and form_of(how, matrix.rows, matrix.cols, config.cluster) == "gram"
+        if matrix.cut_long and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
     }
 
 

@@ -1,7 +1,7 @@
 """Problems for tests of the planner: hand-made matrices, and exact answers to small ones."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Kind, Matrix
@@ -89,13 +89,27 @@ def least_height(costs: Sequence[float], bins: int) -> float:
     return best
 
 
-def least_makespan(units: Sequence[Sequence[float]], dp: int, tp: int) -> float:
-    """Busiest cell of the best assignment of units to owners and of their matrices to hosts, by trying all."""
+def least_makespan(
+    units: Sequence[Sequence[float]], dp: int, tp: int, shares: Mapping[float, tuple[float, float]] | None = None
+) -> float:
+    """Busiest cell of the best assignment of units to owners and of their matrices to hosts, by trying all.
+
+    Args:
+        shares: by cost: what a matrix that may be shared costs each rank then, and its host besides.
+    """
     best = float("inf")
     for owner_of in itertools.product(range(dp), repeat=len(units)):
         held = [
             [cost for unit, o in zip(units, owner_of, strict=True) if o == owner for cost in unit]
             for owner in range(dp)
         ]
-        best = min(best, max((least_height(costs, tp) if costs else 0.0) for costs in held))
+        best = min(best, max(_least_row(costs, tp, shares or {}) for costs in held))
     return best
+
+
+def _least_row(costs: Sequence[float], tp: int, shares: Mapping[float, tuple[float, float]]) -> float:
+    ways = [[(0.0, cost), *([shares[cost]] if cost in shares else [])] for cost in costs]
+    return min(
+        sum(each for each, _ in chosen) + (least_height([host for _, host in chosen], tp) if chosen else 0.0)
+        for chosen in itertools.product(*ways)
+    )

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.plan import Share
 from tests.planner.planning import least_makespan
 
 UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)
@@ -34,6 +35,28 @@ def _matrices(units: list[list[int]]) -> tuple[tuple[Matrix, ...], list[float]]:
 def test_bound_is_at_most_the_exact_optimum(units: list[list[int]], dp: int, tp: int) -> None:
     matrices, costs = _matrices(units)
     assert lower_bound(matrices, costs, 0, dp, tp) <= least_makespan(units, dp, tp) * (1 + 1e-9)
+
+
+@given(
+    units=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=2), min_size=1, max_size=3),
+    shares=st.dictionaries(st.integers(1, 8), st.tuples(st.integers(1, 4), st.integers(1, 6)), max_size=4),
+    dp=st.integers(1, 2),
+    tp=st.integers(2, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_bound_is_at_most_the_exact_optimum_of_hosted_and_shared_matrices(
+    units: list[list[int]], shares: dict[int, tuple[int, int]], dp: int, tp: int
+) -> None:
+    matrices, costs = _matrices(units)
+    may = {
+        matrix.index: Share(fragment=(0.5, shares[matrix.cols][0] - 0.5), host=(shares[matrix.cols][1],))
+        for matrix in matrices
+        if matrix.cols in shares
+    }
+    least = least_makespan(units, dp, tp, shares)  # type: ignore[arg-type]
+    bound = lower_bound(matrices, costs, 0, dp, tp, may)
+    assert bound <= least * (1 + 1e-9)
+    assert bound <= lower_bound(matrices, costs, 0, dp, tp) * (1 + 1e-9), "sharing only adds possibilities"
 
 
 def test_units_raise_the_bound_where_one_cell_is_an_owner() -> None:

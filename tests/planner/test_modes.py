@@ -1,0 +1,99 @@
+"""Which matrices are shared: none is when that takes longer, and what a rank has memory for."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import Layout, Mode, RunConfig
+from canzona_cli.planner.measures import balance
+from canzona_cli.planner.micro_groups import held_jobs
+from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.pipeline import HostedPipeline, planning
+from canzona_cli.planner.plan import Plan, Share
+from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.sharing import shares
+from tests import sizes
+from tests.planner.planning import least_makespan
+from tests.sizes import layout
+
+
+@cache
+def _planned(
+    size: sizes.Size, tp: int, dp: int, mode: Mode | str, factor: float = 1.0
+) -> tuple[RunConfig, Layout, Plan]:
+    config = sizes.run(size, tp * dp, strategy="canzona", tp=tp)
+    cluster = replace(config.cluster, symmetric_factor=factor)
+    config = replace(config, engine=replace(config.engine, mode=mode), cluster=cluster)  # type: ignore[arg-type]
+    mesh = layout(tp=tp, dp=dp)
+    return config, mesh, plan_unbounded(config, mesh)
+
+
+def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
+    """Of the slowest owner, by the planner's clock."""
+    config, mesh, plan = planned
+    pipeline, found = HostedPipeline.of(planning(config), mesh), 0.0
+    jobs = {
+        job.matrix.index: job for own in held_jobs(plan.matrices, plan.costs, plan.assignment).values() for job in own
+    }
+    for owner in range(mesh.dp):
+        groups = [[jobs[index] for index in group.matrices] for group in plan.groups if group.owner == owner]
+        found = max(found, pipeline.seconds(groups))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "dp"), [("8b", 2, 128), ("32b", 8, 128), ("32b", 8, 16), ("1.7b", 4, 256), ("0.6b", 2, 2)]
+)
+def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
+    size: sizes.Size, tp: int, dp: int
+) -> None:
+    auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
+    assert _seconds(auto) <= min(_seconds(hosted), _seconds(shared)) * 1.01
+    assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
+    if (size, tp, dp) in (("8b", 2, 128), ("32b", 8, 128)):
+        assert _seconds(auto) < 0.95 * _seconds(hosted)
+        assert balance(auto[2]).grid < 0.9 * balance(hosted[2]).grid
+    assert set(hosted[2].modes) == {"hosted"}
+
+
+def test_more_ranks_shorten_fragments_alone() -> None:
+    """With more ranks fragments are shorter, and a host has more to add up."""
+    config, mesh, plan = _planned("32b", 8, 16, "shared")
+    two = shares(config, layout(tp=2, dp=16), plan.matrices)
+    eight = shares(config, mesh, plan.matrices)
+    for index, share in eight.items():
+        assert share.rounds == 2
+        assert two[index].each > 2 * share.each
+        assert two[index].hosts < share.hosts
+    assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}
+
+
+@given(
+    costs=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    possible=st.dictionaries(st.integers(1, 12), st.tuples(st.integers(1, 3), st.integers(1, 8)), max_size=4),
+    tp=st.integers(2, 4),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_row_is_close_to_the_best_of_all_ways(
+    costs: list[int], possible: dict[int, tuple[int, int]], tp: int
+) -> None:
+    may = {
+        place: Share(fragment=(0.5, possible[cost][0] - 0.5), host=(possible[cost][1],))
+        for place, cost in enumerate(costs)
+        if cost in possible
+    }
+    rows = HostPacker([float(cost) for cost in costs], tp, may).rows(range(len(costs)))
+    best = least_makespan([[float(cost) for cost in costs]], 1, tp, possible)  # type: ignore[arg-type]
+    for row in rows:
+        busy = [0.0] * tp
+        for place, (cost, host, shared) in enumerate(zip(costs, row.hosts, row.shared, strict=True)):
+            busy[host] += may[place].hosts if shared else cost
+        each = sum(may[place].each for place, shared in enumerate(row.shared) if shared)
+        assert row.height == pytest.approx(max(busy) + each)
+    assert rows[0].height == min(row.height for row in rows)
+    assert rows[0].height >= best * (1 - 1e-9)
+    hosted = HostPacker([float(cost) for cost in costs], tp).rows(range(len(costs)))[0]
+    assert rows[0].height <= hosted.height * (1 + 1e-9)
