@@ -3,14 +3,13 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)
@@ -27,11 +26,22 @@ class MatrixGroup(Protocol):
         """None where this rank updates nothing of it."""
 
 
+@runtime_checkable
+class Doubting(Protocol):
+    """An optimizer that leaves out updates it cannot trust, without waiting to know how many."""
+
+    def doubted(self) -> torch.Tensor | None:
+        """How many of the last step: (), on the device. None where none can be."""
+
+    def settle(self) -> list[torch.Tensor]:
+        """Matrices whose last update was left out; their next ones are made in a way that can be trusted."""
+
+
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """How many updates of the last step Muon left out as not to be trusted: (1,), on the device, without waiting."""
+    """How many updates of the last step were left out as not to be trusted: (1,), on the device, without waiting."""
     count = torch.zeros(1, device=device)
     for group in groups:
-        found = group.optimizer.doubted() if isinstance(group.optimizer, Muon) else None
+        found = group.optimizer.doubted() if isinstance(group.optimizer, Doubting) else None
         if found is not None:
             count += found
     return count
@@ -40,7 +50,7 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Have matrices whose update was left out updated in standard form from now on. The host waits."""
     for group in groups:
-        found = {id(master) for master in group.optimizer.settle()} if isinstance(group.optimizer, Muon) else set()
+        found = {id(master) for master in group.optimizer.settle()} if isinstance(group.optimizer, Doubting) else set()
         for matrix in group.hosted:
             if id(masters[matrix.index]) in found:
                 _log.warning(

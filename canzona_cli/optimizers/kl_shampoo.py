@@ -6,6 +6,7 @@ import torch
 
 from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side
+from .matrix_optimizer import products
 
 NO_FACTOR = 0.2
 """Root mean square of an update where neither side has a factor: about that of AdamW's (arXiv:2502.16982)."""
@@ -46,7 +47,11 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().kept(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """The gradient, turned and whitened on the other side; on the way, eigenvalues follow it."""
+        """The gradient, turned and whitened on the other side, in fp32: eigenvalues follow it on the way."""
+        with products("fp32"):
+            return self._whitened(p, grad)
+
+    def _whitened(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         state, sides = self.state[p], self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
         for side in sides:  # until there is a gradient there is no size to begin with

@@ -19,6 +19,8 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 __all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
 
+DISTRUSTED = "distrusted"
+"""In the state of a matrix that is updated in standard form from now on, so that checkpoints remember it."""
 SAFE_NORMS = 2.0**-40, 2.0**60
 """Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
@@ -63,6 +65,8 @@ class Muon(MatrixOptimizer):
 
     The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others divide by
     max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
+
+    State of a matrix: `momentum_buffer`, M; `distrusted`, where an update in Gram form was left out.
     """
 
     def __init__(
@@ -122,7 +126,6 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        self._distrusted: set[torch.Tensor] = set()
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -162,7 +165,7 @@ class Muon(MatrixOptimizer):
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
-        return group["momentum"], self.workspace.nbytes, len(self._distrusted), places
+        return group["momentum"], self.workspace.nbytes, tuple(self._form(p) for p in matrices), places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
         """How many matrices of one shape are updated together."""
@@ -264,13 +267,13 @@ class Muon(MatrixOptimizer):
             Matrices whose last update was left out.
         """
         found = [p for p, good in self._trusted.items() if not bool(good)]
-        self._distrusted.update(found)
         for p in found:
+            self.state[p][DISTRUSTED] = True
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
         return found
 
     def _form(self, p: torch.Tensor) -> Form:
-        if p in self._distrusted:
+        if self.state[p].get(DISTRUSTED):
             return "standard"
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
@@ -296,7 +299,7 @@ class Muon(MatrixOptimizer):
 
     def _average(self, p: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         average: torch.Tensor = state["momentum_buffer"]
         return average

@@ -83,7 +83,7 @@ def saving_runs(folder: Path, cases: Iterable[Case]) -> Runs[Case, Outcome]:
 
         def work(case: Case, world: World) -> Ran:
             trainee = assemble_trainee(made[case][0], world, plans[case])
-            return _train(trainee, stores[case], case, starts[case])
+            return train(trainee, stores[case], case, starts[case])
 
         return [
             Outcome(
@@ -98,7 +98,8 @@ def saving_runs(folder: Path, cases: Iterable[Case]) -> Runs[Case, Outcome]:
     return runs
 
 
-def _train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
+def train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
+    """Restore, make the case's steps, save."""
     world, layout, done = trainee.world, trainee.world.layout, 0
     config = trainee.config
     if start is not None:

@@ -3,12 +3,23 @@
 Compared are values, to the last bit: what a checkpoint holds in model space, and the weights that are trained on.
 """
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.errors import CheckpointInvalid
-from tests.dist.jobs import Runs
-from tests.dist.saved import Case, Outcome, Units, manifest_of, resolve, saving_runs, units_of
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers.muon import DISTRUSTED
+from canzona_cli.training.assemble import assemble
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.step import train_step
+from tests.dist.jobs import Runs, on_ranks, planned
+from tests.dist.samples import RandomTokens
+from tests.dist.saved import Case, Outcome, Units, manifest_of, resolve, saving_runs, train, units_of
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
@@ -272,3 +283,34 @@ def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcom
     )
     needed = 8 * matrices + 12 * rest
     assert needed < on_disk <= 1.02 * needed + random
+
+
+def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
+    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
+    gram = resolve("gpus=1", "optimizer.form=gram")
+    case = Case(settings=("gpus=1", "optimizer.form=gram"), steps=1)
+
+    def forms(trainee: Trainee) -> set[object]:
+        return {trained["state"].get(DISTRUSTED) for trained in trainee.optimizer.matrices.state_dict().values()}
+
+    def work(_: str, world: World) -> tuple[set[object], set[object], list[float]]:
+        first, second = (assemble(gram[0], world, planned(*gram)) for _ in range(2))
+        before = forms(first)
+        train(first, tmp_path, case, None)
+        saved = forms(first)
+        start = next(tmp_path.glob("step-*"))
+        assert content_problems(start, manifest_of(start), gram[0].model) == []
+        train(second, tmp_path, replace(case, steps=0), start)
+        assert forms(second) == saved
+        with monkeypatch.context() as never:
+            never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
+            samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)
+            return before, saved, [train_step(second, BatchStream(samples, world)).loss]
+
+    [(before, saved, losses)] = on_ranks({"": gram}, work)[""]
+    assert (before, saved) == ({None}, {True})
+    assert np.isfinite(losses).all()
