@@ -5,8 +5,10 @@ is Q A0 Q, so that nothing but squares of the short side is needed (Gram Newton-
 https://dao-lab.ai/blog/2026/gram-newton-schulz). In the standard form every step sees what rounding did to X, here none
 sees what it does to A: so Q is applied, and A made anew of X, between `segments` of steps.
 
-Digits. Squares are kept as alpha I + R, with alpha the mean of A's eigenvalues when a segment starts, and R in the
-products' type: near convergence R is small, and so is what is lost of it.
+Digits. Squares are kept as alpha I + R, with alpha near the mean of A's eigenvalues when a segment starts, and R in the
+products' type: near convergence R is small, and so is what is lost of it. Any alpha would do, so it is one of few
+(`ALPHAS`): the host knows all that follows from each, and a GPU looks its row up instead of working it out in some
+sixty launches of a single number. At the start, X being of norm 1, the mean itself is known.
 
 Error. With u the unit roundoff, relative and elementwise, take roundings for independent, of variance u^2 / 3 (Higham,
 Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Their share of the m singular
@@ -15,18 +17,20 @@ values' root mean square:
 - Of the Gram matrix. E, of |E|_F^2 = u^2 / 3 |R|_F^2, has become Q E Q by the last step, Q being the product of k - 1,
   and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last polynomial a + b A + c A A takes |b| times that:
   |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values lose by it, as the segment stretches those most.
-- Of Q itself. E X, of |E X|_F^2 = u^2 / 3 sum_ij S_ij^2 A_jj where Q = gamma I + S.
+- Of Q itself. E X, of |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj: no more than if rows of Q and X had nothing to do with
+  each other, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, as Q is small where X is large.
 
 Beyond the polynomials' range none of this holds. `cans` goes to its very edge, from where a rounding is enough: of a
 Gaussian 16 x 48 in bf16 the largest singular value became 3.6 where standard leaves 1.1, and restarts in every step are
 no help, so `Muon` refuses it. The other sets keep away from it.
 
-A later segment stretches an error by about the root mean square of its Q. The sum is an upper estimate: where it is
-0.004 to 0.05, measured are 0.004 to 0.009 (Gaussian, decaying by 10, four large of 256), as in the standard form.
+A later segment stretches an error by about the root mean square of its Q. Norms are those of some rows (`SAMPLES`). A
+row that outweighs all others is of large singular values, and is stretched least.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -35,11 +39,15 @@ from .workspace import Workspace
 
 DOUBT = 0.15
 """Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the
-polynomials themselves leave. Estimated are 0.005 to 0.095 of Gaussian matrices, most of small squares."""
+polynomials themselves leave. Estimated are 0.009 to 0.145 of Gaussian matrices, most of squares of side 16."""
 LARGEST = 1.5
 """No set of coefficients leaves a singular value above it: the mean of rows' squares is at most its square."""
-SAMPLES = 64
-"""Rows, evenly spread, that stand for all where a mean is estimated."""
+SAMPLES = 32
+"""Rows at most, evenly spread, that stand for all where a norm or a mean is estimated."""
+LOWEST, PER_OCTAVE = -24, 8
+ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
+"""From 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R loses nothing of them. A mean
+above 1 is that of a broken matrix, and its polynomials might overflow."""
 
 Number = float | torch.Tensor
 """Of one matrix on the host a float; else (..., 1, 1) in fp32, on the device, so that nobody waits for it."""
@@ -58,25 +66,33 @@ def segments(steps: int) -> tuple[int, ...]:
 def gram_newton_schulz(
     x: torch.Tensor, steps: Sequence[Step], workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthogonalise `x`, as `newton_schulz`.
+    """Orthogonalise `x`, of Frobenius norm 1 or 0, as `newton_schulz`.
 
     Returns:
         `x` or the workspace's twin of it, and whether it can be trusted: bool, of x's batch, never true of what is not
         finite.
     """
     twin = workspace.like("ns_twin", x)
+    mean: Number = 1 / min(x.shape[-2:])
     error: Number = 0.0
     done = 0
     for count in segments(len(steps)):
-        error = _segment(x, steps[done : done + count], twin, workspace, error)
+        error = _segment(x, steps[done : done + count], twin, workspace, mean, error)
         x, twin = twin, x
         done += count
-    estimated = torch.as_tensor(error, device=x.device).view(x.shape[:-2])
-    return x, (estimated <= DOUBT) & (_mean_square(x) <= LARGEST**2)
+        mean = _mean_square(x)
+    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= LARGEST**2)
+    return x, trusted.view(x.shape[:-2])
 
 
-def _segment(x: torch.Tensor, steps: Sequence[Step], out: torch.Tensor, workspace: Workspace, error: Number) -> Number:
+def _segment(
+    x: torch.Tensor, steps: Sequence[Step], out: torch.Tensor, workspace: Workspace, mean: Number, error: Number
+) -> Number:
     """`steps` on one Gram matrix, from `x` to `out`.
+
+    Args:
+        mean: Of its eigenvalues.
+        error: As it is in front of them.
 
     Returns:
         `error` as it is behind them.
@@ -87,48 +103,89 @@ def _segment(x: torch.Tensor, steps: Sequence[Step], out: torch.Tensor, workspac
         workspace.get(role, (*batch, side, side), x.dtype, x.device)
         for role in ("ns_gram", "ns_poly", "ns_all", "ns_half")
     )
-    host = x.ndim == 2 and x.device.type == "cpu"
-
-    def number(of_each: torch.Tensor) -> Number:
-        return float(of_each) if host else of_each.view(*batch, 1, 1)
-
-    def flat(of_each: Number) -> Number:
-        return of_each.squeeze(-1) if isinstance(of_each, torch.Tensor) else of_each
-
-    # A mean above 1 is that of a broken matrix, and its polynomials might overflow.
-    alpha = number(_mean_square(x).clamp_max(1.0))
-    diagonal = r.zero_().diagonal(dim1=-2, dim2=-1)
-    diagonal.sub_(flat(alpha))
+    *known, gamma = _known(tuple(steps), mean)
+    r.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flat(known[0]))
     symmetric.gram(x if wide else x.mT, r, add=r)
-    rows = (diagonal.float() + flat(alpha)).clamp_min(0.0)
-    unit = torch.finfo(x.dtype).eps / 2 / 3**0.5
-    lost: Number = 0.0
-    spread = number(torch.linalg.vector_norm(r, dim=(-2, -1)).float()) if len(steps) > 1 else lost
-    gamma: Number = 1.0
-    stretch: Number = 1.0
-    """|Q|_F^2 / m of Q = gamma I + q, or of the one before."""
-    columns = rows
-    for place, (a, b, c) in enumerate(steps):
-        # This step's polynomial of A = alpha I + r is value I + p.
-        value = a + b * alpha + c * alpha * alpha
+    spread = _norm_of_rows(r) if len(steps) > 1 else 0.0
+    before: Number = 0.0
+    for place, (_, _, c) in enumerate(steps):
+        # A is alpha I + r, this step's polynomial of it value I + p, and the product of those before it turned I + q.
+        alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
         p = s if place else q
-        symmetric.product(r, r, p, add=torch.mul(r, b + 2 * c * alpha, out=p), alpha=c)
+        symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if place:
-            lost = abs(b) * unit * spread * stretch / side**0.5
-            symmetric.product(p, q, m, add=_blend(m, q, value, p, gamma))
+            if place + 1 == len(steps):
+                before = _norm_of_rows(q, turned)
+            symmetric.product(p, q, m, add=_blend(m, q, value, p, turned))
             q, m = m, q
-        gamma = value * gamma
         if place + 1 < len(steps):
             symmetric.product(p, r, m, add=_blend(m, p, alpha, r, value))
-            symmetric.product(p, m, r, add=_blend(r, m, value, p, value * alpha))
-            alpha = value * value * alpha
-        if place + 2 >= len(steps):
-            columns = torch.linalg.vector_norm(q, dim=-1).float().square()
-            traced = q.diagonal(dim1=-2, dim2=-1).float().mean(-1)
-            stretch = number(columns.mean(-1)) + 2 * gamma * number(traced) + gamma * gamma
+            symmetric.product(p, m, r, add=_blend(r, m, value, p, both))
     _apply(x, q, gamma, out, wide)
-    root = math.sqrt(abs(stretch)) if isinstance(stretch, float) else stretch.abs().sqrt()
-    return error * root + lost + unit * number((columns * rows).mean(-1).sqrt())
+    rows, unit = -(-side // _every(side)), torch.finfo(x.dtype).eps / 2 / 3**0.5
+    lost = spread * before * before * (abs(steps[-1][1]) * unit / rows**1.5)
+    return _norm_of_rows(q, gamma) * (error + mean**0.5 * unit) * rows**-0.5 + lost
+
+
+def _known(steps: tuple[Step, ...], mean: Number) -> Sequence[Number]:
+    """`_numbers` of the alpha next to `mean`."""
+    if not isinstance(mean, torch.Tensor):
+        return _numbers(steps, ALPHAS[nearest(mean)])
+    # The exponent, and the mantissa's first bits; of NaN too it has to be a place.
+    places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
+    found = _table(steps, mean.device).index_select(0, places.view(-1))
+    return found.view(*mean.shape, -1).unbind(-1)
+
+
+def nearest(mean: float) -> int:
+    """The place of the alpha next to it; the last one's of what is not finite."""
+    if not mean < ALPHAS[-1]:
+        return len(ALPHAS) - 1
+    mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))
+    return (exponent - 1 - LOWEST) * PER_OCTAVE + int((2 * mantissa - 1) * PER_OCTAVE)
+
+
+@cache
+def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
+    """(alphas, numbers)."""
+    return torch.tensor([_numbers(steps, alpha) for alpha in ALPHAS], device=device)
+
+
+@cache
+def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
+    """What of a segment follows from its alpha. Of each step: alpha, the factor of r in p, the value of the polynomial
+    at alpha, the product of those before it, value times alpha. Then that product of all."""
+    found: list[float] = []
+    gamma = 1.0
+    for a, b, c in steps:
+        value = a + b * alpha + c * alpha * alpha
+        found += (alpha, b + 2 * c * alpha, value, gamma, value * alpha)
+        gamma, alpha = value * gamma, value * value * alpha
+    return *found, gamma
+
+
+def _norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
+    """Frobenius norm of some rows of `square`, or of gamma I + `square`."""
+    every = _every(square.size(-1))
+    some = square[..., ::every, :]
+    if gamma is not None:
+        some = some.clone()
+        some[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(gamma))
+    return _number(torch.linalg.vector_norm(some, dim=(-2, -1), dtype=torch.float32))
+
+
+def _every(side: int) -> int:
+    return -(-side // SAMPLES)
+
+
+def _number(of_each: torch.Tensor) -> Number:
+    """Of a batch's matrices, (...)."""
+    return float(of_each) if of_each.ndim == 0 and of_each.device.type == "cpu" else of_each[..., None, None]
+
+
+def _flat(number: Number) -> Number:
+    """For a batch's diagonals."""
+    return number.squeeze(-1) if isinstance(number, torch.Tensor) else number
 
 
 def _apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, wide: bool) -> None:
@@ -145,8 +202,8 @@ def _blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Nu
     return out.add_(b, alpha=y) if isinstance(y, float) else out.addcmul_(b, y)
 
 
-def _mean_square(x: torch.Tensor) -> torch.Tensor:
-    """Mean of the singular values' squares, from some rows or columns: (...,) in fp32."""
+def _mean_square(x: torch.Tensor) -> Number:
+    """Mean of the singular values' squares, from some rows or columns."""
     short = x if x.size(-2) <= x.size(-1) else x.mT
-    some = short[..., :: max(1, short.size(-2) // SAMPLES), :].float()
-    return some.square().sum(dim=(-2, -1)) / some.size(-2)
+    some = short[..., :: _every(short.size(-2)), :]
+    return _number(torch.linalg.vector_norm(some, dim=(-2, -1), dtype=torch.float32).square() / some.size(-2))

@@ -60,6 +60,8 @@ GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 is at least this: roundings average over fewer elements of smaller ones."""
 MUON_AROUND = 13
 """Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
+PROBE_ROWS = 32
+"""Rows of a matrix from which the Gram form estimates what it lost in rounding (`optimizers.gram_form`)."""
 STACK_GAIN = 0.95
 """Matrices are stacked by themselves where each then takes at most this share of its time alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
@@ -368,17 +370,20 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
 
     Squares are passed over as the products' type: the polynomials' other terms are written into what a product is added
-    to, and norms are read for the probe; X is scaled into what Q X is added to. On a GPU alpha and all that follows
-    from it stay on the device: some ten launches a step of a single number each.
+    to; X is scaled into what Q X is added to. The probe takes norms of `PROBE_ROWS` rows, of Q, copied, around a
+    segment's last step, of R and of X; what it makes of them takes launches of a single number each.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
-    passes = sum(17 * k - 11 for k in parts)
+    passes = sum(17 * k - 14 for k in parts)
+    several = sum(k > 1 for k in parts)
+    rows = min(m, PROBE_ROWS)
+    probe = width * rows * ((3 * len(parts) + 4 * several) * m + len(parts) * n)
     return Work(
         products=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
-        traffic=width * (passes * m * m + 2 * len(parts) * m * n),
-        launches=sum(26 * k + 6 + 11 * min(k, 2) for k in parts),
+        traffic=width * (passes * m * m + 2 * len(parts) * m * n) + probe,
+        launches=sum(11 * k + 5 for k in parts) + 7 * several + 7 * len(parts) - 4,
     )
 
 

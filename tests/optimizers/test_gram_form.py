@@ -1,17 +1,21 @@
 """The Gram form is the standard form's polynomial, in fewer products, as exact, and doubted where it is not."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
 from canzona_cli.errors import ConfigError
-from canzona_cli.optimizers import Muon, Workspace
+from canzona_cli.optimizers import Muon, Workspace, gram_form
 from canzona_cli.optimizers.gram_form import gram_newton_schulz, segments
 from canzona_cli.optimizers.newton_schulz import (
     COEFFICIENTS,
@@ -20,7 +24,7 @@ from canzona_cli.optimizers.newton_schulz import (
     coefficients,
     newton_schulz,
 )
-from canzona_cli.planner.cost import algorithm, flops
+from canzona_cli.planner.cost import MUON_AROUND, PROBE_ROWS, algorithm, flops, work
 from canzona_cli.planner.cost import segments as planned_segments
 from canzona_cli.planner.plan import Algorithm
 
@@ -103,6 +107,90 @@ def test_it_takes_the_flops_that_plans_count(steps: int) -> None:
         assert counter.get_total_flops() == flops(Algorithm(name="muon", ns_steps=steps, form=gram), rows, cols)
     assert segments(steps) == planned_segments(steps)
     assert sum(segments(steps)) == steps
+
+
+class Launched(TorchDispatchMode):
+    """What would be launched on a GPU, by whom: the names of operations, the bytes they read and write, and an
+    operation for each element of those that are no products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.bytes = self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        written = [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+        places = {value.untyped_storage().data_ptr() for value in read}
+        view = all(value.untyped_storage().data_ptr() in places for value in written) and not func._schema.is_mutable
+        if not view:
+            self.names.append(func.name())
+            self.bytes += sum(value.nbytes for value in {id(value): value for value in (*read, *written)}.values())
+            self.elements += max(value.numel() for value in (*read, *written))
+        return found
+
+
+def launched(x: torch.Tensor, steps: int) -> Launched:
+    """Of a stack, whose numbers stay on the device."""
+    triples, workspace = coefficients("quintic", steps), Workspace()
+    gram_newton_schulz(x.clone(), triples, workspace)
+    x = x.clone()
+    with Launched() as found:
+        gram_newton_schulz(x, triples, workspace)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+def test_a_gpu_gets_the_launches_that_plans_count_and_no_numbers_that_the_host_knows(steps: int) -> None:
+    """89 for five steps; working alpha and what follows from it out on the device took 195. Products are five of Q
+    and X, four of R."""
+    x = spectrum("gaussian", 24, 56).bfloat16()[None]
+    found = launched(x, steps)
+    assert (
+        len(found.names) == work(Algorithm(name="muon", ns_steps=steps, form="gram"), 24, 56)[0].launches - MUON_AROUND
+    )
+    assert steps != 5 or len(found.names) == 89
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(512, 512), (512, 768)])
+def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the FLOPs and of the bytes of an update, from sides of 512 on (at 128 it is 3% of the bytes); what it has of
+    any size is norms of rows. Plans count its bytes."""
+    x, how = spectrum("gaussian", rows, cols).bfloat16()[None], Algorithm(name="muon", form="gram")
+    probe = Launched()
+    for name in ("_norm_of_rows", "_mean_square"):
+
+        def heard(*args: object, real: Callable[..., object] = getattr(gram_form, name)) -> object:
+            with probe:
+                return real(*args)
+
+        monkeypatch.setattr(gram_form, name, heard)
+    update = launched(x, 5)
+    elements, moved = probe.elements / 2, probe.bytes / 2  # a first call made the scratch
+    assert 0 < 2 * elements < 0.01 * flops(how, rows, cols)
+    without = work(replace(how, form="standard", ns_steps=0), rows, cols)[0].traffic
+    assert 0 < moved < 0.01 * (update.bytes + without)
+    monkeypatch.setattr("canzona_cli.planner.cost.PROBE_ROWS", 0)
+    planned = work(how, rows, cols)[0].traffic - work.__wrapped__(how, rows, cols)[0].traffic
+    assert planned == pytest.approx(moved, rel=0.02)
+    assert PROBE_ROWS == gram_form.SAMPLES
+
+
+def test_alphas_are_numbers_of_bf16_near_to_any_mean_wherever_they_are_looked_up() -> None:
+    alphas = torch.tensor(gram_form.ALPHAS)
+    assert torch.equal(alphas.bfloat16().float(), alphas)
+    steps = coefficients("quintic", 3)
+    for mean in (0.0, 1e-30, 2.0**-24, 1 / 5120, 0.3, 0.5, 0.7499, 0.99, 1.0, 7.0, math.inf, math.nan):
+        given = torch.tensor([[[mean]]])
+        alpha = gram_form._known(steps, mean)[0]
+        assert [float(number) for number in gram_form._known(steps, given)] == pytest.approx(
+            [float(number) for number in gram_form._known(steps, mean)], rel=1e-6
+        )
+        if 2.0**-24 <= mean < 1.0:
+            assert alpha == pytest.approx(mean, rel=0.0625)
 
 
 def updated(x: torch.Tensor, form: Form, ns: CoefficientSet) -> tuple[torch.Tensor, bool]:
