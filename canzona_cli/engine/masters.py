@@ -41,8 +41,8 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
     """How many updates of the last step were left out as not to be trusted: (1,), on the device, without waiting."""
     count = torch.zeros(1, device=device)
     for group in groups:
-        found = group.optimizer.doubted() if isinstance(group.optimizer, Doubting) else None
-        if found is not None:
+        doubting = _doubting(group.optimizer)
+        if doubting is not None and (found := doubting.doubted()) is not None:
             count += found
     return count
 
@@ -50,7 +50,8 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Have matrices whose update was left out updated in standard form from now on. The host waits."""
     for group in groups:
-        found = {id(master) for master in group.optimizer.settle()} if isinstance(group.optimizer, Doubting) else set()
+        doubting = _doubting(group.optimizer)
+        found = set() if doubting is None else {id(master) for master in doubting.settle()}
         for matrix in group.hosted:
             if id(masters[matrix.index]) in found:
                 _log.warning(
@@ -58,6 +59,10 @@ def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Paramet
                     " standard form",
                     matrix.name,
                 )
+
+
+def _doubting(optimizer: object) -> Doubting | None:
+    return optimizer if isinstance(optimizer, Doubting) else None
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]

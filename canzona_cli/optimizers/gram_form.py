@@ -123,8 +123,10 @@ def _segment(
             symmetric.product(p, m, r, add=_blend(r, m, value, p, both))
     _apply(x, q, gamma, out, wide)
     rows, unit = -(-side // _every(side)), torch.finfo(x.dtype).eps / 2 / 3**0.5
+    root: Number = mean**0.5
     lost = spread * before * before * (abs(steps[-1][1]) * unit / rows**1.5)
-    return _norm_of_rows(q, gamma) * (error + mean**0.5 * unit) * rows**-0.5 + lost
+    behind: Number = _norm_of_rows(q, gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
+    return behind
 
 
 def _known(steps: tuple[Step, ...], mean: Number) -> Sequence[Number]:

@@ -109,12 +109,12 @@ def test_it_takes_the_flops_that_plans_count(steps: int) -> None:
     assert sum(segments(steps)) == steps
 
 
-class Launched(TorchDispatchMode):
+class Launched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What would be launched on a GPU, by whom: the names of operations, the bytes they read and write, and an
     operation for each element of those that are no products."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.bytes = self.elements = 0
 
@@ -137,8 +137,8 @@ def launched(x: torch.Tensor, steps: int) -> Launched:
     """Of a stack, whose numbers stay on the device."""
     triples, workspace = coefficients("quintic", steps), Workspace()
     gram_newton_schulz(x.clone(), triples, workspace)
-    x = x.clone()
-    with Launched() as found:
+    x, found = x.clone(), Launched()
+    with found:
         gram_newton_schulz(x, triples, workspace)
     return found
 
