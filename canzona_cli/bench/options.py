@@ -26,6 +26,7 @@ class Options:
     steps_per_turn: int
     out: Path | None
     plot: Path | None
+    html: Path | None
     sweep: SweepKind | None
     values: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -40,6 +41,7 @@ def read_options(
     steps_per_turn: int,
     out: Path | None = None,
     plot: Path | None = None,
+    html: Path | None = None,
     sweep: SweepKind | None = None,
     values: Sequence[str] = (),
     simulate: bool = False,
@@ -60,7 +62,7 @@ def read_options(
     problems = (
         *_unknown(names),
         *_lengths(rounds, steps_per_turn),
-        *_places(out, plot),
+        *_places(out, plot, html),
         *_ignored(simulate, names, sweep, values, gpus),
         *(wrong_counts if simulate else ()),
     )
@@ -71,6 +73,7 @@ def read_options(
         steps_per_turn=max(2, steps_per_turn),
         out=out,
         plot=plot,
+        html=html,
         sweep=sweep,
         values=tuple(_words(values)),
         gpus=counts if simulate else (),
@@ -116,17 +119,19 @@ def require_matplotlib(plot: Path | None) -> None:
         )
 
 
-def plot_problems(plot: Path | None) -> Iterator[Problem]:
-    """Pictures are PNG files."""
-    if plot is not None and plot.suffix.lower() != ".png":
-        yield Problem(key="--plot", value=plot, reason="must end in .png", fix=f"use --plot {plot.stem}.png")
-
-
-def _places(out: Path | None, plot: Path | None) -> Iterator[Problem]:
-    yield from plot_problems(plot)
-    for key, path in (("--out", out), ("--plot", plot)):
-        if path is not None and (reason := _not_writable(path)):
+def picture_problems(*, plot: Path | None = None, html: Path | None = None) -> Iterator[Problem]:
+    """Pictures are PNG files, pages HTML; told before anything long is done."""
+    for key, path, suffix in (("--plot", plot, ".png"), ("--html", html, ".html")):
+        if path is not None and path.suffix.lower() != suffix:
+            yield Problem(key=key, value=path, reason=f"must end in {suffix}", fix=f"use {key} {path.stem}{suffix}")
+        elif path is not None and (reason := _not_writable(path)):
             yield Problem(key=key, value=path, reason=reason, fix=f"choose a file in a writable folder: {key} FILE")
+
+
+def _places(out: Path | None, plot: Path | None, html: Path | None) -> Iterator[Problem]:
+    yield from picture_problems(plot=plot, html=html)
+    if out is not None and (reason := _not_writable(out)):
+        yield Problem(key="--out", value=out, reason=reason, fix="choose a file in a writable folder: --out FILE")
 
 
 def _not_writable(path: Path) -> str:

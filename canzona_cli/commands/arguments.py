@@ -32,3 +32,7 @@ RecipesDirs = Annotated[
     typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="Also write it as a page for a browser: one file, no network."),
+]

@@ -1,20 +1,22 @@
 """`canzona bench`: strategies side by side in one session, measured and predicted."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import progress, show, warn, write_out
+from canzona_cli.commands.arguments import AsJson, HtmlFile, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import progress, show, warn, write_out, write_page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from canzona_cli.bench.options import Options
     from canzona_cli.bench.results import BenchResult
+    from canzona_cli.report.html.document import Document
 
 
 def bench(
@@ -36,6 +38,7 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result (needs matplotlib).")
     ] = None,
+    html: HtmlFile = None,
     sweep: Annotated[
         Literal["alpha", "c_max", "gpus", "optimizer", "layers"] | None,
         typer.Option("--sweep", help="Run one bench for each of several values."),
@@ -65,6 +68,7 @@ def bench(
         steps_per_turn=steps_per_turn,
         out=out,
         plot=plot,
+        html=html,
         sweep=sweep,
         values=values or (),
         simulate=simulate,
@@ -79,6 +83,7 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     from canzona_cli.bench.session import prepare, run
     from canzona_cli.report.bench import BenchView
     from canzona_cli.report.bench_figures import draw
+    from canzona_cli.report.html.bench import bench_page
 
     session = prepare(
         overrides,
@@ -90,7 +95,8 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    _conclude(content_of(result), options, BenchView(result), partial(draw, result), [result], as_json=as_json)
+    shown = _Shown(view=(view := BenchView(result)), draw=partial(draw, result), page=partial(bench_page, view))
+    _conclude(content_of(result), options, shown, [result], as_json=as_json)
     if not as_json:
         typer.echo(f"\nbench directory: {folder}")
 
@@ -100,6 +106,7 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
     from canzona_cli.bench.sweep import prepare_sweep, run_sweep
     from canzona_cli.report.bench_figures import draw_sweep
     from canzona_cli.report.bench_sweep import SweepView
+    from canzona_cli.report.html.bench import sweep_page
 
     sweep = prepare_sweep(overrides, options, recipes_dirs)
     warn(line for session in sweep.sessions.values() for line in session.warnings)
@@ -109,8 +116,9 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
         "sweep": sweep.kind,
         "results": {value: content_of(result) for value, result in results.items()},
     }
-    view, draw = SweepView(sweep.kind, results), partial(draw_sweep, sweep.kind, results)
-    _conclude(content, options, view, draw, results.values(), as_json=as_json)
+    view = SweepView(sweep.kind, results)
+    shown = _Shown(view=view, draw=partial(draw_sweep, sweep.kind, results), page=partial(sweep_page, view))
+    _conclude(content, options, shown, results.values(), as_json=as_json)
 
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
@@ -118,20 +126,33 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
     from canzona_cli.errors import gathered, refuse
     from canzona_cli.report.bench_figures import draw_simulation
     from canzona_cli.report.bench_simulated import SimulationView
+    from canzona_cli.report.html.bench import simulation_page
 
     problems = [*options.problems]
     with gathered(problems):
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
     refuse(problems)
-    view, draw = SimulationView(simulation), partial(draw_simulation, simulation)
-    _conclude(simulation.as_json(), options, view, draw, as_json=as_json)
+    view = SimulationView(simulation)
+    shown = _Shown(view=view, draw=partial(draw_simulation, simulation), page=partial(simulation_page, view))
+    _conclude(simulation.as_json(), options, shown, as_json=as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """A result as a person sees it."""
+
+    view: "RenderableType"
+    """At a terminal."""
+    draw: Callable[[Path], None]
+    """As a PNG file."""
+    page: "Callable[[], Document]"
+    """In a browser."""
 
 
 def _conclude(
     content: Mapping[str, object],
     options: "Options",
-    view: "RenderableType",
-    draw: Callable[[Path], None],
+    shown: _Shown,
     measured: "Iterable[BenchResult]" = (),
     *,
     as_json: bool,
@@ -143,9 +164,11 @@ def _conclude(
     for result in measured:
         check_losses(result)
     if options.plot is not None:
-        draw(options.plot)
+        shown.draw(options.plot)
+    if options.html is not None:
+        write_page(options.html, shown.page())
     if not as_json:
-        show(view)
+        show(shown.view)
 
 
 def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from canzona_cli.config.compose import Composed
     from canzona_cli.config.schema import Layout, RunConfig
+    from canzona_cli.report.html.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
 
 
@@ -105,3 +106,13 @@ def write_out(path: Path, text: str, fix: str) -> None:
         write_text_atomic(path, text)
     except OSError as error:
         raise unwritable("--out", path, error, fix=fix) from None
+
+
+def write_page(path: Path, page: "Document") -> None:
+    """Write what `--html` asks for, and say so.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written.
+    """
+    page.write(path)
+    progress(f"{path}: {page.title}")

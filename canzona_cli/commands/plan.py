@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import show, warn_about, write_out
+from canzona_cli.commands.arguments import AsJson, HtmlFile, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import show, warn_about, write_out, write_page
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 
@@ -26,6 +26,7 @@ def plan(
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
     ] = None,
+    html: HtmlFile = None,
     compare: Annotated[
         Literal["strategies", "layouts", "alpha", "form"] | None,
         typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, or forms."),
@@ -45,7 +46,7 @@ def plan(
     Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe shows every
     built-in size.
     """
-    if dry_run and not {out, plot, compare, shapes} - {None} and not _names_recipe(overrides or ()):
+    if dry_run and not {out, plot, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.plan_overview import overview
 
         sizes = overview(overrides or (), recipes_dir or ())
@@ -66,13 +67,13 @@ def plan(
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
     if layouts:
-        _check_alone(out=out, plot=plot, compare=compare, shapes=shapes)
+        _check_alone(out=out, plot=plot, html=html, compare=compare, shapes=shapes)
         from canzona_cli.report.plan_layouts import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
         return
-    _check_places(dry_run, out, plot)
+    _check_places(dry_run, out, plot, html)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
     study = study_run(config, layout, compare, own)
@@ -85,14 +86,15 @@ def plan(
         from canzona_cli.report.plan_figure import draw
 
         draw(study, plot)
-    if json:
-        show({**study.as_json(), "plan_file": None if written is None else str(written)})
-        return
     from canzona_cli.report.plan import PlanView
 
     phases = compare == "strategies"
     view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions)
-    show(view)
+    if html is not None:
+        from canzona_cli.report.html.plan import plan_page
+
+        write_page(html, plan_page(replace(view, assumptions=True)))
+    show({**study.as_json(), "plan_file": None if written is None else str(written)} if json else view)
 
 
 def _with_hint(problem: Problem) -> Problem:
@@ -120,11 +122,11 @@ def _check_alone(**others: object) -> None:
         raise ConfigError(*(Problem(key=name, reason=reason, fix=f"leave out {name}, or --layouts") for name in given))
 
 
-def _check_places(dry_run: bool, out: Path | None, plot: Path | None) -> None:
+def _check_places(dry_run: bool, out: Path | None, plot: Path | None, html: Path | None) -> None:
     """Check the files before any planning."""
-    from canzona_cli.bench.options import plot_problems, require_matplotlib
+    from canzona_cli.bench.options import picture_problems, require_matplotlib
 
-    problems = [*plot_problems(plot)]
+    problems = [*picture_problems(plot=plot, html=html)]
     if dry_run and out is not None:
         problems.append(
             Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson
-from canzona_cli.commands.output import show
+from canzona_cli.commands.arguments import AsJson, HtmlFile
+from canzona_cli.commands.output import show, write_page
 
 
 def report(
@@ -29,11 +29,12 @@ def report(
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="With --compare: draw their losses (needs matplotlib)."),
     ] = None,
+    html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
     run_dirs = run_dirs or _newest()
-    _check_usage(run_dirs, compare=compare, trace=trace, plot=plot, as_json=as_json)
+    _check_usage(run_dirs, compare=compare, trace=trace, plot=plot, html=html, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
         from canzona_cli.run.words import plural
@@ -42,16 +43,20 @@ def report(
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
-        _compare(run_dirs, plot=plot, as_json=as_json)
+        _compare(run_dirs, plot=plot, html=html, as_json=as_json)
         return
     from canzona_cli.report.run import RunView
     from canzona_cli.run.summary import load_summary
 
     summary = load_summary(run_dirs[0])
+    if html is not None:
+        from canzona_cli.report.html.run import run_page
+
+        write_page(html, run_page(summary))
     show(summary.as_json() if as_json else RunView(summary=summary))
 
 
-def _compare(run_dirs: list[Path], *, plot: Path | None, as_json: bool) -> None:
+def _compare(run_dirs: list[Path], *, plot: Path | None, html: Path | None, as_json: bool) -> None:
     """Two runs in every detail; of more a row each."""
     from canzona_cli.report.run import ComparedView
     from canzona_cli.report.several import SeveralView, draw
@@ -65,6 +70,10 @@ def _compare(run_dirs: list[Path], *, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
         draw(several, plot)
         typer.echo(f"{plot}: the losses of {len(run_dirs)} runs", err=True)
+    if html is not None:
+        from canzona_cli.report.html.several import several_page
+
+        write_page(html, several_page(several))
     if len(run_dirs) == 2:
         both = compared(several)
         show(both.as_json() if as_json else ComparedView(compared=both))
@@ -85,12 +94,14 @@ def _newest() -> list[Path]:
     return [found]
 
 
-def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, plot: Path | None, as_json: bool) -> None:
+def _check_usage(
+    run_dirs: list[Path], *, compare: bool, trace: Path | None, plot: Path | None, html: Path | None, as_json: bool
+) -> None:
     """One directory, or several to compare; a trace belongs to one run, a picture to several."""
-    from canzona_cli.bench.options import plot_problems
+    from canzona_cli.bench.options import picture_problems
     from canzona_cli.errors import Problem, refuse
 
-    problems = [*plot_problems(plot)]
+    problems = [*picture_problems(plot=plot, html=html)]
     if compare == (len(run_dirs) == 1):
         said = {
             True: "there is one run directory, but two or more are compared",
@@ -104,6 +115,9 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, plo
     if compare and trace is not None:
         reason, fix = "a trace shows one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
+    if html is not None and trace is not None:
+        reason, fix = "a trace is all that is written", "ask for the page by itself"
+        problems.append(Problem(key="--html", value=html, reason=reason, fix=fix))
     if as_json and trace is not None:
         reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"
         problems.append(Problem(key="--json", reason=reason, fix=fix))

@@ -4,6 +4,7 @@
 | --- | --- |
 | `page`, `tables`, `charts` | what pages are made of: wrapped lines, tables, bars and curves of characters |
 | `figures` | what figures in PNG files are made of |
+| `html/` | the same for a browser: `--html` |
 | `header` | how a run is described, in the same words everywhere |
 | `errors` | errors of all commands |
 | `train_*` | `canzona train`: the live view, plain lines for pipes, the dry run |

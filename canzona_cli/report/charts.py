@@ -18,6 +18,9 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the 2 x 4 dots of a character."""
 _HEAT_DIGITS = ".123456789"
+HEAT_LIMITS = (0.5, 0.9, 1.1, 1.5)
+"""Loads over the mean up to which a map has one colour."""
+_HEAT_STYLES = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS = 16
 _WIDEST_CELL = 4
 
@@ -178,7 +181,10 @@ def heat_map(loads: Sequence[float], hosts: int, width: int, *, ascii_only: bool
         row = Text(no_wrap=True)
         for begin, end in columns:
             load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
-            row.append(_heat_mark(load / top if top > 0 else 0.0, ascii_only) * wide, style=_heat_style(load, mean))
+            row.append(
+                _heat_mark(load / top if top > 0 else 0.0, ascii_only) * wide,
+                style=_HEAT_STYLES[heat_level(load, mean)],
+            )
         yield row
 
 
@@ -201,9 +207,7 @@ def _heat_mark(share: float, ascii_only: bool) -> str:
     return marks[max(1, min(len(marks) - 1, round(share * (len(marks) - 1))))]
 
 
-def _heat_style(load: float, mean: float) -> str:
+def heat_level(load: float, mean: float) -> int:
+    """From 0, far below the mean, to `len(HEAT_LIMITS)`, far above it."""
     over = load / mean if mean > 0 else 1.0
-    for limit, style in ((0.5, "dodger_blue2"), (0.9, "sky_blue2"), (1.1, "green3"), (1.5, "gold3")):
-        if over <= limit:
-            return style
-    return "red3"
+    return sum(over > limit for limit in HEAT_LIMITS)

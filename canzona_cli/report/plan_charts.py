@@ -13,18 +13,23 @@ from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import size, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 
-_MEMORY = {
-    "weights": Ink(letter="W", style="dodger_blue2"),
-    "gradients": Ink(letter="G", style="sky_blue2"),
-    "padding": Ink(letter="P", style="red3"),
-    "masters": Ink(letter="M", style="green3"),
-    "matrix_state": Ink(letter="S", style="pale_green1"),
-    "adamw_state": Ink(letter="A", style="gold3"),
-    "activations": Ink(letter="C", style="medium_purple2"),
-    "logits": Ink(letter="L", style="plum2"),
-    "workspace": Ink(letter="K", style="grey62"),
-    "exchange": Ink(letter="X", style="indian_red1"),
+MEMORY = {
+    name: Ink(letter=letter, style=style, colour=colour)
+    for name, letter, style, colour in (
+        ("weights", "W", "dodger_blue2", "#4c72b0"),
+        ("gradients", "G", "sky_blue2", "#8fb4e3"),
+        ("padding", "P", "red3", "#c44e52"),
+        ("masters", "M", "green3", "#3a9d5d"),
+        ("matrix_state", "S", "pale_green1", "#86c58e"),
+        ("adamw_state", "A", "gold3", "#e6b422"),
+        ("optimizer", "O", "green3", "#3a9d5d"),
+        ("activations", "C", "medium_purple2", "#8b7bc8"),
+        ("logits", "L", "plum2", "#c7a3dd"),
+        ("workspace", "K", "grey62", "#8c8c8c"),
+        ("exchange", "X", "indian_red1", "#dd7d6b"),
+    )
 }
+"""The parts of a rank's memory, in the order in which they are drawn. Without a plan the optimizer's are one."""
 CUT = 1.6
 """sc can take several times as long as the others: its bar is cut at this many times the longest of theirs."""
 _GUTTER = 23
@@ -73,13 +78,13 @@ def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
         f" of the fullest {unit}, {found.worst.describe(mesh)}: {found.total / GIB:.1f} of "
         f"{found.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
     )
-    parts = [(name, float(found.parts[name])) for name in _MEMORY if found.parts.get(name)]
+    parts = [(name, float(found.parts[name])) for name in MEMORY if found.parts.get(name)]
     width = screen.width - 4
-    drawn = stacked(parts, max(found.capacity, found.total), width, _MEMORY, colour=screen.colour)
+    drawn = stacked(parts, max(found.capacity, found.total), width, MEMORY, colour=screen.colour)
     drawn.append(("." if screen.ascii_only else "·") * (width - drawn.cell_len), style="dim")
     yield Text.assemble("  ", drawn)
     labels = [(name, f"{name.replace('_', ' ')} {_gib(amount)}") for name, amount in parts]
-    yield from legend(labels, _MEMORY, screen.width, colour=screen.colour)
+    yield from legend(labels, MEMORY, screen.width, colour=screen.colour)
 
 
 def _gib(amount: float) -> str:

@@ -38,7 +38,7 @@ class RunView(Page):
         if summary.errors and summary.status != "diverged":  # of all ranks together; the status says it
             yield from self._error()
             yield Text()
-        yield from labelled(self._rows(screen.arrow), 11)
+        yield from labelled(self.rows(screen.arrow), 11)
         if summary.go_on is not None:
             label = Text(f"  {'go on':<11}", style="dim")
             yield Wrapped(Text(clean(summary.go_on)), label, " " * label.cell_len, whole=True)
@@ -81,7 +81,8 @@ class RunView(Page):
             setting = f"checkpoint.every_minutes={saving.minutes:.3g}"
             yield "saving", f"{setting} suits {stated}: they cost {saving.lost:.1%} then"
 
-    def _rows(self, arrow: str) -> Iterator[tuple[str, Text | str]]:
+    def rows(self, arrow: str) -> Iterator[tuple[str, Text | str]]:
+        """(label, value) of the figures."""
         summary = self.summary
         name = f"{clean(summary.name)}, " if summary.name else ""
         yield "run", f"{name}{clean(summary.run_dir)}"

@@ -58,11 +58,11 @@ def trace_events(
     ranks: Sequence[RankTimeline], planned: Prediction | None, layout: Layout | None
 ) -> Iterator[dict[str, object]]:
     """The trace's events: names of processes and tracks, then what happened; microseconds."""
-    shifts = _clock_shifts(ranks)
+    shifts = clock_shifts(ranks)
     origin = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
     for rank in ranks:
         shift = shifts[rank.clock] - origin
-        place = f" ({_place(rank.rank, layout)})" if layout is not None else ""
+        place = f" ({place_of(rank.rank, layout)})" if layout is not None else ""
         process = _Process(number=rank.rank + 1, name=f"rank {rank.rank}{place}", order=rank.rank)
         yield from process.names()
         steps = [Interval(name=f"step {s.number}", start_s=s.start_s, end_s=s.end_s) for s in rank.steps]
@@ -147,7 +147,7 @@ class _Process:
         return {"name": kind, "ph": "M", "pid": self._number, "tid": tid, "args": dict(arguments)}
 
 
-def _clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
+def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
     """Seconds to add to each clock so that the ends of steps fall together; nothing for rank 0's."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
@@ -165,7 +165,7 @@ def _clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
     return shifts
 
 
-def _place(rank: int, layout: Layout) -> str:
+def place_of(rank: int, layout: Layout) -> str:
     """`TP 1, DP 0`: tp innermost, then cp, dp and pp, as Megatron numbers ranks."""
     found, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):

@@ -15,7 +15,7 @@ from canzona_cli.report.figures import describe, new_figure, save, small_legend
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.run import setting_value
 from canzona_cli.report.tables import GroupedTable, columns
-from canzona_cli.run.compare import Several
+from canzona_cli.run.compare import Several, run_figures
 from canzona_cli.run.summary import RunSummary
 from canzona_cli.run.words import clean, number, plural, real, size, step_time
 
@@ -26,7 +26,7 @@ _MOST_SETTINGS = 8
 """Settings with a column of their own."""
 _MOST_NAMED = 20
 """Curves that a legend names."""
-_COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
+COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", partial(number, spec=".4f")),
     "best_validation": ("validation", partial(number, spec=".4f")),
     "step_s": ("step time", step_time),
@@ -34,6 +34,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "mfu": ("MFU", partial(number, spec=".1%")),
     "peak_memory_bytes": ("memory", size),
 }
+"""How figures of a run are headed and written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,14 @@ class SeveralView(Page):
         several = self.several
         names, best = run_names(several.runs), several.best
         shown = dict(list(several.settings.items())[:_MOST_SETTINGS])
-        figures = [several.figures(run) for run in several.runs]
-        heads = [*shown, "status", "steps", *(head for head, _ in _COLUMNS.values())]
+        figures = [run_figures(run) for run in several.runs]
+        heads = [*shown, "status", "steps", *(head for head, _ in COLUMNS.values())]
         rows = [
             [
                 *(setting_value(values[place]) for values in shown.values()),
                 clean(run.status),
                 f"{run.step:,}",
-                *(show(figures[place][name]) for name, (_, show) in _COLUMNS.items()),
+                *(show(figures[place][name]) for name, (_, show) in COLUMNS.items()),
             ]
             for place, run in enumerate(several.runs)
         ]
@@ -123,7 +124,7 @@ def _by_value(axes: "Axes", several: Several, key: str, values: list[float]) -> 
         points = sorted(
             (value, loss)
             for value, run in zip(values, several.runs, strict=True)
-            if (loss := several.figures(run)[what]) is not None
+            if (loss := run_figures(run)[what]) is not None
         )
         label = "lowest validation loss" if what == "best_validation" else "last training loss"
         axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, lw=1.2, label=label)

@@ -111,15 +111,6 @@ class Several:
         trained = [(run.losses[-1][1], place) for place, run in enumerate(done) if run.losses]
         return done[min(validated or trained)[1]] if validated or trained else None
 
-    def figures(self, run: RunSummary) -> Mapping[str, float | None]:
-        """Last and best losses, seconds of a step, throughput, MFU, load balance, memory."""
-        return {
-            "loss": run.losses[-1][1] if run.losses else None,
-            "best_validation": run.best_validation,
-            "step_s": _means(run.breakdown).get("step"),
-            **{name: _figures(run.breakdown).get(name) for name in FIGURES},
-        }
-
     def as_json(self) -> dict[str, object]:
         """What `--json` prints of three runs or more; additions keep `version`, anything else raises it."""
         return {
@@ -130,7 +121,7 @@ class Several:
                     "run_dir": str(run.run_dir),
                     **{field: getattr(run, field) for field in ("name", "status", "exit_code", "step")},
                     "settings": {key: values[place] for key, values in self.settings.items()},
-                    **self.figures(run),
+                    **run_figures(run),
                     "notes": list(run.notes),
                 }
                 for place, run in enumerate(self.runs)
@@ -166,6 +157,16 @@ def compared(several: Several) -> Compared:
         first=losses[0] if losses else None,
         last=losses[-1] if losses else None,
     )
+
+
+def run_figures(run: RunSummary) -> Mapping[str, float | None]:
+    """Last and best losses, seconds of a step, throughput, MFU, load balance, memory."""
+    return {
+        "loss": run.losses[-1][1] if run.losses else None,
+        "best_validation": run.best_validation,
+        "step_s": _means(run.breakdown).get("step"),
+        **{name: _figures(run.breakdown).get(name) for name in FIGURES},
+    }
 
 
 def _plan_hash(run_dir: Path) -> str | None:

@@ -36,12 +36,14 @@ COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """How a part of a bar is drawn in a terminal."""
+    """How a part of a bar is drawn."""
 
     letter: str
-    """Without colour."""
+    """In a terminal without colour."""
     style: str
-    """Its colour, in rich's words."""
+    """Its colour in a terminal, in rich's words."""
+    colour: str
+    """In figures and pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,6 @@ class PhaseLook(Ink):
     """In tables."""
     subject: str
     """As the subject of a sentence: `the matrix update` took 3 ms."""
-    colour: str
-    """In figures."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(

@@ -22,6 +22,7 @@ from canzona_cli.run.goodput import (
 )
 from canzona_cli.run.prediction import load_prediction
 from canzona_cli.run.records import (
+    Event,
     RankError,
     RankResult,
     RunResult,
@@ -45,6 +46,10 @@ class RunSummary:
     message: str
     losses: tuple[tuple[int, float], ...]
     """(step, loss) of every logged step with a finite loss."""
+    metrics: tuple[StepMetrics, ...] = ()
+    """Every logged step."""
+    events: tuple[Event, ...] = ()
+    """Of all launches."""
     step: int
     """The last step known."""
     validations: tuple[tuple[int, float | None], ...]
@@ -142,6 +147,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         status="unfinished" if result is None else result.status,
         exit_code=None if result is None else result.exit_code,
         message="" if result is None else result.message,
+        metrics=tuple(metrics),
+        events=tuple(everything),
         losses=tuple((line.step, line.loss) for line in metrics if line.loss is not None),
         step=max([0 if result is None else result.step, *(line.step for line in metrics)]),
         validations=tuple((line.step, line.loss) for line in validation),

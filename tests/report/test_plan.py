@@ -11,7 +11,10 @@ from canzona_cli.report.plan_charts import _lane
 from canzona_cli.run.phases import Ink
 from canzona_cli.run.prediction import SimulatedEvent
 
-INKS = {"a": Ink(letter="A", style="red"), "b": Ink(letter="B", style="blue"), "c": Ink(letter="C", style="green")}
+INKS = {
+    name: Ink(letter=name.upper(), style=style, colour="#000000")
+    for name, style in (("a", "red"), ("b", "blue"), ("c", "green"))
+}
 
 
 def test_an_even_map_is_full_everywhere() -> None:

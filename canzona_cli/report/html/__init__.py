@@ -1,0 +1,9 @@
+"""Pages for a browser: what the terminal says, in the same words, and pictures in place of its characters.
+
+| file | what it makes |
+| --- | --- |
+| `elements`, `document` | markup in which every text is escaped; one file with all it needs |
+| `views` | a terminal's page as sections: its tables, labelled lines and remarks |
+| `curves`, `bars`, `maps` | pictures as SVG, each beside a table or a list with the same numbers |
+| `run`, `several`, `plan`, `bench` | the page of `canzona report`, `report --compare`, `plan` and `bench` |
+"""

@@ -1,0 +1,83 @@
+"""`canzona plan --html`: what the terminal shows of a plan, with its pictures drawn."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from canzona_cli.planner.memory import GIB
+from canzona_cli.report.html.bars import MEMORY_PARTS, PHASE_PARTS, Bar, Lane, bars, lanes_chart
+from canzona_cli.report.html.document import Document
+from canzona_cli.report.html.elements import Html
+from canzona_cli.report.html.maps import LoadMap, load_maps
+from canzona_cli.report.html.views import SCREEN, sections
+from canzona_cli.report.plan import PlanView
+from canzona_cli.report.plan_charts import CUT
+from canzona_cli.run.phases import PHASES, STREAMS, Interval
+from canzona_cli.run.words import size, step_time
+from canzona_cli.simulate.study import STRATEGIES, Study
+
+_LOADS = "Update time of every rank"
+
+
+def plan_page(view: PlanView) -> Document:
+    """All of it simulated, as its first lines say."""
+    study = view.study
+    pictures = {
+        _LOADS: _loads(study),
+        "Memory": _memory(study),
+        "Iteration": _iterations(study),
+        "Timeline": _timeline(study),
+    }
+    head, *rest = sections(view.parts(SCREEN), pictures=pictures)
+    lead = "simulated; colour: a rank's time over the mean of its strategy"  # the terminal has heights
+    rest = [replace(part, lead=lead) if part.title == _LOADS else part for part in rest]
+    title = f"{head.title} {head.lead}"
+    return Document(kind="canzona plan", title=title, top=head.body, sections=rest)
+
+
+def _loads(study: Study) -> Html:
+    shown = ((name, study.strategies[name].loads) for name in ("canzona", "asc", "layerwise"))
+    maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
+    return load_maps(maps, hosts=study.plan.subject.layout.tp)
+
+
+def _memory(study: Study) -> Html:
+    found = study.memory
+    parts = [(name, float(found.parts[name])) for name in MEMORY_PARTS if found.parts.get(name)]
+    value = f"{size(found.total)} of {found.capacity / GIB:.1f} GiB"
+    row = Bar(label="fullest rank", parts=parts, value=value, limit=found.capacity)
+    return bars([row], MEMORY_PARTS, scale=max(found.capacity, found.total), show=size)
+
+
+def _iterations(study: Study) -> Html:
+    results = {name: study.strategies[name].result for name in STRATEGIES}
+    longest = max(result.iteration_s for name, result in results.items() if name != "sc")
+    scale = min(max(result.iteration_s for result in results.values()), CUT * longest)
+    rows = [
+        Bar(
+            label=name,
+            parts=[(phase, result.phases.get(phase, 0.0)) for phase in PHASES],
+            value=step_time(result.iteration_s) + (" (cut off)" if result.iteration_s > 1.001 * scale else ""),
+        )
+        for name, result in results.items()
+    ]
+    return bars(rows, PHASE_PARTS, scale=scale)
+
+
+def _timeline(study: Study) -> Html:
+    """The slowest rank's streams, whole and, enlarged, from the last reduced gradient on."""
+    result = study.planned.result
+    own = [event for event in result.events if event.rank == result.slowest_rank]
+    end = max(event.end_s for event in own)
+    begin = min((event.start_s for event in own if event.phase == "norm_clip"), default=0.0)
+
+    def lanes(start: float) -> Iterator[Lane]:
+        for stream, name in STREAMS.items():
+            shown = [
+                Interval(name=event.phase, start_s=event.start_s - start, end_s=event.end_s - start)
+                for event in own
+                if event.stream == stream and event.end_s > start
+            ]
+            if shown:
+                yield Lane(label=name, intervals=shown)
+
+    return Html(lanes_chart(lanes(0.0), end_s=end) + lanes_chart(lanes(begin), end_s=end - begin))

@@ -1,0 +1,301 @@
+"""`canzona report --html`: one run, from whatever it left."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import leaves
+from canzona_cli.errors import ConfigError
+from canzona_cli.planner.memory import GIB, estimate, plan_memory
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.report.html.bars import MEMORY_PARTS, PHASE_PARTS, Bar, Lane, bars, lanes_chart
+from canzona_cli.report.html.curves import Curve, curve_chart, curve_table, side_by_side
+from canzona_cli.report.html.document import Document, Mood, Section
+from canzona_cli.report.html.elements import Html, facts, folded, joined, plain_table, scrolling, tag
+from canzona_cli.report.html.maps import LoadMap, load_maps
+from canzona_cli.report.html.views import sections, styled
+from canzona_cli.report.run import RunView
+from canzona_cli.report.run_breakdown import BreakdownView
+from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
+from canzona_cli.report.several import COLUMNS
+from canzona_cli.run.breakdown import Breakdown
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.compare import run_figures
+from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.phases import IN_STEP, STREAMS, Interval
+from canzona_cli.run.prediction import Prediction
+from canzona_cli.run.records import Event, StageEvent, describe
+from canzona_cli.run.summary import RunSummary
+from canzona_cli.run.timeline import RankTimeline, load_timelines
+from canzona_cli.run.words import duration, json_text, number, plural, size, step_time
+
+_MOST_RANKS = 8
+"""Whose timelines are drawn."""
+_MOST_EVENTS = 500
+_MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"}
+
+
+def run_page(summary: RunSummary) -> Document:
+    """Everything that can be seen of a run."""
+    files, config = RunFiles(summary.run_dir), summary.config
+    layout = load_if_sound(files.layout, Layout)
+    try:
+        plan = read_plan(files.plan) if files.plan.exists() else None
+    except ConfigError:  # the measurement stands without it
+        plan = None
+    found = [
+        *_faults(summary),
+        Section(title="Summary", body=elements_of_rows(summary)),
+        *_curves(summary),
+        *breakdown_sections(summary.breakdown),
+        *_loads(summary.breakdown, plan),
+        *_memory(config, layout, plan, summary.breakdown),
+        *_timeline(files, layout, None if summary.breakdown is None else summary.breakdown.planned),
+        *_events(summary.events),
+        *_settings(files, config),
+    ]
+    code = "" if summary.exit_code is None else f", exit code {summary.exit_code}"
+    return Document(
+        kind="canzona report",
+        title=f"{summary.name or 'run'}: {summary.run_dir}",
+        status=f"{summary.status}{code}",
+        mood=_MOODS.get(summary.status, "odd"),
+        top=tiles(summary),
+        sections=found,
+    )
+
+
+def tiles(summary: RunSummary) -> Html:
+    """The figures of a run that everybody asks for first."""
+    found = run_figures(summary)
+    rows = [tag("div", tag("dt", head), tag("dd", show(found[name]))) for name, (head, show) in COLUMNS.items()]
+    steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
+    return tag("dl", tag("div", tag("dt", "steps"), tag("dd", steps)), *rows, class_="tiles")
+
+
+def elements_of_rows(summary: RunSummary) -> Html:
+    """The labelled lines of the terminal's report, and its notes."""
+    rows = [(label, styled(value)) for label, value in RunView(summary=summary).rows("→")]
+    if summary.go_on is not None:
+        rows.append(("go on", tag("code", summary.go_on)))
+    return joined([facts(rows), *(tag("p", note, class_="warning") for note in summary.notes)])
+
+
+def _faults(summary: RunSummary) -> Iterator[Section]:
+    """Errors of ranks, then warnings; nothing where there were none."""
+    shown = []
+    for result in summary.errors:
+        error = result.error
+        if error is None:
+            continue
+        said = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
+        more = folded("traceback", tag("pre", error.traceback)) if error.traceback else Html()
+        shown.append(tag("div", said, more, class_="error"))
+    if summary.warnings:
+        shown.append(tag("ul", *(tag("li", text) for text in summary.warnings)))
+    if shown:
+        yield Section(
+            title="Faults", lead="errors in the order in which they happened, then warnings", body=joined(shown)
+        )
+
+
+def _curves(summary: RunSummary) -> Iterator[Section]:
+    training = Curve(name="training", points=summary.losses)
+    valid = [(step, loss) for step, loss in summary.validations if loss is not None]
+    validation = Curve(name="validation", points=valid, dots=len(valid) < 100)
+    both = [curve for curve in (training, validation) if curve.points]
+    if not both:
+        return
+    small = [
+        curve_chart(title, [Curve(name=title, points=points)], height=110, show=partial(number, spec=spec))
+        for title, name, spec in (
+            ("gradient norm before clipping", "grad_norm", ".4g"),
+            ("learning rate", "lr", ".3g"),
+            ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
+        )
+        if (points := [(line.step, value) for line in summary.metrics if (value := getattr(line, name)) is not None])
+    ]
+    table = curve_table(both, show=lambda value: number(value, ".4f"))
+    yield Section(
+        title="Loss",
+        lead="nats per token, mean over the global batch; validation always on the same samples",
+        body=joined([curve_chart("loss", both), folded("the numbers", scrolling(table)), side_by_side(*small)]),
+    )
+
+
+def breakdown_sections(breakdown: Breakdown | None) -> Iterator[Section]:
+    """Measured above planned, and the terminal's table."""
+    if breakdown is None:
+        return
+    planned = breakdown.planned
+    rows = [breakdown_bar("measured", breakdown)]
+    if planned is not None:
+        shown = [(name, planned.phases.get(name, 0.0)) for name in IN_STEP]
+        rows.append(Bar(label="planned", parts=shown, value=step_time(planned.iteration_s), faint=True))
+    scale = max(sum(seconds for _, seconds in row.parts) for row in rows)
+    picture = bars(rows, PHASE_PARTS, scale=scale)
+    yield from sections([BreakdownView(breakdown=breakdown)], pictures={"Step-time breakdown": picture})
+
+
+def breakdown_bar(label: str, breakdown: Breakdown) -> Bar:
+    """A measured step, mean over ranks."""
+    phases = {name: phase.mean_s for name, phase in breakdown.phases.items() if phase is not None}
+    parts = [(name, phases.get(name, 0.0)) for name in IN_STEP]
+    return Bar(label=label, parts=parts, value=step_time(breakdown.step.mean_s))
+
+
+def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Section]:
+    """Seconds of matrix updates of each rank, of the pipeline stage that takes longest."""
+    measured: dict[int, float] = {}
+    if breakdown is not None:
+        measured = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
+    layout = None if breakdown is None else breakdown.layout
+    hosts, cells = (1, 0) if layout is None else (layout.tp, layout.tp * layout.owners)
+    stages = range(0 if layout is None else layout.pp)
+    whole = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
+    own = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages} if whole else {}
+    if plan is not None:
+        hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
+    planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
+    slowest = max(own or planned, key=lambda stage: max((own or planned)[stage]), default=None)
+    if slowest is None:
+        return
+    maps = [
+        LoadMap(title=title, loads=loads[slowest])
+        for title, loads in (("measured", own), ("planned", planned))
+        if loads
+    ]
+    stage = f", pipeline stage {slowest}" if len(stages) > 1 else ""
+    yield Section(
+        title="Load map",
+        lead=f"matrix updates of every rank in one step{stage}; colour: a rank's time over the mean",
+        body=load_maps(maps, hosts=hosts),
+    )
+
+
+def _memory(
+    config: RunConfig | None, layout: Layout | None, plan: Plan | None, breakdown: Breakdown | None
+) -> Iterator[Section]:
+    if config is None or layout is None:
+        return
+    found = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
+    parts = [(name, float(found.parts[name])) for name in MEMORY_PARTS if found.parts.get(name)]
+    total = f"{size(found.total)} of {size(found.capacity)}"
+    rows = [Bar(label="planned", parts=parts, value=total, limit=found.capacity)]
+    peak = None if breakdown is None else breakdown.peak_memory_bytes
+    note = Html()
+    if breakdown is not None and peak is not None:
+        rows.append(Bar(label="measured", parts=[("measured", peak.max)], value=f"{size(peak.max)} at the peak"))
+        if breakdown.device == "cpu":
+            note = tag(
+                "p", "On CPU ranks the measured peak is the whole process, Python and torch included.", class_="note"
+            )
+    scale = max(found.capacity, *(sum(amount for _, amount in row.parts) for row in rows))
+    if found.capacity > 4 * found.total:  # else everything would be a line at the left end
+        rows[0] = Bar(label="planned", parts=parts, value=total)
+        scale = max(sum(amount for _, amount in row.parts) for row in rows)
+    table = plain_table(("part", "planned"), [(MEMORY_PARTS[name].name, size(amount)) for name, amount in parts])
+    yield Section(
+        title="Memory",
+        lead=f"of the fullest rank; it may use {found.capacity / GIB:.1f} GiB",
+        body=joined([bars(rows, MEMORY_PARTS, scale=scale, show=size), note, folded("the numbers", table)]),
+    )
+
+
+def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None) -> Iterator[Section]:
+    """The last step of the first ranks, moment by moment, and the planned one below it."""
+    try:
+        ranks = load_timelines(files)
+    except ConfigError as error:
+        text = "; ".join(problem.reason for problem in error.problems)
+        yield Section(title="Timeline", body=tag("p", text, class_="warning"))
+        return
+    shown = [rank for rank in ranks if rank.steps][:_MOST_RANKS]
+    if not shown:
+        return
+    rows, end = _measured_lanes(shown, layout)
+    more = f"; {len(ranks) - len(shown)} more ranks are in `canzona report --trace`" if len(ranks) > len(shown) else ""
+    last = shown[0].steps[-1].number
+    body = [tag("h3", f"measured, step {last}"), lanes_chart(rows, end_s=end)]
+    if planned is not None and planned.events:
+        wanted = [*_planned_lanes(planned)]
+        body += [tag("h3", f"planned, profile {planned.profile}")]
+        body += [lanes_chart(wanted, end_s=max(event.end_s for event in planned.events))]
+    yield Section(
+        title="Timeline", lead=f"what each rank does when; each axis has its own length{more}", body=joined(body)
+    )
+
+
+def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> tuple[list[Lane], float]:
+    shifts = clock_shifts(ranks)
+    begin = min(rank.steps[-1].start_s + shifts[rank.clock] for rank in ranks)
+    end = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks) - begin
+    rows: list[Lane] = []
+    for rank in ranks:
+        step, shift = rank.steps[-1], shifts[rank.clock] - begin
+        place = "" if layout is None else f" ({place_of(rank.rank, layout)})"
+        rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shifted(step.phases, shift), begins=True))
+        flying = lanes(step.transfers)
+        rows += [Lane(label="in flight", intervals=_shifted(lane, shift)) for lane in flying[:2]]
+    return rows, end
+
+
+def _shifted(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
+    return [Interval(name=one.name, start_s=one.start_s + by_s, end_s=one.end_s + by_s) for one in intervals]
+
+
+def _planned_lanes(planned: Prediction) -> Iterator[Lane]:
+    for rank in dict.fromkeys(event.rank for event in planned.events):
+        for stream, name in STREAMS.items():
+            events = [
+                Interval(name=event.phase, start_s=event.start_s, end_s=event.end_s)
+                for event in planned.events
+                if (event.rank, event.stream) == (rank, stream)
+            ]
+            if events:
+                yield Lane(label=f"rank {rank}: {name}", intervals=events, begins=stream == "compute")
+
+
+def _events(events: Sequence[Event]) -> Iterator[Section]:
+    timed = sorted((event for event in events if event.time is not None), key=lambda event: event.time or 0.0)
+    rows = []
+    for event in timed:
+        note = describe(event)
+        what = event.stage if isinstance(event, StageEvent) else event.event
+        said = note.text if note is not None else getattr(event, "detail", "")
+        mark = tag("span", what, class_="yellow") if note is not None and note.warning else what
+        rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, said))
+    if rows:
+        left_out = len(rows) - _MOST_EVENTS
+        lead = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
+        table = plain_table(("after", "what", ""), rows[-_MOST_EVENTS:])
+        yield Section(
+            title="Events",
+            lead=f"of all launches in this directory{lead}",
+            body=folded(plural(len(rows), "event"), table),
+        )
+
+
+def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[Section]:
+    shown = []
+    if config is not None:
+        flat = dict(leaves(asdict(config)))
+        for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
+            rows = [(key, _setting(flat[key])) for key in keys]
+            shown.append(folded(section or "run", plain_table(("setting", "value"), rows)))
+    about = read_json(files.environment) or {}
+    rows = [(key, _setting(value)) for key, value in about.items() if key != "time"]
+    if rows:
+        shown.append(folded("machine and versions", plain_table(("", ""), rows)))
+    if shown:
+        lead = "resolved; `recipe=RUN/config.yaml` repeats the run"
+        yield Section(title="Settings", lead=lead, body=joined(shown))
+
+
+def _setting(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return json_text(value) if isinstance(value, dict | list | tuple) else f"{value}"

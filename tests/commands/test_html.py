@@ -1,0 +1,163 @@
+"""`--html`: one file that a browser shows alone, with the numbers of the files and the words of the terminal."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.launch.run_dir import prediction_here
+from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.codec import read_lines, save
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
+from canzona_cli.run.records import Incident, RankError, RankResult, StageEvent, StepMetrics
+from tests.commands.support import canzona
+from tests.commands.test_report import FIXTURE, make_run
+from tests.report.html_page import Page, read_page
+from tests.report.test_run_trace import timeline
+from tests.run.runs import CONFIG, LAYOUT
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted' \x1b[31m"
+
+
+def whole_run(root: Path) -> RunFiles:
+    """A run with everything that a page shows."""
+    files = make_run(root)
+    shutil.copy(FIXTURE, files.breakdown)
+    plan = make_plan(CONFIG, LAYOUT)
+    files.plan.write_text(plan.to_json())
+    save(files.predicted, prediction_here(CONFIG, LAYOUT, plan))
+    files.timelines.mkdir()
+    for rank in range(4):
+        write_json_atomic(files.timeline(rank), timeline(rank, transfers=[("grad_reduce", 3, 4)]))
+    return files
+
+
+def page_of(*arguments: str | Path, to: Path) -> Page:
+    done = canzona(*arguments, "--html", to)
+    assert done.returncode == 0, done.stderr
+    assert str(to) in done.stderr
+    return read_page(to.read_text(encoding="utf-8"))
+
+
+def test_a_run_as_a_page(tmp_path: Path) -> None:
+    files = whole_run(tmp_path / "run")
+    page = page_of("report", files.root, to=tmp_path / "new" / "run.html")
+    wanted = ("Summary", "Loss", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
+    assert tuple(element.text for element in page.all("h2")) == wanted
+    lines, _ = read_lines(files.metrics, StepMetrics)
+    curves = page.curves("loss")
+    assert curves["training"] == [(line.step, f"{line.loss:.4g}") for line in lines]
+    assert curves["validation"] == [(0, "9.721"), (300, "4.812")]
+    assert len(page.curves("learning rate")["learning rate"]) == len(lines)
+
+    breakdown = json.loads(files.breakdown.read_text())
+    (update,) = (row for row in page.rows() if row[0] == "matrix update")
+    of_ranks = [rank["phases"]["matrix_update"] for rank in breakdown["ranks"]]
+    assert update[2] == f"{1e3 * breakdown['phases']['matrix_update']['mean_s']:.1f}"
+    cells = [element.text for element in page.all("rect", class_="cell")]
+    assert len(cells) == 8, "two maps of 2 x 2 ranks"
+    for rank, seconds in enumerate(of_ranks):
+        assert f"DP {rank // 2}, TP {rank % 2}: {1e3 * seconds:.1f} ms" in cells[rank]
+    measured = page.all("rect", class_="p-matrix_update")[0]
+    assert measured.text == f"matrix update: {update[2]} ms"
+    assert "rank 3 (TP 1, DP 1)" in page.words
+    assert "optimizer.lr 0.003" in page.words
+    assert "planned, profile cpu" in page.words
+
+
+def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
+    """Whatever the terminal prints of a plan, but for what it draws of characters, is on the page word for word."""
+    arguments = ("plan", "recipe=qwen3-8b", "gpus=16", "--dry-run", "--compare", "alpha", "--assumptions")
+    target = tmp_path / "plan.html"
+    page = page_of(*arguments, to=target)
+    printed = canzona(*arguments, environment={"COLUMNS": "300"}).stdout
+    said = printed.partition("Update time of every rank")[0] + printed.partition("Assumptions")[2]
+    on_page = _words(page.words)
+    missing = _words(said.partition("nothing was written")[0]) - on_page
+    assert len(on_page) > 300
+    assert missing == set()
+    assert len(page.all("rect", class_="cell")) == 3 * 16
+    assert {"canzona", "asc", "layerwise"} <= {element.text for element in page.all("b")}
+
+
+def _words(text: str) -> set[str]:
+    """Without what separates them, and rules of tables."""
+    return {word.strip("─-,;:()") for word in text.split()} - {""}
+
+
+def test_runs_compared(tmp_path: Path) -> None:
+    one, two = whole_run(tmp_path / "one"), make_run(tmp_path / "two", steps=200)
+    two.config.write_text(dump_resolved(replace(CONFIG, optimizer=replace(CONFIG.optimizer, lr=1e-3))))
+    page = page_of("report", "--compare", one.root, two.root, to=tmp_path / "both.html")
+    curves = page.curves("training loss")
+    assert {name: len(points) for name, points in curves.items()} == {"one": 300, "two": 200}
+    assert ["optimizer.lr", "0.003", "0.001"] in page.rows()
+    three = make_run(tmp_path / "three", steps=1)
+    several = page_of("report", "--compare", one.root, two.root, three.root, to=tmp_path / "several.html")
+    assert set(several.curves("training loss")) == {"one", "two", "three"}
+    assert "Differences" not in [element.text for element in several.all("h2")]
+
+
+def test_markup_in_names_and_events_is_text(tmp_path: Path) -> None:
+    """As in a recipe of somebody else, or in an error that quotes data."""
+    files = whole_run(tmp_path / "<img src=x onerror=alert(1)>")
+    config = replace(CONFIG, description=HOSTILE, data=replace(CONFIG.data, path=f"/data/{HOSTILE[:-6]}"))
+    files.config.write_text(dump_resolved(config))
+    append_json_line(files.events, Incident(time=1.0, event=HOSTILE, detail=HOSTILE, level="warning").line())
+    append_json_line(files.events, {"time": 2.0, **vars(StageEvent(stage=HOSTILE, detail=HOSTILE)), "event": "stage"})
+    error = RankError(type=HOSTILE, message=HOSTILE, traceback=HOSTILE)
+    save(files.rank(0), RankResult(rank=0, status="failed", error=error, time=1.0))
+    write_json_atomic(files.environment, {"host": HOSTILE})
+    page = page_of("report", files.root, to=tmp_path / "page.html")
+    assert [element.name for element in page.elements].count("script") == 1
+    assert not page.all("img")
+    assert page.source.count("\x1b") == 0
+    visible = HOSTILE.replace("\x1b", "\\x1b")
+    assert page.words.count(" ".join(visible.split())) >= 6, "shown as it is written"
+    again = make_run(tmp_path / "<script>")
+    page_of("report", "--compare", files.root, again.root, to=tmp_path / "both.html")
+
+
+@pytest.mark.parametrize("status", [None, "failed"])
+def test_whatever_a_run_left_makes_a_page(tmp_path: Path, status: str | None) -> None:
+    """Nothing but settings and a few lines, or damaged files."""
+    files = make_run(tmp_path / "run", status=None, steps=1)
+    if status is not None:
+        for path in (files.breakdown, files.plan, files.predicted, files.layout, files.config):
+            path.write_text("{")
+        files.timelines.mkdir()
+        files.timeline(0).write_text("{")
+    page = page_of("report", files.root, to=tmp_path / "page.html")
+    assert "unfinished" in page.words
+    assert "there is no result.json" in page.words
+
+
+def test_simulated_sizes_as_a_page(tmp_path: Path) -> None:
+    arguments = ("bench", "--simulate", "--gpus", "8,16", "recipe=qwen3-0.6b")
+    page = page_of(*arguments, to=tmp_path / "page.html")
+    assert page.one("h1").text.startswith("Simulated, not measured: muon on 8 to 16 GPUs")
+    printed = json.loads(canzona(*arguments, "--json").stdout)
+    wanted = {
+        name: [(cell["gpus"], f"{cell['strategies'][name]['iteration_s']:.3g}") for cell in printed["cells"]]
+        for name in ("canzona", "sc")
+    }
+    curves = page.curves("iteration, s")
+    assert {name: curves[name] for name in wanted} == wanted
+
+
+def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    for arguments, fix in (
+        (("report", "run", "--html", "page.htm"), "use --html page.html"),
+        (("plan", "recipe=tiny", "--dry-run", "--html", "page.png"), "use --html page.html"),
+        (("bench", "recipe=tiny", "--html", "file/page.html"), "choose a file in a writable folder"),
+        (("report", "run", "--html", "page.html", "--trace", "trace.json"), "ask for the page by itself"),
+    ):
+        done = canzona(*arguments, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert fix in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
