@@ -13,12 +13,10 @@ from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.config.compose import Composed, dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CanzonaError, Problem, gathered, unwritable
+from canzona_cli.errors import Problem, gathered, unwritable
 from canzona_cli.launch import torchrun
-from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import next_free
-from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.launch.supervisor import Supervision
+from canzona_cli.launch.run_ranks import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, write_text_atomic
@@ -156,27 +154,8 @@ def sit(
         CanzonaError: a rank failed: the error that it ended with.
     """
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
-    run = RunDirectory.create(config)
-    command = torchrun.build(config, run.path, module=module)
-    with run.never_without_result():
-        run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
-        turns.write(run.files)
-        view = _RoundLines(say, name, turns=len(turns.names), rounds=turns.rounds)
-        outcome = Supervision(run.files, command, view, ranks=range(config.gpus), say=say).run()
-    if outcome.status == "interrupted":
-        raise KeyboardInterrupt
-    if outcome.failed:
-        raise _failure(outcome)
-    return run.files
-
-
-def _failure(outcome: Outcome) -> CanzonaError:
-    """The error of the rank that failed, with its traceback and the path of its log."""
-    error = outcome.error()
-    first, *others = error.problems
-    log = "" if outcome.log is None else f"its whole output: {outcome.log}"
-    named = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
-    return type(error)(named, *others)
+    view = _RoundLines(say, name, turns=len(turns.names), rounds=turns.rounds)
+    return run_ranks(config, layout, corpus, module=module, view=view, say=say, write_more=turns.write)
 
 
 def _new_folder(path: Path) -> Path:

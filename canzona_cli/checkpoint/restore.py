@@ -40,7 +40,7 @@ def verify_together(world: World, folder: Path) -> Manifest:
     Raises:
         CheckpointInvalid: on all ranks together, with every file that is not what the manifest says.
     """
-    with _together(world, folder):
+    with together(world, folder):
         manifest = read_manifest(folder)
         own = sorted(manifest.files)[world.rank :: world.world_size]
         hashed = [verify_file(folder, name, manifest.files[name]) for name in own]
@@ -63,9 +63,9 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         CheckpointInvalid: on all ranks together: something that is needed is not in it.
     """
     world, config = trainee.world, trainee.config
-    with _together(world, folder):
+    with together(world, folder):
         refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
-    with _together(world, folder), Reader(folder, manifest, config.model) as reader:
+    with together(world, folder), Reader(folder, manifest, config.model) as reader:
         pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world)
         for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
             _restore_held(list(of_one), reader, weights_only=weights_only)
@@ -93,7 +93,7 @@ class _Problems:
 
 
 @contextmanager
-def _together(world: World, folder: Path) -> Iterator[None]:
+def together(world: World, folder: Path) -> Iterator[None]:
     """Raises CheckpointInvalid on all ranks if reading the checkpoint failed on any, each problem once. Collective.
 
     Whatever it was that failed: a rank that ended by itself would leave the others waiting for it.

@@ -78,6 +78,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
     if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
         yield "train.loss_spike_sigmas is ignored: train.loss_spike is ignore"
+    for key in ("sample_prompt", "sample_tokens"):
+        if f"train.{key}" in explicit and config.train.sample_every == 0:
+            yield f"train.{key} is ignored: train.sample_every is 0"
     if "train.eval_batches" in explicit and config.train.eval_interval == 0:
         yield "train.eval_batches is ignored: train.eval_interval is 0"
 

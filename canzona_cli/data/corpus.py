@@ -14,11 +14,12 @@ from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_pro
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
 from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
 from canzona_cli.data.locks import exclusive, lock_path
-from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar
-from canzona_cli.data.tokenizers import load_json_tokenizer, tokenizer_file
+from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
+from canzona_cli.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_json_tokenizer, tokenizer_file
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.corpus import PreparedCorpus
 
+_PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 ReportProgress = Callable[[str, float], None]
 
 _CONFIG_KEYS = {
@@ -62,8 +63,32 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         train_tokens=train_tokens,
         validation_tokens=validation_tokens,
     )
-    refuse([*_vocabulary_problems(config, corpus), *_length_problems(config, pair, corpus)])
+    refuse(
+        [
+            *_vocabulary_problems(config, corpus),
+            *_length_problems(config, pair, corpus),
+            *_sample_problems(config, corpus),
+        ]
+    )
     return corpus
+
+
+def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
+    """What made the tokens of a corpus.
+
+    Raises:
+        ConfigError: another tool did, and its files do not say how; or the tokenizer has gone.
+    """
+    from tokenizers import Tokenizer as RustTokenizer
+
+    if corpus.tokenizer == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = saved_tokenizer_path(corpus.prefix)
+    if corpus.eod is None or not path.is_file():
+        reason = f"its tokenizer is not known: there is no {path.name} that canzona data prepare has written"
+        raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
+    backend = RustTokenizer.from_file(str(path))
+    return JsonTokenizer(kind="huggingface", name=corpus.tokenizer, eod=corpus.eod, backend=backend)
 
 
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
@@ -211,6 +236,21 @@ def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) 
         left = min(corpus.train_tokens, corpus.validation_tokens)
         reason = f"leaves {left:,} tokens for {which}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
+
+
+def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
+    """What keeps the model from going on with `train.sample_prompt`."""
+    prompt = config.train.sample_prompt
+    if config.train.sample_every == 0:
+        return
+    try:
+        tokens = len(tokenizer_of(corpus).encode_batch([(prompt or "").encode()])[0])
+    except ConfigError as error:
+        yield from (replace(each, fix=f"{each.fix}; or train.sample_every=0") for each in error.problems)
+        return
+    if tokens >= config.train.seq_length:
+        reason = f"is {tokens} tokens, and nothing fits behind them: train.seq_length={config.train.seq_length}"
+        yield problem_with(config, "train.sample_prompt", reason, "use a shorter prompt")
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:

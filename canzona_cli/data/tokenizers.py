@@ -77,6 +77,11 @@ class ByteTokenizer:
         ends = list(accumulate(map(len, texts), initial=0))
         return [ids[start:end] for start, end in pairwise(ends)]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; U+FFFD for what is none."""
+        whole = (bytes([token]) if token < BYTE_VALUES else REPLACEMENT.encode() for token in ids)
+        return b"".join(whole).decode(errors="replace")
+
     def to_json(self) -> None:
         """Its tokenizer.json; there is nothing to keep."""
 
@@ -108,6 +113,11 @@ class JsonTokenizer:
         decoded = [self._text(text) for text in texts]
         encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens and ids that it has not."""
+        text: str = self.backend.decode(list(ids))
+        return text
 
     def to_json(self) -> str:
         text: str = self.backend.to_str()

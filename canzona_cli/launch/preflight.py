@@ -15,13 +15,16 @@ from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_no
 from canzona_cli.planner.memory import GIB, estimate
 
 
-def check_machine(config: RunConfig, layout: Layout) -> None:
+def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -> None:
     """Refuse a run this machine cannot carry its share of.
+
+    Args:
+        training: False where the model only computes.
 
     Raises:
         EnvironmentProblem: GPUs, memory or packages are missing; every one of them at once.
     """
-    refuse(machine_problems(config, layout), EnvironmentProblem)
+    refuse(machine_problems(config, layout, training=training), EnvironmentProblem)
 
 
 def check_nodes(config: RunConfig) -> None:
@@ -83,12 +86,13 @@ def _holder(port: int) -> str:
     return ""
 
 
-def machine_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
     """Everything this machine lacks for its share of the run."""
     if config.cluster.device == "cuda":
         yield from list(_gpus(config)) or _beside_gpus(config)
     else:
-        yield from _host_memory(config, layout)
+        memory = estimate(config, layout)
+        yield from _host_memory(config, memory.total if training else memory.forward)
     if on_one_machine(config) and (apart := loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {apart[:1].lower()}{apart[1:]}"
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
@@ -129,9 +133,9 @@ def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
     )
 
 
-def _host_memory(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+def _host_memory(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:
     ranks = ranks_per_node(config)
-    needed = int((estimate(config, layout).total + config.cluster.reserved_gib * GIB) * ranks)
+    needed = int((rank_bytes + config.cluster.reserved_gib * GIB) * ranks)
     available = psutil.virtual_memory().available
     if needed > available:
         reason = (

@@ -63,6 +63,11 @@ class MemoryEstimate(_Memory):
     """Which rank that is: `every rank`, or `pp stage 0`."""
 
     @property
+    def forward(self) -> int:
+        """What a model that nothing trains takes."""
+        return sum(self.parts[part] for part in ("weights", "activations", "logits"))
+
+    @property
     def state(self) -> int:
         """What stays from step to step: weights, gradient buffers, optimizer state and the engine's own buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))

@@ -29,6 +29,7 @@ from canzona_cli.run.words import clean, plural
 from canzona_cli.trackers.tracker import TRACKERS, Point, Tracked, Tracker
 
 _LOOK_S = 1.0
+_SAMPLE = "sample"
 _MOST_POINTS = 50
 """Handed over at once: MLflow takes a thousand values."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -40,8 +41,12 @@ class Follower:
 
     def __init__(self, files: RunFiles, name: TrackerName) -> None:
         self._files, self._name = files, name
-        self._records = {"": JsonLines(files.metrics), "validation_": JsonLines(files.validation)}
-        """What the names of a file's values begin with."""
+        self._records = {
+            "": JsonLines(files.metrics),
+            "validation_": JsonLines(files.validation),
+            _SAMPLE: JsonLines(files.events),
+        }
+        """By what the names of a file's values begin with; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         self._waiting: deque[tuple[str, Point]] = deque(self._read())
         # The files end where this launch goes on from: later steps that the tracker has are done again.
@@ -91,7 +96,7 @@ class Follower:
             self._failed(error)
         if self._waiting:
             lost = plural(len(self._waiting), "line")
-            self._tell(f"{lost} of metrics.jsonl and validation.jsonl did not reach {self._name}", "warning")
+            self._tell(f"{lost} of the run's records did not reach {self._name}", "warning")
 
     def _open(self) -> Tracker:
         run = Tracked(
@@ -109,10 +114,11 @@ class Follower:
         for kind, lines in self._records.items():
             for line in lines.read():
                 step, when = line.pop("step", None), line.pop("time", None)
-                if isinstance(step, int):
-                    values = dict(_numbers(line, kind))
+                if isinstance(step, int) and (kind != _SAMPLE or line.get("event") == _SAMPLE):
+                    values = {} if kind == _SAMPLE else dict(_numbers(line, kind))
+                    texts = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"} if kind == _SAMPLE else {}
                     moment = float(when) if isinstance(when, int | float) else time.time()
-                    yield kind, Point(step=step, time=moment, values=values)
+                    yield kind, Point(step=step, time=moment, values=values, texts=texts)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +36,8 @@ class Point:
     """Seconds since 1970."""
     values: Mapping[str, float]
     """By name; finite."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """By name. MLflow, whose runs have none with a step, leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,11 @@ class TensorBoard:
     def add(self, points: Sequence[Point]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+            values += [value for name, text in point.texts.items() for value in text_pb(name, text).value]
             self._write(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
         self._file.flush()
 
@@ -128,7 +132,7 @@ class WeightsAndBiases:
 
     def add(self, points: Sequence[Point]) -> None:
         for point in points:
-            self._run.log({"step": point.step, **point.values})
+            self._run.log({"step": point.step, **point.values, **point.texts})
 
     def close(self, status: RunStatus | None) -> None:
         self._run.finish(exit_code=0 if status == "done" else 1)

@@ -45,12 +45,38 @@ class Datasets:
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
     """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
-    train = config.train
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod, name=corpus.tokenizer)
-    batch = train.global_batch_size
+    train, batch = config.train, config.train.global_batch_size
     assert batch is not None
     wants_validation = train.eval_interval > 0 and train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
+    sizes = (train.steps * batch, train.eval_batches * batch if wants_validation else 0)
+    training, validation = _build(config, corpus, share, sizes, cache)
+    assert training is not None
+    return Datasets(train=training, validation=validation)
+
+
+def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> torch.utils.data.Dataset[Batch]:
+    """The samples on which a run of these settings is validated; those of all documents where the corpus has none to
+    train on."""
+    batch = config.train.global_batch_size
+    assert batch is not None
+    share = config.data.validation_fraction if corpus.train_tokens else 1.0
+    _, validation = _build(config, corpus, share, (batch, config.train.eval_batches * batch), cache)
+    assert validation is not None
+    return validation
+
+
+def _build(
+    config: RunConfig, corpus: PreparedCorpus, share: float, sizes: tuple[int, int], cache: Path
+) -> "tuple[torch.utils.data.Dataset[Batch] | None, torch.utils.data.Dataset[Batch] | None]":
+    """Samples for training and for validation.
+
+    Args:
+        share: of the documents, for validation.
+        sizes: samples of each; none are made where the share leaves no documents.
+    """
+    train = config.train
+    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod, name=corpus.tokenizer)
     settings = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
@@ -64,9 +90,8 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) ->
         # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of traffic.
         create_attention_mask=False,
     )
-    sizes = (train.steps * batch, train.eval_batches * batch if wants_validation else 0, 0)
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
-    return Datasets(train=built[0], validation=built[1] if wants_validation else None)
+    built = BlendedMegatronDatasetBuilder(GPTDataset, (*sizes, 0), lambda: True, settings).build()
+    return built[0], built[1] if share else None
 
 
 class BatchStream(Iterator[Batch]):

@@ -20,6 +20,7 @@ from canzona_cli.training.garbage import collect_after, no_garbage_collection
 from canzona_cli.training.guards import LossSpike, SpikeGuard
 from canzona_cli.training.profile import StepProfiler
 from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.sampling import Sampler
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
 from canzona_cli.training.stragglers import StragglerWatch
@@ -68,6 +69,8 @@ class Training:
     start: Start = Start()
     saver: Saver | None = None
     """None where nothing is saved."""
+    sampler: Sampler | None = None
+    """None where nobody wants to see what the model writes."""
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
@@ -218,6 +221,10 @@ class Training:
             self.record.heart.stage("train")
         if finished or (config.train.eval_interval and step % config.train.eval_interval == 0):
             self._validate()
+        if self.sampler is not None and (finished or step % config.train.sample_every == 0):
+            self.journal.stage("validate", f"step {step}: a sample")
+            self.journal.sample(step, self.sampler.prompt, self.sampler.text(self.trainee))
+            self.journal.stage("train", f"step {step}")
         if saver is not None and finished:
             self.journal.stage("save", f"step {step}")
             self.record.checkpoint = saver.wait(self.progress)

@@ -161,6 +161,11 @@ class Journal:
     def validation(self, step: int, loss: float) -> None:
         self._append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """What the model writes behind `prompt`."""
+        detail = f"at step {step:,} the model writes: {prompt}{text}"
+        self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
+
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
         self._save(self._files.breakdown, breakdown)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, tee
@@ -11,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.trainee import Model, Trainee
 from canzona_cli.training.data import Batch
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -95,17 +96,26 @@ def train_step(
 
 
 @torch.no_grad()
-def validate(trainee: Trainee, batches: Iterator[Batch], *, global_batches: int) -> float:
+def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
     """Mean loss over `global_batches` batches, nats per token, the same on every rank."""
-    for chunk in trainee.chunks:
+    with evaluating(model):
+        losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
+    return _agree(model, losses)().loss
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Inside, the model computes as it does where nothing is learnt."""
+    for chunk in model.chunks:
         chunk.eval()
-    losses = [loss for _ in range(global_batches) for loss in _forward_backward(trainee, batches, forward_only=True)]
-    for chunk in trainee.chunks:
-        chunk.train()
-    return _agree(trainee, losses)().loss
+    try:
+        yield
+    finally:
+        for chunk in model.chunks:
+            chunk.train()
 
 
-def _forward_backward(trainee: Trainee, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     layout = trainee.world.layout
     run = get_forward_backward_func()
     # Every model chunk asks for every micro-batch, at its own time.
@@ -146,7 +156,7 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 
 
 def _agree(
-    trainee: Trainee, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
+    trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
 ) -> Callable[[], Agreed]:
     """Average the losses of all last stages and spread requests, in one small reduction; what is returned waits for
     it."""

@@ -34,6 +34,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.loop import Start, Training
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.pulse import Pulse
+    from canzona_cli.training.sampling import sampler_of
     from canzona_cli.training.saving import Saver
 
     config = load_resolved(files.config)
@@ -70,7 +71,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     last = None if resumed is None or resumed.weights_only else Path(resumed.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
     try:
-        training = Training(trainee, datasets, files, journal, record, start=start, saver=saver)
+        sampler = sampler_of(config, corpus)
+        training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)
         ending = training.run()
     except (Diverged, WorkerCrashed):
         # Of all ranks together: what an earlier step left on its way to the disk is worth keeping.

@@ -1,8 +1,11 @@
 """`canzona train` with real workers: it executes the plan that `canzona plan` shows, with a user's own optimizer too,
-and leaves the trace and the profiles it was asked for, the plan beside the measured."""
+and leaves the trace, the profiles and the samples it was asked for, the plan beside the measured. `canzona eval` finds
+what the run itself found."""
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +19,8 @@ from tests.trace_events import read_trace
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
-SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=0")
+SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=6")
+SAMPLES = ("train.eval_batches=3", "train.sample_every=4", "train.sample_prompt='import '", "train.sample_tokens=5")
 RECORDED = ("train.steps=6", "run.trace_steps=[5,6]", "run.profile_steps=[4,4]")
 SIGN = """
 import os
@@ -61,8 +65,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     assert planned.returncode == 0, planned.stderr
     with_gpu = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, "-m", "canzona_cli.app", "train", *RUN, *OPTIONS, *SMALL, "train.steps=6", "run.dir=run",
-         "--trace", "5-6", "--profile", "4"],
+        [sys.executable, "-m", "canzona_cli.app", "train", *RUN, *OPTIONS, *SMALL, *SAMPLES,
+         "train.steps=6", "run.dir=run", "--trace", "5-6", "--profile", "4"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120", "NO_COLOR": "1"},
         capture_output=True, text=True, timeout=280, check=False,
@@ -107,6 +111,88 @@ def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Train
     written = canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder)
     assert written.returncode == 0, written.stderr
     assert (tmp_path / "again.json").read_text() == (run / "trace.json").read_text()
+
+
+def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
+    lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
+    samples = [line for line in lines if line["event"] == "sample"]
+    assert [(line["step"], line["prompt"]) for line in samples] == [(4, "import "), (6, "import ")]
+    for line in samples:
+        assert 0 < len(line["text"]) <= 5
+        assert f"at step {line['step']} the model writes: import" in trained.text
+
+
+def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
+    """From a folder without the user's optimizer, whose code it does not need."""
+    run = trained.folder / "run"
+    before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
+    done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    validations = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
+    assert (found["step"], found["loss"]) == (6, validations[-1]["loss"])
+    assert found["loss"] != validations[0]["loss"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert (found["version"], found["documents"], found["tokens"]) == (1, "held-out", 3 * 2 * 32)
+    # Byte by byte, but for a few ends of documents.
+    assert found["tokens"] - 3 < found["text_bytes"] <= found["tokens"]
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * found["tokens"] / found["text_bytes"])
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    assert {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))} == before
+    (folder,) = (tmp_path / "evals").iterdir()
+    assert json.loads((folder / "evaluation.json").read_text())["loss"] == found["loss"]
+
+
+def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trained: Trained, tmp_path: Path) -> None:
+    text = "".join(f"line {number} is {number * number}, größer\n" for number in range(150))
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
+    asked = ("--output", "other", "--tokenizer", "bpe", "--vocab-size", "300", "--document", "line")
+    assert canzona("data", "prepare", "in.txt", *asked, cwd=tmp_path).returncode == 0
+    other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--batches", "all")
+    done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["documents"], found["layout"]["tp"], found["bytes_counted"]) == ("all", 1, True)
+    tokens = json.loads((tmp_path / "other.json").read_text())["tokens"]
+    assert tokens - 33 <= found["tokens"] < tokens, "each token once, but for those that make no whole sample"
+    size = len(text.encode()) - 150  # a document has not the line's end
+    assert size - 33 * 8 <= found["text_bytes"] <= size
+    assert found["epochs"] == pytest.approx(1, abs=0.03)
+    assert 0 < found["loss"] < 2 * math.log(300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "key"),
+    [
+        (("--step", "5"), 2, "--step = 5"),
+        (("--batches", "some"), 2, "--batches = some"),
+        (("--batches", "all", "train.global_batch_size=65536"), 2, "--batches = all"),
+        (("model.hidden_size=128",), 2, "model.hidden_size = 128"),
+        (("train.eval_interval=0",), 2, "train.eval_interval = 0"),
+        (("gpus=64", "cluster.gpus_per_node=8", "train.global_batch_size=64"), 2, "gpus = 64"),
+        (("gpus=3",), 2, "train.global_batch_size = 2"),
+        (("cluster.memory_gib=0.751",), 4, "gpus = 2"),
+        (("data=prepared", "data.path=nothing"), 2, "data.path"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    trained: Trained, tmp_path: Path, arguments: tuple[str, ...], code: int, key: str
+) -> None:
+    done = canzona("eval", trained.folder / "run", *arguments, "--json", cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert key in done.stderr
+    assert done.stdout == ""
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(trained: Trained, tmp_path: Path) -> None:
+    (checkpoint,) = (trained.folder / "run" / "checkpoints").iterdir()
+    copy = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    file = next(copy.glob("rank-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    done = canzona("eval", copy, cwd=tmp_path)
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert file.name in done.stderr
 
 
 def test_a_dry_run_shows_the_plan_and_where_it_comes_from(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.data.bpe import MIN_VOCAB_SIZE, train_bpe
+from canzona_cli.data.token_bytes import bytes_by_id
 from canzona_cli.data.tokenizers import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -48,6 +49,16 @@ def test_bpe_gives_back_any_text(bpe: JsonTokenizer, text: str) -> None:
     (ids,) = bpe.encode_batch([text.encode()])
     assert bpe.backend.decode(ids.tolist(), skip_special_tokens=False) == text
     assert ids.max(initial=0) < bpe.vocab_size
+
+
+@given(text=st.text(max_size=200))
+def test_tokens_stand_for_as_many_bytes_as_the_text_has(bpe: JsonTokenizer, text: str) -> None:
+    (ids,) = bpe.encode_batch([text.encode()])
+    lengths = bytes_by_id(bpe)
+    assert lengths is not None
+    assert lengths[ids].sum() == len(text.encode())
+    assert lengths[bpe.eod] == 0
+    assert bpe.decode(ids.tolist()) == text
 
 
 def test_bpe_compresses_what_it_learnt_from_and_has_the_size_asked_for(bpe: JsonTokenizer) -> None:

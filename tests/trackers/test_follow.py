@@ -23,7 +23,7 @@ from canzona_cli.trackers.follow import Follower
 from canzona_cli.trackers.tracker import TRACKERS, Point, Tracked
 from tests.run.runs import CONFIG
 
-Curves = dict[str, dict[int, list[float]]]
+Curves = dict[str, dict[int, list[float | str]]]
 """By name and step, every value that was added; the last one counts."""
 
 
@@ -62,6 +62,9 @@ def of_tensorboard(files: RunFiles, _: str) -> Curves:
     for tag in board.Tags()["scalars"]:
         for event in board.Scalars(tag):
             found.setdefault(tag, {}).setdefault(event.step, []).append(event.value)
+    for tag in board.Tags()["tensors"]:
+        for event in board.Tensors(tag):
+            found.setdefault(tag, {}).setdefault(event.step, []).append(event.tensor_proto.string_val[0].decode())
     return found
 
 
@@ -123,13 +126,15 @@ READERS: dict[TrackerName, Callable[[RunFiles, str], Curves]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: TrackerName) -> None:
     """Steps 1 to 3, then from the checkpoint of step 2 to step 4 with another loss in step 3."""
+    for event in ("sample", "loss_spike"):
+        append_json_line(files.events, {"event": event, "step": 2, "prompt": "def ", "text": "main", "time": 102.0})
     first = Follower(files, name)
     first.look()
     save(files.result, RunResult(status="preempted", exit_code=75))
     first.finish()
     state = load_if_sound(files.tracker(name), TrackerState)
     assert state is not None
-    assert state.taken == {"": 3, "validation_": 2}
+    assert state.taken == {"": 3, "validation_": 2, "sample": 2}
 
     files.metrics.unlink()
     for step in (1, 2):
@@ -148,6 +153,7 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
     assert told(files) == []
 
     curves = READERS[name](files, state.id or "")
+    assert curves.pop("sample", {}) == ({} if name == "mlflow" else {2: ["def main"]})
     assert set(curves) == {"loss", "grad_norm", "tokens", "validation_loss", "validation_sets/code"}
     latest = {step: values[-1] for step, values in curves["loss"].items()}
     assert latest == {1: 3.0, 2: 2.0, 3: 1.5, 4: 2.0}, "step 3 is the one of the run as it is"
@@ -207,7 +213,7 @@ def test_what_never_arrived_is_counted_and_sent_by_the_next_launch(
     follower.look()
     assert Broken.calls == before, "it is given time"
     follower.finish()
-    assert told(files)[-1].startswith("4 lines of metrics.jsonl and validation.jsonl did not reach mlflow")
+    assert told(files)[-1].startswith("4 lines of the run's records did not reach mlflow")
     monkeypatch.setattr(Broken, "mended", True)
     Follower(files, "mlflow").finish()
     assert sorted(point.step for point in Broken.points) == [1, 2, 2, 3]

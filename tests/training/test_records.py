@@ -15,7 +15,7 @@ from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.kernels import KernelChoice, Kernels, KernelTrial
-from canzona_cli.run.records import StepMetrics
+from canzona_cli.run.records import StepMetrics, describe, event_of
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord
@@ -254,3 +254,12 @@ def test_room_is_advised_only_where_the_disk_is_full(tmp_path: Path, monkeypatch
     monkeypatch.setattr(RankRecord, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(EnvironmentProblem, match="free some space"):
         full.running()
+
+
+def test_a_sample_is_shown_in_one_line(files: RunFiles) -> None:
+    Journal(files, writes=True).sample(20, "def ", "main():\n")
+    (line,) = [json.loads(line) for line in files.events.read_text(encoding="utf-8").splitlines()]
+    assert (line["event"], line["level"], line["step"], line["text"]) == ("sample", "info", 20, "main():\n")
+    note = describe(event_of(line) or pytest.fail("no event"))
+    assert note is not None
+    assert note.text == "at step 20 the model writes: def main():\\n"

@@ -13,6 +13,7 @@ from canzona_cli.config.schema.field import (
     Count,
     CountOrZero,
     Epsilon,
+    Example,
     Positive,
     Range,
     Ranks,
@@ -144,6 +145,20 @@ class TrainConfig:
         NOTHING,
     ] = 100
     eval_batches: Annotated[Count, "Global batches a validation reads.", NOTHING] = 8
+    sample_every: Annotated[
+        CountOrZero,
+        "Steps between samples of what the model writes (its likeliest token each time), in the live view, events.jsonl"
+        " and trackers; another follows the last step. 0: none.",
+        NOTHING,
+    ] = 0
+    sample_prompt: Annotated[
+        str | None, "What a sample goes on from; null: the beginning of a document.", Example("'def main'"), NOTHING
+    ] = None
+    sample_tokens: Annotated[
+        Count,
+        "Most tokens of a sample. Each is a forward pass over prompt and sample; both end with the sequence.",
+        NOTHING,
+    ] = 48
 
 
 @dataclass(frozen=True, kw_only=True)

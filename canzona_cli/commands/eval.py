@@ -1,0 +1,76 @@
+"""`canzona eval RUN`: the loss of any checkpoint on any prepared data, without training."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+
+
+def eval(
+    where: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        overrides_argument("data=prepared data.path=PREFIX gpus=2 parallel.tp=2 ..., over the run's own settings"),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step. [default: the newest]")
+    ] = None,
+    documents: Annotated[
+        Literal["held-out", "all"] | None,
+        typer.Option(
+            help="held-out: those that the run does not train on. [default: held-out of the run's own data, "
+            "all of any other]",
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all",
+            help="Global batches to read; all: every sample once. [default: train.eval_batches]",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON to a file too.")] = None,
+    as_json: AsJson = False,
+    recipes_dir: RecipesDirs = None,
+) -> None:
+    """Loss, perplexity and bits per byte of a checkpoint, in any layout that fits; nothing is trained or changed.
+
+    Without settings it is the run's own validation: the same samples, layout and arithmetic, and so the same number.
+    """
+    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.commands.output import progress, show, warn, write_out
+    from canzona_cli.launch import evaluation
+    from canzona_cli.report.evaluation import EvaluationView
+    from canzona_cli.run.words import json_text
+
+    prepared = evaluation.prepare(
+        choose(where).at(step),
+        overrides or [],
+        recipes_dirs=recipes_dir or [],
+        documents=documents,
+        batches=_batches(batches),
+        on_progress=lambda what, share: progress(what) if share == 0 else None,
+    )
+    warn(prepared.notes)
+    found, folder = evaluation.run(prepared, progress)
+    progress(f"logs: {folder}")
+    if out is not None:
+        write_out(out, json_text(found.as_json()) + "\n", "--out FILE.json in a folder that you may write to")
+    show(found.as_json() if as_json else EvaluationView(evaluation=found))
+
+
+def _batches(text: str | None) -> int | Literal["all"] | None:
+    """Raises ConfigError for anything else."""
+    if text is None:
+        return None
+    if text == "all":
+        return "all"
+    if text.isdecimal() and int(text):
+        return int(text)
+    from canzona_cli.errors import ConfigError, Problem
+
+    raise ConfigError(Problem(key="--batches", value=text, reason="is neither a number nor all", fix="--batches 100"))

@@ -1,0 +1,176 @@
+"""`canzona eval`, the launcher's side: which checkpoint, on which documents, in which layout. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.checkpoint.saved_run import saved_run
+from canzona_cli.checkpoint.store import Found
+from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.config.changes import shape_problems
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import problem_with
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.run_ranks import run_ranks
+from canzona_cli.launch.view import TrainView
+from canzona_cli.planner.memory import GIB
+from canzona_cli.run.codec import save
+from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.evaluation import Documents, Evaluation, read_evaluation
+from canzona_cli.run.records import Note, ResumePoint, StageEvent
+
+WORKER_MODULE = "canzona_cli.training.evaluation"
+ROOT = "evals"
+"""Where evaluations leave their files unless run.root says otherwise: the run's own folder stays as it is."""
+_OPEN = (
+    *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.sequence_parallel"),
+    *("train.micro_batch_size", "cluster.nodes"),
+)
+"""What another number of ranks leaves open."""
+_NOT_THE_RUNS = (
+    *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
+    *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
+    *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
+)
+"""What a run was started with and an evaluation has no use for, some of it in the way: somebody's own optimizer is code
+that nobody has asked for. Recomputation only says here that no activations are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """An evaluation that is ready to run: nothing has been written or started."""
+
+    config: RunConfig
+    layout: Layout
+    corpus: PreparedCorpus
+    found: Found
+    notes: tuple[str, ...]
+
+
+def prepare(
+    found: Found,
+    overrides: Sequence[str],
+    *,
+    recipes_dirs: Sequence[Path] = (),
+    documents: Documents | None = None,
+    batches: int | Literal["all"] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Prepared:
+    """Resolve and check everything that can be known before anything is written.
+
+    Args:
+        found: the checkpoint.
+        overrides: over the settings of the run that saved it.
+        documents: None: what the run held out of its own data, and all of any other.
+        batches: None: `train.eval_batches`. all: as many as the documents make, each once.
+
+    Raises:
+        ConfigError: settings or data are wrong; the model is another one; nothing was held out.
+        CheckpointInvalid: the checkpoint cannot be used.
+        DoesNotFit: no layout has the memory.
+        EnvironmentProblem: this machine lacks something.
+    """
+    if found.manifest is None:
+        raise CheckpointInvalid(*found.problems)
+    _, saved = saved_run(found.path)
+    given = {key_of(argument) for argument in overrides}
+    still = [setting for setting in _NOT_THE_RUNS if key_of(setting) not in given]
+    freed = [f"{key}=null" for key in _OPEN if "gpus" in given and key not in given]
+    recipe = f"recipe={text_value(str(found.path / 'config.yaml'))}"
+    composed = compose_run([recipe, *still, *freed, *overrides], recipes_dirs=recipes_dirs)
+    refuse(shape_problems(saved, composed.config, str(found.path)))
+    config, layout = _spread(composed.config)
+    if (nodes := torchrun.node_count(config)) > 1:
+        per_node = config.cluster.gpus_per_node
+        reason = f"are on {nodes} machines, but an evaluation runs on a single one, with {per_node}"
+        raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"add gpus={per_node} or fewer"))
+    preflight.check_machine(config, layout, training=False)
+    other = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
+    corpus = _corpus(config, documents or ("all" if other else "held-out"), on_progress)
+    config = replace(config, train=replace(config.train, eval_batches=_batches(config, corpus, batches)))
+    return Prepared(config=config, layout=layout, corpus=corpus, found=found, notes=tuple(composed.warnings))
+
+
+def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
+    """Launch the ranks; what they found, and the directory with their logs.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it.
+        CanzonaError: a rank failed: the error that it ended with.
+    """
+    found, config = prepared.found, prepared.config
+    point = ResumePoint(
+        checkpoint=str(found.path), step=found.step, validate=True, asked=str(found.path), weights_only=True
+    )
+    left = run_ranks(
+        config,
+        prepared.layout,
+        prepared.corpus,
+        module=WORKER_MODULE,
+        view=_Lines(say),
+        say=say,
+        write_more=lambda files: save(files.resume, point),
+        grace_s=0.0,  # there is nothing to save
+        hang_timeout_s=config.run.hang_timeout_s,
+    )
+    return read_evaluation(left), left.root
+
+
+def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
+    """The layout of what is set; of several, the one with the most data-parallel ranks that fits."""
+    possible = candidates(config)
+    fitting = [one for one in possible if one.memory.forward <= one.memory.capacity]
+    if not fitting:
+        least = min(possible, key=lambda one: one.memory.forward).memory
+        reason = (
+            f"a forward pass of {config.model.name} needs {least.forward / GIB:.1f} GiB a rank at least, and "
+            f"{config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
+        )
+        raise DoesNotFit(problem_with(config, "gpus", reason, "use more ranks, or train.micro_batch_size=1"))
+    best = min(fitting, key=lambda one: (-one.layout.dp, one.layout.vpp, one.memory.forward))
+    return fill(config, best.layout), best.layout
+
+
+def _corpus(
+    config: RunConfig, documents: Documents, on_progress: Callable[[str, float], None] | None
+) -> PreparedCorpus:
+    """The data, as a share to train on and one to read: nothing of it is for training where all is read."""
+    if documents == "held-out":
+        if config.train.eval_interval == 0:
+            reason = "the run held nothing out of its data: it has been trained on all of it"
+            fix = "--documents all, or other data: data=prepared data.path=PREFIX"
+            raise ConfigError(problem_with(config, "train.eval_interval", reason, fix))
+        return ensure_corpus(config, on_progress)
+    corpus = ensure_corpus(replace(config, train=replace(config.train, eval_interval=0)), on_progress)
+    return replace(corpus, train_tokens=0, validation_tokens=corpus.tokens)
+
+
+def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["all"] | None) -> int:
+    if asked != "all":
+        return asked or config.train.eval_batches
+    batch, length = config.train.global_batch_size, config.train.seq_length
+    assert batch is not None
+    samples = (corpus.validation_tokens - 1) // length
+    if samples < batch:
+        reason = f"the documents make {samples} samples of {length} tokens, less than one batch of {batch}"
+        fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"
+        raise ConfigError(Problem(key="--batches", value="all", reason=reason, fix=fix))
+    return samples // batch
+
+
+class _Lines(TrainView):
+    """A line for each stage."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def stage(self, event: StageEvent) -> None:
+        self._say(f"{event.stage}: {event.detail}" if event.detail else event.stage)
+
+    def note(self, note: Note) -> None:
+        self._say(note.text)

@@ -1,0 +1,121 @@
+"""One rank of an evaluation: `python -m canzona_cli.training.evaluation DIR`, started by torchrun.
+
+Model and batches are a run's own, and the loss is found by the very code that validates a run; there is no optimizer.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from canzona_cli.run.codec import load, save
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import Ending, ResumePoint, read_layout
+from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
+from canzona_cli.training.records import Journal, RankRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from canzona_cli.megatron.parallel import World
+    from canzona_cli.training.data import Batch
+
+SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.checkpoint.weights")
+
+
+def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    """Find the loss of the checkpoint that the launcher chose, on the samples that it chose; rank 0 writes it."""
+    from canzona_cli.checkpoint.restore import verify_together
+    from canzona_cli.checkpoint.weights import load_weights
+    from canzona_cli.config.caches import cache_root
+    from canzona_cli.config.compose import load_resolved
+    from canzona_cli.data.token_bytes import token_bytes
+    from canzona_cli.errors import EnvironmentProblem, refuse
+    from canzona_cli.megatron import contract, parallel
+    from canzona_cli.megatron.model import build_model
+    from canzona_cli.megatron.timers import PhaseTimer
+    from canzona_cli.megatron.trainee import Model
+    from canzona_cli.run.corpus import read_corpus
+    from canzona_cli.run.evaluation import Evaluation, evaluation_file
+    from canzona_cli.training.assemble import join
+    from canzona_cli.training.data import BatchStream, build_validation
+    from canzona_cli.training.pulse import Pulse
+    from canzona_cli.training.step import validate
+
+    config = load_resolved(files.config)
+    layout, corpus = read_layout(files.layout), read_corpus(files)
+    point = load(files.resume, ResumePoint, key="resume.json", fix="evaluate again")
+    with record.heart.waiting():
+        world = join(config, layout, alive=record.heart.progress)
+    journal = Journal(files, writes=rank == 0, heart=record.heart)
+    journal.stage("build model", config.model.name)
+    refuse(contract.verify(), EnvironmentProblem)
+    model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
+    Pulse(record.heart).follow(model.timer)
+    journal.stage("build data", str(corpus.prefix))
+    samples = build_validation(config, corpus, cache=cache_root(config) / "indices")
+    lengths = token_bytes(corpus)
+    checkpoint = Path(point.checkpoint)
+    journal.stage("load", checkpoint.name)
+    load_weights(model, checkpoint, verify_together(world, checkpoint))
+    journal.stage("validate", f"step {point.step}")
+    batches = Counted(BatchStream(samples, world), world, None if lengths is None else lengths.values)
+    loss = validate(model, batches, global_batches=config.train.eval_batches)
+    tokens, size = batches.totals()
+    if rank == 0:
+        found = Evaluation(
+            checkpoint=checkpoint,
+            step=point.step,
+            data=corpus.prefix,
+            tokenizer=corpus.tokenizer,
+            documents="held-out" if corpus.train_tokens else "all",
+            layout=layout,
+            batches=config.train.eval_batches,
+            tokens=round(tokens),
+            epochs=tokens / max(1, corpus.validation_tokens),
+            text_bytes=None if lengths is None else size,
+            bytes_counted=lengths is not None and lengths.counted,
+            loss=loss,
+        )
+        journal.validation(point.step, loss)
+        save(evaluation_file(files), found)
+    parallel.shutdown()
+    return "done"
+
+
+class Counted(Iterator["Batch"]):
+    """Batches on their way to the model, and how much of text they were.
+
+    Args:
+        lengths: bytes of each token, `[vocab_size]`; None where they are not known.
+    """
+
+    def __init__(self, batches: Iterator["Batch"], world: "World", lengths: "npt.NDArray[np.float64] | None") -> None:
+        import torch
+
+        self._batches, self._world = batches, world
+        self._lengths = None if lengths is None else torch.from_numpy(lengths).to(world.device)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+
+    def __next__(self) -> "Batch":
+        batch = next(self._batches)
+        counts = batch["loss_mask"].double()
+        self._totals[0] += counts.sum()
+        if self._lengths is not None:
+            self._totals[1] += (self._lengths[batch["labels"]] * counts).sum()
+        return batch
+
+    def totals(self) -> tuple[float, float]:
+        """Tokens and bytes of all ranks' batches. Collective."""
+        import torch
+
+        totals = self._totals.clone()
+        torch.distributed.all_reduce(totals)
+        # Ranks of a tensor-parallel group, and stages, were given the same ones.
+        tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
+        return tokens, size
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), evaluate_rank)

@@ -1,0 +1,67 @@
+"""A checkpoint's weights without anything that trains them, on layouts other than that which saved it."""
+
+import numpy as np
+import pytest
+import torch
+
+from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.checkpoint.weights import load_weights
+from canzona_cli.megatron.model import build_model
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron.trainee import Model
+from canzona_cli.training.assemble import assemble
+from canzona_cli.training.data import BatchStream
+from canzona_cli.training.evaluation import Counted
+from canzona_cli.training.step import validate
+from tests.dist import whole
+from tests.dist.jobs import Runs, on_ranks, planned
+from tests.dist.samples import RandomTokens
+from tests.dist.saved import Case, Outcome, resolve, saving_runs
+
+SHAPE = ("optimizer=muon", "model.num_layers=4", "train.seq_length=32", "train.batch_tokens=256")
+SAVED = Case(settings=(*SHAPE, "gpus=2", "parallel.tp=2"), steps=2)
+LAYOUTS = {
+    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "cp2": ("gpus=2", "parallel.cp=2"),
+    "pp2 vpp2": ("gpus=2", "parallel.pp=2", "parallel.vpp=2"),
+}
+BATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[Case, Outcome]:
+    return saving_runs(tmp_path_factory.mktemp("saved"), [SAVED])
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: str, runs: Runs[Case, Outcome]) -> None:
+    """In bf16: they are rounded as training rounds them, and the loss is that of a run that goes on from there."""
+    saved = runs[SAVED]
+    config, layout = resolve(*SHAPE, *LAYOUTS[where])
+    plan = planned(config, layout)
+    size, vocabulary, length = layout.global_batch_size, config.model.vocab_size, config.train.seq_length
+    samples = RandomTokens(samples=BATCHES * size, seq_length=length, vocab_size=vocabulary)
+    lengths = (np.arange(vocabulary) % 7).astype(np.float64)
+
+    def work(_: int, world: World) -> tuple[whole.Part, float, float, tuple[float, float]]:
+        folder = saved.checkpoint
+        manifest = verify_together(world, folder)
+        model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
+        load_weights(model, folder, manifest)
+        batches = Counted(BatchStream(samples, world), world, lengths)
+        loss = validate(model, batches, global_batches=BATCHES)
+        trainee = assemble(config, world, plan)
+        restore(trainee, folder, manifest)
+        trained = validate(trainee, BatchStream(samples, world), global_batches=BATCHES)
+        return whole.part_of(model.chunks, world), loss, trained, batches.totals()
+
+    (ranks,) = on_ranks({0: (config, layout)}, work).values()
+    weights = whole.assemble([part for part, *_ in ranks], config.model)
+    assert weights.keys() == saved.weights.keys()
+    assert all(torch.equal(weights[name], saved.weights[name]) for name in weights)
+    labels = torch.stack([samples[index]["labels"] for index in range(BATCHES * size)])
+    counted = (labels.numel(), lengths[labels.numpy()].sum())
+    for _, loss, trained, totals in ranks:
+        assert loss == trained
+        assert totals == counted
