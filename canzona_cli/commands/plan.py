@@ -28,8 +28,8 @@ def plan(
     ] = None,
     html: HtmlFile = None,
     compare: Annotated[
-        Literal["strategies", "layouts", "alpha", "form"] | None,
-        typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, or forms."),
+        Literal["strategies", "layouts", "alpha", "form", "mode"] | None,
+        typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, forms, or modes."),
     ] = None,
     shapes: Annotated[
         Path | None,

@@ -11,7 +11,7 @@ from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan
+from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan, Share
 from canzona_cli.planner.reduction import collectives, sent_elements
 from canzona_cli.planner.rings import shares
 
@@ -75,7 +75,13 @@ class UpdateKind:
     cols: int
     matrices: int
     seconds: float
-    """Of one of them."""
+    """Of one of them by one rank."""
+    shared: int
+    """How many of them their owners' TP groups update together, in Gram form."""
+    fragment_s: float
+    """Then: of every rank, for one of them; 0 where none is."""
+    host_s: float
+    """And of its host besides."""
     form: Form | None
     """None where nothing is orthogonalised."""
     products: Literal["plain", "symmetric"]
@@ -103,6 +109,9 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     how, optimizer = plan.subject.optimizer, config.optimizer
     orthogonal = isinstance(optimizer, NewtonSchulzConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
+    shares: dict[tuple[int, int], list[Share]] = {}
+    for index, share in plan.assignment.shares.items():
+        shares.setdefault(plan.matrices[index].shape, []).append(share)
     error = None
     if isinstance(optimizer, NewtonSchulzConfig) and how.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
@@ -113,12 +122,16 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
             cols=cols,
             matrices=number,
             seconds=cost,
+            shared=len(own),
+            fragment_s=own[0].each if own else 0.0,
+            host_s=own[0].hosts if own else 0.0,
             form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
             products="symmetric" if halved and stack_of(how, rows, cols, config.cluster) == 1 else "plain",
             together=stack_of(how, rows, cols, config.cluster),
             error=error,
         )
         for (rows, cols, cost), number in sorted(counted.items(), key=lambda one: -one[1] * one[0][2])
+        for own in (shares.get((rows, cols), ()),)
     )
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.planner.cost import RULES
-from canzona_cli.planner.measures import kinds
+from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
@@ -95,7 +95,9 @@ class PlanView(Page):
             yield "updates", rows
         layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy == "canzona" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"
-        yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}"
+        shared = len(plan.assignment.shares)
+        modes = f"; {shared:,} matrices shared by TP groups" if shared else ""
+        yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}{modes}"
         yield (
             "load balance",
             Text.assemble(
@@ -144,9 +146,9 @@ class PlanView(Page):
         elements = count(sum(matrix.elements for matrix in matrices))
         text = f"{len(matrices):,} ({plan.subject.settings.splitting}) with {elements} elements"
         ranks = mesh.pp * mesh.cells
-        if len(matrices) >= ranks:
+        busy = sum(load > 0 for stage in range(mesh.pp) for load in plan.loads(stage))
+        if len(matrices) >= ranks or busy == ranks:
             return text
-        busy = len({(m.stage, cell) for m, cell in zip(matrices, plan.assignment.cells, strict=True)})
         return (
             f"{text}; there are more ranks than matrices: {ranks - busy:,} of {ranks:,} ranks update none, and the "
             f"busiest has {self.study.balance.grid:.1f} times an even share"
@@ -159,7 +161,7 @@ class PlanView(Page):
             return ""
         shapes = ", ".join(
             f"{one.matrices:,} of {one.rows:,} {times} {one.cols:,} {one.form} {step_time(one.seconds)}"
-            f"{f' stacked by {one.together}' if one.together > 1 else ''}"
+            f"{f' stacked by {one.together}' if one.together > 1 else ''}{_shared(one)}"
             for one in found
         )
         how = f"{found[0].products} products"
@@ -170,6 +172,13 @@ class PlanView(Page):
         drawn = "" if self.drawn is None else f"; drawn in {self.drawn}"
         took = step_time(self.study.planning_s)
         return f"Plan {self.study.plan.hash}, {where}{drawn}. Planning and simulation took {took}."
+
+
+def _shared(kind: UpdateKind) -> str:
+    """` (120 shared: 2.8 ms each rank, 8.3 ms the host)`."""
+    if not kind.shared:
+        return ""
+    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank, {step_time(kind.host_s)} the host)"
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:

@@ -4,7 +4,6 @@ It follows the simulator from the first forward to the last updated weight and t
 or on what runs at the same time, the least there can be. From the same prices: a time that changes there changes here.
 """
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +16,9 @@ from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
 from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.packing import simple_bound
+from canzona_cli.planner.plan import HOSTED
 from canzona_cli.planner.planner import update_costs
+from canzona_cli.planner.sharing import shares
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
 from canzona_cli.simulate.simulate import CLIP_BYTES, NORM_BYTES
@@ -166,23 +167,23 @@ def _transfers(config: RunConfig, layout: Layout) -> _Traffic:
 def _update(config: RunConfig, layout: Layout) -> float:
     """Least seconds of matrix updates on the rank of stage 0 that has most of them.
 
-    Hosted: no less than a packing of whole matrices into owners times hosts can be, and no less than the mean of the
-    updates and of the packing around their exchanges. Duplicated: of each owner alone, or of all ranks, the whole.
+    Hosted and shared: no less than a packing of whole matrices, or of a host's parts of shared ones, into owners times
+    hosts can be, than the mean of the updates and of the packing around hosted ones' exchanges, and than the least that
+    the rank with the largest does. Duplicated: of each owner alone, or of all ranks, the whole.
     """
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return 0.0
     layers, ranks = config.model.num_layers // layout.pp, layout.world_size // layout.tp
     alone = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
-    layer_s, costs, elements, packing_s = _layer(config, alone)
+    layer = _layer(config, alone)
     if execution.everywhere:
-        return layers * layer_s
+        return layers * layer.whole_s
     if execution is Execution.LAYERWISE:
-        return layers * layer_s / layout.owners
+        return layers * layer.whole_s / layout.owners
     cells = layout.owners * layout.tp
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
-    mean = layers * (factor * math.fsum(costs) + elements * packing_s) / cells
-    return max(mean, factor * _packed(costs, layers, cells))
+    return max(layers * layer.all_s / cells, factor * _packed(layer.pieces, layers, cells), factor * layer.largest)
 
 
 @lru_cache(maxsize=1024)
@@ -190,14 +191,37 @@ def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
     return simple_bound(costs * layers, cells)
 
 
+class _Layer(NamedTuple):
+    """Seconds of one layer's updates."""
+
+    whole_s: float
+    """Where a rank does them all, gathering them first."""
+    all_s: float
+    """Of all ranks together at least, and of packing what is hosted."""
+    pieces: tuple[float, ...]
+    """Of each on one rank at least."""
+    largest: float
+    """Of a rank that has the largest, at least."""
+
+
 @lru_cache(maxsize=64)
-def _layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...], int, float]:
-    """Seconds of one layer's updates where a rank does them all, gathering them first; of each on its own; its
-    elements; and seconds of packing an element where it is hosted."""
+def _layer(config: RunConfig, layout: Layout) -> _Layer:
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     planned = execution_of(config) is Execution.PLANNED
     costs = update_costs(config, members, implementation(config))
     model = UpdateModel(config, layout, members, costs)
-    whole_s = 0.0 if planned else model.duplicated(range(len(members))).seconds
+    factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    return whole_s, costs, sum(matrix.elements for matrix in members), packing_s
+    possible = shares(config, layout, members) if planned and config.engine.mode != "hosted" else HOSTED
+    everything, pieces, largest = 0.0, [], 0.0
+    for matrix, cost in zip(members, costs, strict=True):
+        share, hosted = possible.get(matrix.index), factor * cost + matrix.elements * packing_s
+        everything += hosted if share is None else min(hosted, factor * (layout.tp * share.each + share.hosts))
+        pieces.append(cost if share is None else min(cost, share.hosts))
+        largest = max(largest, cost if share is None else min(cost, share.each + share.hosts))
+    return _Layer(
+        whole_s=0.0 if planned else model.duplicated(range(len(members))).seconds,
+        all_s=everything,
+        pieces=tuple(pieces),
+        largest=largest,
+    )

@@ -16,6 +16,7 @@ from canzona_cli.config.schema import (
     EngineConfig,
     Form,
     Layout,
+    Mode,
     MomentumConfig,
     RunConfig,
     Strategy,
@@ -34,9 +35,10 @@ from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
-Comparison = Literal["strategies", "layouts", "alpha", "form"]
+Comparison = Literal["strategies", "layouts", "alpha", "form", "mode"]
 LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 1
 """Of what `--json` prints; additions keep it."""
@@ -79,7 +81,7 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """What `--compare` layouts, alpha or form tried."""
+    """What `--compare` layouts, alpha, form or mode tried."""
 
     @property
     def strategy(self) -> str:
@@ -265,6 +267,8 @@ def _variants(
         runs = {name: replace(config, engine=_possible(replace(engine, layout=name))) for name in LAYOUTS}
     elif compare == "alpha":
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
+    elif compare == "mode":
+        runs = {mode: replace(config, engine=replace(engine, mode=mode)) for mode in MODES}
     elif compare == "form":
         if not isinstance(optimizer, MomentumConfig):
             reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"

@@ -42,13 +42,15 @@ def simulated(config: RunConfig, layout: Layout) -> float:
     ),
     overlap=st.sampled_from(((True, True), (True, False), (False, False))),
     buffers=st.sampled_from(("owner", "contiguous", "aligned")),
+    mode=st.sampled_from(("auto", "shared", "hosted")),
     data=st.data(),
 )
 def test_no_step_is_shorter_than_its_bound(
-    config: RunConfig, overlap: tuple[bool, bool], buffers: str, data: st.DataObject
+    config: RunConfig, overlap: tuple[bool, bool], buffers: str, mode: str, data: st.DataObject
 ) -> None:
     parallel = replace(config.parallel, overlap_grad_reduce=overlap[0], overlap_param_gather=overlap[1])
-    config = replace(config, parallel=parallel, engine=replace(config.engine, layout=buffers))  # type: ignore[arg-type]
+    engine = replace(config.engine, layout=buffers, mode=mode)  # type: ignore[arg-type]
+    config = replace(config, parallel=parallel, engine=engine)
     try:
         layout = data.draw(st.sampled_from(candidates(config))).layout
         seconds = simulated(config, layout)
