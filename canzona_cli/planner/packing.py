@@ -437,7 +437,7 @@ class HostPacker:
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
-            self._known[key] = tuple(self._packed(key))
+            self._known[key] = tuple(sorted(self._packed(key), key=lambda row: (row.height, sum(row.shared))))
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:

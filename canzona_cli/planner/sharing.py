@@ -62,7 +62,7 @@ def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tup
     """Of every rank before each round and after the last, and of the host in each round.
 
     Bytes: around the iteration as `cost.work` has it of Muon; an answer is applied to the fragment divided by what was
-    answered, a copy of it, and what it is added to. The host reads each contribution twice, for its norm and its sum.
+    answered, a copy of it, and what it is added to. The host adds contributions up one by one, and copies its answer.
     """
     own = m * n // tp
     contributed = Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m)
@@ -78,8 +78,8 @@ def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tup
     host = [
         Work(
             symmetric=((4 * k - 3, m, m),),
-            traffic=(width * (17 * k - 11) + tp * (2 * sent + _SUMMED) + 4 + 3 * width) * m * m,
-            launches=26 * k + 6 + 11 * min(k, 2) + 3 * tp + 10,
+            traffic=(width * (17 * k - 14) + tp * (sent + _SUMMED) + 4 * width) * m * m,
+            launches=11 * k + 5 + 7 * min(k, 2) + tp + 15,
         )
         for k in parts
     ]

@@ -223,6 +223,7 @@ def test_other_pictures_than_png_are_refused(tmp_path: Path) -> None:
         ("layouts", ("Alternatives", "owner", "contiguous", "aligned")),
         ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
         ("form", ("Alternatives", "standard", "gram", "auto")),
+        ("mode", ("Alternatives", "hosted", "shared", "auto")),
     ],
 )
 def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:
@@ -231,6 +232,17 @@ def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:
     text = " ".join(result.stdout.split())
     for word in words:
         assert word in text
+
+
+def test_it_says_what_is_shared_and_what_that_takes() -> None:
+    large = ("plan", "recipe=14b", "gpus=512", "parallel.tp=2", "parallel.pp=1", "--dry-run", "engine.mode=auto")
+    said = json.loads(canzona(*large, "--json").stdout)
+    shared = sum(kind["shared"] for kind in said["updates"])
+    assert shared > 0
+    assert all((kind["fragment_s"] > 0) == (kind["host_s"] > 0) == (kind["shared"] > 0) for kind in said["updates"])
+    text = " ".join(canzona(*large).stdout.split())
+    assert f"{shared} matrices shared by TP groups" in text
+    assert "each rank," in text
 
 
 def test_compared_layouts_are_in_the_json() -> None:
