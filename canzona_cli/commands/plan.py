@@ -1,6 +1,7 @@
 """`canzona plan`: who updates which matrix, and how long a step then takes, without torch or a GPU."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -89,7 +90,13 @@ def plan(
     from canzona_cli.report.plan import PlanView
 
     phases = compare == "strategies"
-    view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions)
+    corpus = None
+    if config.data.source == "prepared":
+        from canzona_cli.data.corpus import ensure_corpus  # imports numpy
+
+        with suppress(ConfigError):  # a plan is made of what cannot be trained yet, too
+            corpus = ensure_corpus(config)
+    view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions, corpus=corpus)
     if html is not None:
         from canzona_cli.report.html.plan import plan_page
 

@@ -302,7 +302,7 @@ def _meet(
     else:
         found = run.go_on(config, job.layout)
         _say_resumption(run, found)
-        warn(() if found is None else filter(None, [reordered(found, config, job.layout, corpus.train_tokens)]))
+        warn(() if found is None else filter(None, [reordered(found, config, job.layout, corpus)]))
     return machines, torchrun.build(config, run.path)
 
 

@@ -1,6 +1,8 @@
 """Whether the values of a run make sense together. The arithmetic of layouts is in `config.layout_rules`."""
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
@@ -63,8 +65,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield f"engine.splitting={config.engine.splitting} means qkv here: {why}, which leaves gate and up together"
     if config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
-    if config.data.source == "stdlib" and "data.path" in explicit:
-        yield "data.path is ignored: data.source is stdlib; write data=prepared to use it"
+    for key in ("data.path", "data.blend"):
+        if config.data.source == "stdlib" and key in explicit:
+            yield f"{key} is ignored: data.source is stdlib; write data=prepared to use it"
     if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:
         yield f"data.tokenizer_vocab_size is ignored: the tokenizer is {config.data.tokenizer}"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
@@ -192,9 +195,15 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
 def _data(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
-        if not data.path:
+        if data.path and data.blend:
+            reason = f"is given beside data.path={data.path}"
+            yield problem_with(config, "data.blend", reason, "add that path to it with a weight, and data.path=null")
+        elif not data.path and not data.blend:
             fix = "make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)"
             yield Problem(key="data.path", reason="prepared data needs a path", fix=fix)
+        places = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
+        for place in (place for place, times in places.items() if times > 1):
+            yield Problem(key="data.blend", value=place, reason="is in it twice", fix="give it one weight, the sum")
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"

@@ -251,7 +251,9 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     config = OmegaConf.create(_with_defaults(base))
     for key, value in values.items():
         try:
-            OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
+            # A blend that is typed is the whole of it: no share of a recipe's sets is left over.
+            merge = isinstance(value, Mapping) and key != "data.blend"
+            OmegaConf.update(config, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
             problems.append(Problem(key=key, value=value, reason=f"cannot be set: {str(error).splitlines()[0]}"))
     raw = OmegaConf.to_container(config, resolve=False)

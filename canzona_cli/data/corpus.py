@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
 from canzona_cli.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_json_tokenizer, tokenizer_file
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse
-from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, gathered, refuse
+from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 ReportProgress = Callable[[str, float], None]
@@ -43,33 +43,41 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         EnvironmentProblem: the cache cannot be written, or this Python has no library sources.
     """
     report = on_progress or (lambda what, share: None)
-    sidecar: Sidecar | None
-    if config.data.source == "stdlib":
-        pair, sidecar = _cached_stdlib(config, report)
+    data, share = config.data, _held_out(config)
+    found: list[tuple[PairInfo, Sidecar | None]]
+    if data.source == "stdlib":
+        weights, found = {"stdlib": 1.0}, [_cached_stdlib(config, report)]
     else:
-        assert config.data.path is not None, "composition refuses prepared data without a path"
-        pair = inspect_pair(Path(config.data.path).expanduser().absolute())
-        sidecar = load_sidecar(pair)
-    largest = sidecar.max_token_id if sidecar else _scanned_max(pair, config, report)
-    train_tokens, validation_tokens = pair.split_tokens(_held_out(config))
+        weights = data.blend or {str(data.path): 1.0}
+        found = _pairs([*weights], blended=bool(data.blend))
+    largest = [sidecar.max_token_id if sidecar else _scanned_max(pair, config, report) for pair, sidecar in found]
+    sets = []
+    for name, weight, (pair, _) in zip(_names([*weights]), weights.values(), found, strict=True):
+        train_tokens, validation_tokens = pair.split_tokens(share)
+        sets.append(
+            PreparedSet(
+                name=name,
+                prefix=pair.prefix,
+                share=weight / sum(weights.values()),
+                tokens=pair.tokens,
+                documents=pair.documents,
+                train_tokens=train_tokens,
+                validation_tokens=validation_tokens,
+            )
+        )
+    first = found[0][1]
     corpus = PreparedCorpus(
-        prefix=pair.prefix,
-        tokenizer=sidecar.tokenizer if sidecar else "unknown",
-        vocab_size=sidecar.vocab_size if sidecar else largest + 1,
-        tokens=pair.tokens,
-        documents=pair.documents,
-        max_token_id=largest,
-        eod=sidecar.eod if sidecar else None,
-        train_tokens=train_tokens,
-        validation_tokens=validation_tokens,
+        sets=tuple(sets),
+        tokenizer=first.tokenizer if first else "unknown",
+        vocab_size=first.vocab_size if first else max(largest) + 1,
+        max_token_id=max(largest),
+        eod=first.eod if first else None,
     )
-    refuse(
-        [
-            *_vocabulary_problems(config, corpus),
-            *_length_problems(config, pair, corpus),
-            *_sample_problems(config, corpus),
-        ]
-    )
+    problems = [*_disagreements(found), *_vocabulary_problems(config, corpus)]
+    for one, (pair, _) in zip(corpus.sets, found, strict=True):
+        problems += _length_problems(config, pair, one, blended=len(found) > 1)
+    problems += _sample_problems(config, corpus)
+    refuse(problems)
     return corpus
 
 
@@ -89,6 +97,43 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
         raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
     backend = RustTokenizer.from_file(str(path))
     return JsonTokenizer(kind="huggingface", name=corpus.tokenizer, eod=corpus.eod, backend=backend)
+
+
+def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidecar | None]]:
+    """The pairs at these prefixes, all of them intact."""
+    found, problems = [], list[Problem]()
+    for path in paths:
+        with gathered(problems):
+            pair = inspect_pair(Path(path).expanduser().absolute())
+            found.append((pair, load_sidecar(pair)))
+    if blended:
+        problems = [replace(each, key="data.blend", fix=each.fix.replace("data.path=", "")) for each in problems]
+    refuse(problems)
+    return found
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """The last part of each path, or the paths themselves where these are not different."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else [*paths]
+
+
+def _disagreements(found: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
+    """Sets of another tokenizer than the first one's: the same id would be another word."""
+    (first, known), *others = found
+    for pair, sidecar in others:
+        if _identity(sidecar) == _identity(known):
+            continue
+        ours, theirs = (f"{one.tokenizer} ({one.vocab_size:,} ids)" if one else "unknown" for one in (sidecar, known))
+        reason = f"its tokenizer is {ours}, that of {first.prefix} is {theirs}: the same id would be another word"
+        saved = saved_tokenizer_path(first.prefix)
+        fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
+        yield Problem(key="data.blend", value=str(pair.prefix), reason=reason, fix=fix)
+
+
+def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
+    """What makes tokenizers the same; None for a pair that does not say."""
+    return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
@@ -209,7 +254,8 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
 def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
     least = corpus.max_token_id + 1
     if least > config.model.vocab_size:
-        reason = f"{corpus.prefix}.bin has token ids up to {corpus.max_token_id}, more than the embedding has"
+        where = ", ".join(f"{one.prefix}.bin" for one in corpus.sets)
+        reason = f"{where} has token ids up to {corpus.max_token_id}, more than the embedding has"
         fix = f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)"
         yield problem_with(config, "model.vocab_size", reason, fix)
 
@@ -224,17 +270,19 @@ def _held_out(config: RunConfig) -> float:
     return config.data.validation_fraction if validates else 0.0
 
 
-def _length_problems(config: RunConfig, pair: PairInfo, corpus: PreparedCorpus) -> Iterator[Problem]:
+def _length_problems(config: RunConfig, pair: PairInfo, held: PreparedSet, *, blended: bool) -> Iterator[Problem]:
     """A sample is `seq_length` tokens and the one after them; each split needs at least one of its own."""
     needed = config.train.seq_length + 1
-    if corpus.tokens < needed:
-        reason = f"the data has only {corpus.tokens:,} tokens, less than one sample"
+    data = held.name if blended else "the data"
+    if held.tokens < needed:
+        reason = f"{data} has only {held.tokens:,} tokens, less than one sample"
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
-    elif corpus.train_tokens < needed or (_held_out(config) > 0 and corpus.validation_tokens < needed):
-        which = "training" if corpus.train_tokens < needed else "validation"
-        left = min(corpus.train_tokens, corpus.validation_tokens)
-        reason = f"leaves {left:,} tokens for {which}, but a sample needs {needed:,}"
+    elif held.train_tokens < needed or (_held_out(config) > 0 and held.validation_tokens < needed):
+        which = "training" if held.train_tokens < needed else "validation"
+        left = min(held.train_tokens, held.validation_tokens)
+        of = f" of {held.name}" if blended else ""
+        reason = f"leaves {left:,} tokens{of} for {which}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 

@@ -36,10 +36,11 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
         return None
     if (values := bytes_by_id(tokenizer)) is not None:
         return TokenBytes(values=values, counted=True)
-    sidecar = load_sidecar(inspect_pair(corpus.prefix))
-    if sidecar is None:
+    sidecars = [sidecar for one in corpus.sets if (sidecar := load_sidecar(inspect_pair(one.prefix))) is not None]
+    if len(sidecars) < len(corpus.sets):
         return None
-    return TokenBytes(values=np.full(corpus.vocab_size, sidecar.text_bytes / sidecar.tokens), counted=False)
+    mean = sum(one.text_bytes for one in sidecars) / sum(one.tokens for one in sidecars)
+    return TokenBytes(values=np.full(corpus.vocab_size, mean), counted=False)
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:

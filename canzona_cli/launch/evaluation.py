@@ -147,7 +147,9 @@ def _corpus(
             raise ConfigError(problem_with(config, "train.eval_interval", reason, fix))
         return ensure_corpus(config, on_progress)
     corpus = ensure_corpus(replace(config, train=replace(config.train, eval_interval=0)), on_progress)
-    return replace(corpus, train_tokens=0, validation_tokens=corpus.tokens)
+    return replace(
+        corpus, sets=tuple(replace(one, train_tokens=0, validation_tokens=one.tokens) for one in corpus.sets)
+    )
 
 
 def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["all"] | None) -> int:
@@ -155,7 +157,7 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["al
         return asked or config.train.eval_batches
     batch, length = config.train.global_batch_size, config.train.seq_length
     assert batch is not None
-    samples = (corpus.validation_tokens - 1) // length
+    samples = (min(one.validation_tokens for one in corpus.sets) - 1) // length  # of each set as many
     if samples < batch:
         reason = f"the documents make {samples} samples of {length} tokens, less than one batch of {batch}"
         fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"

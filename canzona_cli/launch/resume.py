@@ -18,10 +18,10 @@ from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.run.codec import load_if_sound, read_lines
-from canzona_cli.run.corpus import tokens_wanted
+from canzona_cli.run.corpus import PreparedCorpus, tokens_wanted
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
-from canzona_cli.run.words import layout_words
+from canzona_cli.run.words import clean, layout_words
 
 _KEY = "checkpoint.resume"
 
@@ -105,22 +105,23 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     return _checked(config, layout, checkpoint, own=own)
 
 
-def reordered(found: Resumption, config: RunConfig, layout: Layout, tokens: int) -> str | None:
+def reordered(found: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
     """A warning where a different number of steps changes the order of the data; None where it does not.
 
-    Megatron shuffles all passes over the data at once: with more of them, every sample has another place.
-
-    Args:
-        tokens: to train on, of one pass over the data.
+    Megatron shuffles all passes over a set at once: with more of them, every sample has another place.
     """
     if found.weights_only:
         return None
-    wanted = (tokens_wanted(config, layout, steps=steps) for steps in (found.steps_before, config.train.steps))
-    before, now = (math.ceil(read / max(1, tokens)) for read in wanted)
-    if before == now:
-        return None
-    steps = f"train.steps={config.train.steps} reads the data {now} times, {found.steps_before} steps {before} times"
-    return f"{steps}: their order changes from here on, and some samples are repeated"
+    wanted = [tokens_wanted(config, layout, steps=steps) for steps in (found.steps_before, config.train.steps)]
+    for one in corpus.sets:
+        before, now = (math.ceil(read * one.share / max(1, one.train_tokens)) for read in wanted)
+        if before != now:
+            data = "the data" if len(corpus.sets) == 1 else clean(one.name)
+            steps = (
+                f"train.steps={config.train.steps} reads {data} {now} times, {found.steps_before} steps {before} times"
+            )
+            return f"{steps}: their order changes from here on, and some samples are repeated"
+    return None
 
 
 def _weights(config: RunConfig) -> Resumption:

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from canzona_cli.report.page import Page, Screen, labelled
 from canzona_cli.run.evaluation import Evaluation
-from canzona_cli.run.words import count, layout_words, number
+from canzona_cli.run.words import clean, count, layout_words, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class EvaluationView(Page):
         yield from labelled(
             (
                 ("loss", f"{number(found.loss, '.4f')} nats a token"),
+                *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in found.sets.items()),
                 ("perplexity", number(found.perplexity, ".4g")),
                 ("bits a byte", bits),
                 ("checkpoint", str(found.checkpoint)),

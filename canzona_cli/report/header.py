@@ -60,6 +60,10 @@ def describe_optimizer(config: RunConfig) -> str:
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
+    if corpus is not None and len(corpus.sets) > 1:
+        source = " + ".join(f"{one.share:.1%} {one.name} ({count(one.tokens)} tokens)" for one in corpus.sets)
+    elif config.data.blend:
+        source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
     parts = [clean(source)]
     if corpus is None:
         parts.append(f"{clean(config.data.tokenizer)} tokenizer")

@@ -15,7 +15,7 @@ from canzona_cli.report.header import describe_batch, describe_layout, outlook_r
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.plan_charts import iterations, load_map, memory, streams
 from canzona_cli.report.tables import GroupedTable, column, columns
-from canzona_cli.run.corpus import supply
+from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, plural, step_time, traffic
 from canzona_cli.simulate.simulate import StrategyResult
@@ -38,6 +38,8 @@ class PlanView(Page):
     """Whether to list every strategy's phases."""
     assumptions: bool = False
     """Whether to list what the simulated times assume, not only how many assumptions there are."""
+    corpus: PreparedCorpus | None = None
+    """Somebody's own, where it is there."""
 
     widest = 120
 
@@ -86,7 +88,7 @@ class PlanView(Page):
         study, balance, moved = self.study, self.study.balance, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
         yield "batch", describe_batch(study.layout, study.config.train.seq_length, times=times)
-        read = supply(study.config, study.layout)
+        read = supply(study.config, study.layout, self.corpus)
         if read is not None:
             yield "epochs", read.words
         yield from outlook_rows(study.config, study.outlook)

@@ -98,7 +98,8 @@ class RunView(Page):
             yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
         for text in guarded(summary.skipped, summary.fallbacks):
             yield "guards", Text(text, style="yellow")
-        for label, points in (("loss", summary.losses), ("validation", summary.validations)):
+        curves = {"loss": summary.losses, "validation": summary.validations}
+        for label, points in {**curves, **{f"  {clean(n)}": own for n, own in summary.set_validations.items()}}.items():
             if not points:
                 continue
             (begin, first), (end, last) = points[0], points[-1]

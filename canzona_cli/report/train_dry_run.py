@@ -65,11 +65,23 @@ class DryRun(Page):
                 "worst_rank": str(memory.worst_rank),
             },
             "outlook": asdict(self.ahead),
+            "data": self._sets(),
             "nodes": node_count(self.config),
             "ranks_per_node": ranks_per_node(self.config),
             "environment": dict(self.command.environment),
             "command": list(self.command.argv),
         }
+
+    def _sets(self) -> list[dict[str, object]]:
+        """What the run reads, as far as it is there."""
+        read, corpus = supply(self.config, self.layout, self.corpus), self.corpus
+        if read is None or corpus is None:
+            return []
+        epochs = {name: each.epochs for name, each in read.sets.items()}
+        return [
+            {**asdict(one), "prefix": str(one.prefix), "epochs": epochs.get(one.name, read.epochs)}
+            for one in corpus.sets
+        ]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         read = supply(self.config, self.layout, self.corpus)

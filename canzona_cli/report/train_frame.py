@@ -1,6 +1,7 @@
 """One frame of the live view: progress bar, loss curve and figures, laid out for the width at hand."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import batched
 
@@ -8,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canzona_cli.report.charts import line_chart, sparkline
-from canzona_cli.report.train_state import TrainState
+from canzona_cli.report.train_state import TrainState, set_losses
 from canzona_cli.run.words import MISSING, clean, count, duration, number, step_time
 
 _WIDE = 110
@@ -114,8 +115,7 @@ class Frame:
         validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(arrow), "bold"))
         if len(state.validations) > 1:
             validation.append(f"  steps {state.validations[0][0]:,} {arrow} {state.validations[-1][0]:,}", style="dim")
-        lines.append(validation)
-        return lines
+        return [*lines, validation, *self._sets(width)]
 
     def _wide(self, width: int, ascii_only: bool) -> list[Text]:
         state, arrow = self.state, "->" if ascii_only else "→"
@@ -133,4 +133,11 @@ class Frame:
             lines.append(line.append("   ").append_text(figure))
         if not chart:
             lines[0] = Text.assemble(f"  {MISSING:<{width - column - 5}}   ", right[0])
-        return lines
+        return [*lines, *self._sets(width)]
+
+    def _sets(self, width: int) -> Iterator[Text]:
+        """The newest validation of each set of a blend."""
+        if self.state.sets:
+            line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
+            line.truncate(width, overflow="ellipsis")
+            yield line

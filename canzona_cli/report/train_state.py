@@ -5,13 +5,13 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, guarded, number, real
+from canzona_cli.run.words import MISSING, clean, guarded, number, real
 
 Clock = Callable[[], float]
 
@@ -79,6 +79,8 @@ class TrainState:
     """Logged steps whose loss was NaN or infinite."""
     validations: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss), finite or not."""
+    sets: Mapping[str, float | None] = field(default_factory=dict)
+    """Of a blend, the newest validation's loss on each set."""
     started: float = 0.0
     updated: float | None = None
     """When the newest step arrived, seconds on `clock`."""
@@ -129,6 +131,7 @@ class TrainState:
     def add_validation(self, validation: ValidationLoss) -> None:
         loss = real(validation.loss)
         self.validations.append((validation.step, math.nan if loss is None else loss))
+        self.sets = validation.sets
 
     @property
     def loss(self) -> float | None:
@@ -213,6 +216,13 @@ class TrainState:
         if len(self.validations) == 1:
             return number(first, ".4f")
         return loss_change(first, last, arrow)
+
+
+def set_losses(sets: Mapping[str, float | None]) -> str:
+    """`code 1.2345, web 2.3456`; empty where there is no blend."""
+    return ", ".join(
+        f"{clean(name)} {number(math.nan if loss is None else loss, '.4f')}" for name, loss in sets.items()
+    )
 
 
 def loss_change(first: float, last: float, arrow: str) -> str:

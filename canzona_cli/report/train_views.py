@@ -17,7 +17,7 @@ from canzona_cli.report.charts import bar
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.train_frame import Frame
-from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change
+from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, duration, number, real, step_time
@@ -207,7 +207,10 @@ class PlainView(ConsoleView):
             self._print_step(state.clock())
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
         change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
-        self._print(f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}")
+        each = f": {set_losses(state.sets)}" if state.sets else ""
+        self._print(
+            f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}{each}"
+        )
 
     def note(self, note: Note) -> None:
         self._print(f"{self._time()} {'warning: ' if note.warning else ''}{note.text}")

@@ -1,7 +1,8 @@
 """What an evaluation found: the loss of a checkpoint on held-out or other text."""
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -22,7 +23,7 @@ class Evaluation:
     checkpoint: Path
     step: int
     data: Path
-    """Prefix of the pair."""
+    """Prefix of the pair, or of a blend's first."""
     tokenizer: str
     documents: Documents
     layout: Layout
@@ -37,7 +38,9 @@ class Evaluation:
     bytes_counted: bool
     """Token by token; else from the mean of the whole corpus, for its tokenizer does not tell."""
     loss: float | None
-    """Mean, nats per token; None where it is not finite."""
+    """Mean, nats per token; None where it is not finite. Of a blend, as the bytes, by the shares of its sets."""
+    sets: Mapping[str, float | None] = field(default_factory=dict)
+    """Of a blend, the loss of each set by its name."""
 
     @property
     def perplexity(self) -> float | None:

@@ -158,7 +158,9 @@ class ValidationLoss:
 
     step: int
     loss: float | None = None
-    """None in the file where it is not finite."""
+    """None in the file where it is not finite. Of a blend, the mean of its sets by their shares in training."""
+    sets: Mapping[str, float | None] = field(default_factory=dict)
+    """Of a blend, the loss of each set by its name."""
     time: float | None = None
 
 

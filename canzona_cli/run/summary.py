@@ -1,7 +1,7 @@
 """What a run directory tells afterwards: how it ended, the first error, the loss, the breakdown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class RunSummary:
     """The last step known."""
     validations: tuple[tuple[int, float | None], ...]
     """(step, loss); None where it was not finite."""
+    set_validations: Mapping[str, tuple[tuple[int, float | None], ...]]
+    """Of a blend, the same of each set by its name."""
     skipped: int
     """Steps that changed nothing because their gradients were not finite."""
     fallbacks: int
@@ -104,8 +106,10 @@ class RunSummary:
             "goodput": None if self.goodput is None else self.goodput.as_json(),
             "saving_interval": None if self.saving is None else self.saving.as_json(),
             "epochs": None if self.supply is None else self.supply.epochs,
+            "epochs_by_set": {name: each.epochs for name, each in (self.supply.sets if self.supply else {}).items()},
             "loss": _ends(self.losses),
             "validation": _ends(self.validations),
+            "validation_by_set": {name: _ends(losses) for name, losses in self.set_validations.items()},
             "errors": [_error_json(result) for result in self.errors],
             "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
             "warnings": list(self.warnings),
@@ -152,6 +156,10 @@ def load_summary(run_dir: Path) -> RunSummary:
         losses=tuple((line.step, line.loss) for line in metrics if line.loss is not None),
         step=max([0 if result is None else result.step, *(line.step for line in metrics)]),
         validations=tuple((line.step, line.loss) for line in validation),
+        set_validations={
+            name: tuple((line.step, line.sets[name]) for line in validation if name in line.sets)
+            for name in dict.fromkeys(name for line in validation for name in line.sets)
+        },
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
         elapsed_s=time_in_launches((*metrics, *validation, *events)),

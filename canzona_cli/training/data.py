@@ -1,6 +1,6 @@
 """Batches of Megatron's `GPTDataset`, in an order that depends on the seed alone, not on the layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
-from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a `BatchStream`
@@ -25,6 +25,9 @@ class CorpusFacts:
     vocab_size: int
     eod: int | None
     name: str
+    sets: tuple[tuple[int, int], ...]
+    """Tokens and documents of each set: Megatron finds its sample indices again by paths, and what lies there may have
+    been prepared anew."""
 
     @property
     def pad(self) -> int:
@@ -32,7 +35,18 @@ class CorpusFacts:
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
-        return {"class": "canzona", "name": self.name, "vocab_size": str(self.vocab_size)}
+        sets = ", ".join(f"{tokens} in {documents}" for tokens, documents in self.sets)
+        return {"class": "canzona", "name": self.name, "vocab_size": str(self.vocab_size), "sets": sets}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Samples of one set for validation."""
+
+    name: str
+    share: float
+    """Of the set in training, 1 for all together."""
+    samples: torch.utils.data.Dataset[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,58 +54,75 @@ class Datasets:
     """Samples of `seq_length` tokens with their successors as labels."""
 
     train: torch.utils.data.Dataset[Batch]
-    validation: torch.utils.data.Dataset[Batch] | None
+    validation: tuple[HeldOut, ...] = ()
+    """Nothing where a run is not validated."""
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
     """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
-    train, batch = config.train, config.train.global_batch_size
-    assert batch is not None
-    wants_validation = train.eval_interval > 0 and train.eval_batches > 0
+    wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
-    sizes = (train.steps * batch, train.eval_batches * batch if wants_validation else 0)
-    training, validation = _build(config, corpus, share, sizes, cache)
-    assert training is not None
-    return Datasets(train=training, validation=validation)
-
-
-def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> torch.utils.data.Dataset[Batch]:
-    """The samples on which a run of these settings is validated; those of all documents where the corpus has none to
-    train on."""
     batch = config.train.global_batch_size
     assert batch is not None
+    train = _build(config, corpus, corpus.sets, split=(0.0, 1 - share), samples=config.train.steps * batch, cache=cache)
+    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if share else ())
+
+
+def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[HeldOut, ...]:
+    """Of each set the samples on which a run of these settings is validated; those of all documents where the corpus
+    has none to train on."""
+    assert config.train.global_batch_size is not None
     share = config.data.validation_fraction if corpus.train_tokens else 1.0
-    _, validation = _build(config, corpus, share, (batch, config.train.eval_batches * batch), cache)
-    assert validation is not None
-    return validation
+    samples = config.train.eval_batches * config.train.global_batch_size
+    return tuple(
+        HeldOut(
+            name=one.name,
+            share=one.share,
+            samples=_build(config, corpus, [one], split=(1 - share, 1.0), samples=samples, cache=cache),
+        )
+        for one in corpus.sets
+    )
 
 
 def _build(
-    config: RunConfig, corpus: PreparedCorpus, share: float, sizes: tuple[int, int], cache: Path
-) -> "tuple[torch.utils.data.Dataset[Batch] | None, torch.utils.data.Dataset[Batch] | None]":
-    """Samples for training and for validation.
-
-    Args:
-        share: of the documents, for validation.
-        sizes: samples of each; none are made where the share leaves no documents.
-    """
-    train = config.train
-    facts = CorpusFacts(vocab_size=config.model.vocab_size, eod=corpus.eod, name=corpus.tokenizer)
+    config: RunConfig,
+    corpus: PreparedCorpus,
+    sets: Sequence[PreparedSet],
+    *,
+    split: tuple[float, float],
+    samples: int,
+    cache: Path,
+) -> torch.utils.data.Dataset[Batch]:
+    """At least so many samples of these parts of the sets: in turn, by their shares, where there are several."""
+    weights = [one.share for one in sets]
     settings = GPTDatasetConfig(
-        random_seed=train.seed,
-        sequence_length=train.seq_length,
-        blend=([str(corpus.prefix)], None),
-        split=f"{1 - share:.6f},{share:.6f},0",
+        random_seed=config.train.seed,
+        sequence_length=config.train.seq_length,
+        blend=([str(one.prefix) for one in sets], weights if len(sets) > 1 else None),
+        split="1",
         path_to_cache=str(cache),
-        tokenizer=facts,
+        tokenizer=CorpusFacts(
+            vocab_size=config.model.vocab_size,
+            eod=corpus.eod,
+            name=corpus.tokenizer,
+            sets=tuple((one.tokens, one.documents) for one in sets),
+        ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of traffic.
         create_attention_mask=False,
+        # A blend takes at most one sample more of a set than its share of them, and has one more for each set.
+        mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
-    built = BlendedMegatronDatasetBuilder(GPTDataset, (*sizes, 0), lambda: True, settings).build()
-    return built[0], built[1] if share else None
+    index = 0 if split[0] == 0 else 1
+    """Of Megatron's three splits, the one that is built; it seeds nothing, but is told in the files' names."""
+    settings.split_matrix = [split if each == index else None for each in range(3)]
+    sizes = [samples if each == index else 0 for each in range(3)]
+    built: torch.utils.data.Dataset[Batch] | None
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[index]
+    assert built is not None
+    return built
 
 
 class BatchStream(Iterator[Batch]):

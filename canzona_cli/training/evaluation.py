@@ -53,16 +53,21 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     refuse(contract.verify(), EnvironmentProblem)
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
     Pulse(record.heart).follow(model.timer)
-    journal.stage("build data", str(corpus.prefix))
-    samples = build_validation(config, corpus, cache=cache_root(config) / "indices")
+    journal.stage("build data", ", ".join(str(one.prefix) for one in corpus.sets))
+    parts = build_validation(config, corpus, cache=cache_root(config) / "indices")
     lengths = token_bytes(corpus)
     checkpoint = Path(point.checkpoint)
     journal.stage("load", checkpoint.name)
     load_weights(model, checkpoint, verify_together(world, checkpoint))
     journal.stage("validate", f"step {point.step}")
-    batches = Counted(BatchStream(samples, world), world, None if lengths is None else lengths.values)
-    loss = validate(model, batches, global_batches=config.train.eval_batches)
-    tokens, size = batches.totals()
+    losses, read = {}, []
+    for part in parts:
+        batches = Counted(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
+        losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
+        read.append(batches.totals())
+    tokens = sum(of_set for of_set, _ in read)
+    size = sum(part.share * size * tokens / of_set for part, (of_set, size) in zip(parts, read, strict=True))
+    loss = sum(part.share * losses[part.name] for part in parts)
     if rank == 0:
         found = Evaluation(
             checkpoint=checkpoint,
@@ -77,8 +82,9 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             text_bytes=None if lengths is None else size,
             bytes_counted=lengths is not None and lengths.counted,
             loss=loss,
+            sets=losses if len(losses) > 1 else {},
         )
-        journal.validation(point.step, loss)
+        journal.validation(point.step, loss, found.sets)
         save(evaluation_file(files), found)
     parallel.shutdown()
     return "done"

@@ -241,13 +241,18 @@ class Training:
 
     def _validate(self) -> None:
         step, settings = self.progress.step, self.trainee.config.train
-        if self.datasets.validation is None:
+        if not self.datasets.validation:
             return
         self.journal.stage("validate", f"step {step}")
         # Always the same batches, so that two validations differ by the model alone.
-        batches = BatchStream(self.datasets.validation, self.trainee.world)
-        loss = validate(self.trainee, batches, global_batches=settings.eval_batches)
-        self.journal.validation(step, loss)
+        losses = {
+            part.name: validate(
+                self.trainee, BatchStream(part.samples, self.trainee.world), global_batches=settings.eval_batches
+            )
+            for part in self.datasets.validation
+        }
+        loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
+        self.journal.validation(step, loss, losses if len(losses) > 1 else {})
         found = self._divergence.validated(step, loss, final=step == settings.steps)
         self._remember()
         if found is not None and self._stops_for(found):

@@ -158,8 +158,9 @@ class Journal:
     def step(self, metrics: StepMetrics) -> None:
         self._append(self._files.metrics, plain(replace(metrics, time=time.time())))
 
-    def validation(self, step: int, loss: float) -> None:
-        self._append(self._files.validation, plain(ValidationLoss(step=step, loss=loss, time=time.time())))
+    def validation(self, step: int, loss: float, sets: Mapping[str, float | None] | None = None) -> None:
+        record = ValidationLoss(step=step, loss=loss, sets=sets or {}, time=time.time())
+        self._append(self._files.validation, plain(record))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """What the model writes behind `prompt`."""

@@ -182,7 +182,16 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     assert set(report) == {
         *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
         *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
-        *("warnings", "epochs", "restarts", "go_on", "goodput", "saving_interval"),
+        *(
+            "warnings",
+            "epochs",
+            "epochs_by_set",
+            "validation_by_set",
+            "restarts",
+            "go_on",
+            "goodput",
+            "saving_interval",
+        ),
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
     assert report["loss"]["last"]["step"] == 40, "the last finite loss"

@@ -177,11 +177,11 @@ def planned(config: RunConfig, layout: Layout) -> Plan | None:
 def _train(trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
     config = trainee.config
     datasets = build_datasets(config, corpus, cache=indices)
-    assert datasets.validation is not None
-    before = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
+    (held_out,) = datasets.validation
+    before = validate(trainee, BatchStream(held_out.samples, trainee.world), global_batches=2)
     batches = BatchStream(datasets.train, trainee.world)
     steps = [train_step(trainee, batches) for _ in range(trainee.config.train.steps)]
-    after = validate(trainee, BatchStream(datasets.validation, trainee.world), global_batches=2)
+    after = validate(trainee, BatchStream(held_out.samples, trainee.world), global_batches=2)
     return Curve(
         validation_before=before,
         losses=[step.loss for step in steps],

@@ -20,7 +20,7 @@ from canzona_cli.errors import ExitCode, SaveFailed
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
-from canzona_cli.training.data import Datasets
+from canzona_cli.training.data import Datasets, HeldOut
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.requests import StopRequests
@@ -111,7 +111,8 @@ def _rank(
 
     samples.tell = tell
     record.requests = asked
-    datasets = Datasets(train=samples, validation=RandomTokens(samples=layout.global_batch_size, **sizes))
+    held_out = HeldOut(name="random", share=1.0, samples=RandomTokens(samples=layout.global_batch_size, **sizes))
+    datasets = Datasets(train=samples, validation=(held_out,))
     now = time.monotonic if clock is None else lambda: clock(rank, begun[0])
     saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
     prepare(rank, saver)

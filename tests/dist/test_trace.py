@@ -42,7 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
         trainee = build(config, layout)
         number = trainee.world.rank
         journal = Journal(files, writes=number == 0)
-        datasets = Datasets(train=samples, validation=None)
+        datasets = Datasets(train=samples)
         Training(trainee, datasets, files, journal, RankRecord(files, number)).run()
         write_timeline(files, number, trainee.timer.timelines())
         breakdown = gather_breakdown(config, trainee.world, trainee.timer.timings())

@@ -21,6 +21,7 @@ from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_j
 from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, ValidationLoss
 from tests.checkpoint.checkpoints import buffer
 from tests.faults.support import LAYOUT, run_config
+from tests.run.runs import with_tokens
 
 NORM = {"final_layernorm.weight/master": buffer("F32", (256,), bytes(1024))}
 INTERVAL = 2
@@ -426,6 +427,9 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     longer = replace(config, train=replace(config.train, steps=steps))
     found = resumption(longer, LAYOUT)
     assert found is not None
-    warning = reordered(found, longer, LAYOUT, tokens)
+    warning = reordered(found, longer, LAYOUT, with_tokens(tokens))
     assert (warning is not None) is said
     assert warning is None or "reads the data 2 times, 40 steps 1 times" in warning
+    blended = reordered(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
+    assert (blended is not None) is said, "half of the samples come from half of the tokens"
+    assert blended is None or "reads set1 2 times" in blended

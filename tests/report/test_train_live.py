@@ -211,13 +211,13 @@ def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -
         view.step(lines[30])
         view.note(Note(text="saved step 31: 13.0 MiB in 21.0 ms, training waited 4.00 ms"))
         view.note(Note(text="rank 2 is a straggler", warning=True))
-        view.validation(ValidationLoss(step=31, loss=4.8121))
+        view.validation(ValidationLoss(step=31, loss=4.8121, sets={"code": 4.5, "web": None}))
         view.close()
     assert (live.state.step, len(live.state.history.points)) == (31, 31)
     assert live.state.validations == [(0, 9.7213), (31, 4.8121)]
     assert live.state.eta == pytest.approx((STEPS - 31) * 0.4)
     shown, told = text_of(out), text_of(pipe)
-    for words in ("from step 30", "straggler"):
+    for words in ("from step 30", "straggler", "code 4.5000"):
         assert words in shown
         assert words in told
     assert "resumes    from step 30 (step-00000030)" in told

@@ -13,7 +13,7 @@ from canzona_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 from canzona_cli.run.records import StepMetrics
 from tests.sizes import CPU, model
 
@@ -43,16 +43,29 @@ LAYOUT = Layout(
 )
 
 CORPUS = PreparedCorpus(
-    prefix=Path("cache/stdlib"),
+    sets=(
+        PreparedSet(
+            name="stdlib",
+            prefix=Path("cache/stdlib"),
+            tokens=9_412_345,
+            documents=1204,
+            train_tokens=9_300_000,
+            validation_tokens=112_345,
+        ),
+    ),
     tokenizer="bpe-16384",
     vocab_size=16384,
-    tokens=9_412_345,
-    documents=1204,
     max_token_id=16383,
     eod=0,
-    train_tokens=9_300_000,
-    validation_tokens=112_345,
 )
+
+
+def with_tokens(*train_tokens: int) -> PreparedCorpus:
+    """To train on, of sets with equal shares."""
+    (one,) = CORPUS.sets
+    share = 1 / len(train_tokens)
+    sets = (replace(one, name=f"set{n}", share=share, train_tokens=t) for n, t in enumerate(train_tokens))
+    return replace(CORPUS, sets=tuple(sets))
 
 
 def metrics(steps: int = STEPS, step_s: float = 0.4) -> Iterator[StepMetrics]:

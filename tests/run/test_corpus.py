@@ -6,7 +6,7 @@ import pytest
 
 from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.run.corpus import MOST_EPOCHS, Supply, data_warnings, supply, tokens_wanted
-from tests.run.runs import CONFIG, CORPUS, LAYOUT
+from tests.run.runs import CONFIG, CORPUS, LAYOUT, with_tokens
 
 
 def run_of(steps: int, *, data: DataConfig | None = None, vocab_size: int = 16384) -> RunConfig:
@@ -18,7 +18,7 @@ def run_of(steps: int, *, data: DataConfig | None = None, vocab_size: int = 1638
 def test_epochs_are_the_tokens_of_all_steps_over_those_of_one_pass() -> None:
     config = run_of(10)
     assert tokens_wanted(config, LAYOUT) == 10 * 32 * 256
-    found = supply(config, LAYOUT, replace(CORPUS, train_tokens=10 * 32 * 256 // 5))
+    found = supply(config, LAYOUT, with_tokens(10 * 32 * 256 // 5))
     assert found is not None
     assert found.epochs == pytest.approx(5, rel=1e-3)
     assert supply(config, LAYOUT) is None, "a corpus that was not opened is not guessed"
@@ -34,13 +34,25 @@ def test_epochs_read_as_numbers(wanted: int, times: str) -> None:
 def test_only_more_than_four_passes_are_warned_of_and_the_fix_is_four() -> None:
     """The number of steps that the warning names reads the data four times at most, and one step more often does."""
     a_step = 32 * 256
-    corpus = replace(CORPUS, train_tokens=100 * a_step + 17)
+    corpus = with_tokens(100 * a_step + 17)
     assert not list(data_warnings(run_of(400), LAYOUT, corpus))
     (said,) = data_warnings(run_of(1000), LAYOUT, corpus)
     assert "read 10 times" in said
     steps = int(said.rpartition("train.steps=")[2])
     epochs = [supply(run_of(count), LAYOUT, corpus) for count in (steps, steps + 1)]
     assert [found is not None and found.epochs > MOST_EPOCHS for found in epochs] == [False, True]
+
+
+def test_of_a_blend_each_set_is_counted_and_the_one_that_is_read_most_often_is_warned_of() -> None:
+    a_step = 32 * 256
+    corpus = with_tokens(100 * a_step, 10 * a_step)
+    found = supply(run_of(100), LAYOUT, corpus)
+    assert found is not None
+    assert {name: each.epochs for name, each in found.sets.items()} == pytest.approx({"set0": 0.5, "set1": 5})
+    assert found.words.startswith("set0 0.5, set1 5 (819 k tokens wanted")
+    (said,) = data_warnings(run_of(100), LAYOUT, corpus)
+    assert "train.steps=80" in said
+    assert not list(data_warnings(run_of(80), LAYOUT, corpus))
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "tokenizer.json"])

@@ -1,6 +1,6 @@
 """What is trained: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from canzona_cli.config.schema.field import (
@@ -144,7 +144,7 @@ class TrainConfig:
         "Steps between validations; 0 for none. Validation also runs before step 1 and after the last step.",
         NOTHING,
     ] = 100
-    eval_batches: Annotated[Count, "Global batches a validation reads.", NOTHING] = 8
+    eval_batches: Annotated[Count, "Global batches a validation reads, of each set of a blend.", NOTHING] = 8
     sample_every: Annotated[
         CountOrZero,
         "Steps between samples of what the model writes (its likeliest token each time), in the live view, events.jsonl"
@@ -194,10 +194,18 @@ class DataConfig:
 
     source: Annotated[
         Literal["stdlib", "prepared"],
-        "stdlib: the Python standard library's own sources, tokenised once and cached. prepared: files at `path`.",
+        "stdlib: the Python standard library's own sources, tokenised once and cached. prepared: files at `path`, or"
+        " those of `blend`.",
         CURVE,
     ]
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
+    blend: Annotated[
+        dict[str, Positive] | None,
+        "For prepared, in place of path: prefixes of several pairs, each with its weight, that is, its share of the"
+        " samples in relation to the others'.",
+        Example("'{data/code:0.7,data/web:0.3}'"),
+        CURVE,
+    ] = field(default=None, hash=False)
     tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
     tokenizer_vocab_size: Annotated[Side, "Entries of a bpe trained on the spot.", CURVE] = 16384
     validation_fraction: Annotated[Share, "Share of the documents held out, from the end.", CURVE] = 0.02
