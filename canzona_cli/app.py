@@ -26,6 +26,7 @@ COMMANDS = {
     "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
     "checkpoint": "List, verify and show them; Hugging Face in and out.",
+    "generate": "Text from a checkpoint, through transformers.",
     "eval": "Loss of a checkpoint on any prepared data.",
     "report": "Show how a run went and where its step time goes.",
     "calibrate": "Measure this machine; write a cluster profile.",

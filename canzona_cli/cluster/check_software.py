@@ -42,6 +42,7 @@ _OPTIONAL = {
     "transformer-engine": "fused layers and sequence parallelism on GPUs; without it the local layers train the same",
     "tensorboard": "run.trackers=[tensorboard]",
     "wandb": "run.trackers=[wandb]",
+    "transformers": "canzona generate",
     "mlflow-skinny": "run.trackers=[mlflow]",
 }
 

@@ -122,6 +122,14 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
         assert f"at step {line['step']} the model writes: import" in trained.text
 
 
+def test_a_checkpoint_writes_what_its_run_has_shown(trained: Trained) -> None:
+    lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
+    shown = [line["text"] for line in lines if line["event"] == "sample"]
+    done = canzona("generate", trained.folder / "run", "--prompt", "import ", "--max-new-tokens", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == shown[-1]
+
+
 def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
     """From a folder without the user's optimizer, whose code it does not need."""
     run = trained.folder / "run"

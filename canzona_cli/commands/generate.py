@@ -1,0 +1,136 @@
+"""`canzona generate RUN`: text from a checkpoint, through transformers."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from canzona_cli.commands.arguments import AsJson
+
+if TYPE_CHECKING:
+    from canzona_cli.checkpoint.store import Found
+    from canzona_cli.config.schema import Device
+    from canzona_cli.huggingface.generating import Choosing, Writer
+
+JSON_VERSION = 1
+
+
+def generate(
+    where: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="TEXT", help="What to go on from; '' is the beginning of a document."),
+    ] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Ask for prompts, a line each, until the input ends.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write at most.")] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="T", min=0, max=100, help="0: always the likeliest token. 1: as the model has them."),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P", min=0.001, max=1, help="Draw from the likeliest tokens that together have this probability."
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed draws the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the checkpoint. [default: the newest]", show_default=False)
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder with the tokenizer.json to use. [default: the run's own]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a checkpoint write, through transformers (canzona[hf]): each prompt by itself, without chat templates."""
+    from canzona_cli.errors import Problem, refuse
+
+    problems = []
+    if interactive == (prompt is not None):
+        reason = "asks for prompts itself" if interactive else "there is nothing to go on from"
+        key = "--interactive" if interactive else "--prompt"
+        problems.append(Problem(key=key, reason=reason, fix="give --prompt TEXT, or --interactive"))
+    if interactive and as_json:
+        fix = "use --prompt TEXT with --json"
+        problems.append(Problem(key="--json", reason="is one object, and --interactive has many texts", fix=fix))
+    if temperature == 0 and top_p < 1:
+        reason = "draws, and with --temperature 0 nothing is drawn"
+        problems.append(Problem(key="--top-p", value=top_p, reason=reason, fix="add --temperature 1"))
+    refuse(problems)
+    _require_transformers()
+    from canzona_cli.checkpoint.choose import choose
+
+    found = choose(where).at(step)
+    writer = _writer(found, tokenizer, None if device == "auto" else device)
+    from canzona_cli.huggingface.generating import Choosing
+
+    how = Choosing(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if prompt is None:
+        _converse(writer, how)
+        return
+    written = writer.go_on(prompt, how, aloud=not as_json)
+    if as_json:
+        from dataclasses import asdict
+
+        from canzona_cli.commands.output import show
+
+        place = {"checkpoint": str(found.path), "step": found.step, "prompt": prompt}
+        show({"version": JSON_VERSION, **place, **asdict(written)})
+
+
+def _require_transformers() -> None:
+    """Raises EnvironmentProblem."""
+    from importlib.util import find_spec
+
+    from canzona_cli.errors import EnvironmentProblem, Problem
+
+    if find_spec("transformers") is None:
+        fix = "pip install 'canzona[hf]'; canzona checkpoint export needs nothing, and any program reads what it writes"
+        raise EnvironmentProblem(Problem(key="transformers", reason="is not installed here", fix=fix))
+
+
+def _writer(found: "Found", tokenizer: Path | None, device: "Device | None") -> "Writer":
+    """The model of a checkpoint, whose every byte is verified before."""
+    from canzona_cli.checkpoint.commit import bytes_written
+    from canzona_cli.checkpoint.saved_run import saved_run
+    from canzona_cli.checkpoint.shard_file import tensor_bytes
+    from canzona_cli.checkpoint.verify import shortened, verify
+    from canzona_cli.errors import CheckpointInvalid, refuse
+    from canzona_cli.huggingface.beside import beside
+    from canzona_cli.huggingface.folder import DTYPES
+    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.report.checkpoint import bar_of_bytes
+    from canzona_cli.run.files import RunFiles
+
+    refuse(found.problems, CheckpointInvalid)
+    with_it = beside(RunFiles(found.path.parent.parent), tokenizer)
+    with bar_of_bytes("hashing", bytes_written(found.path)) as on_bytes:
+        refuse(shortened(verify(found.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
+    manifest, config = saved_run(found.path)
+    from canzona_cli.checkpoint.reader import Reader  # imports torch
+    from canzona_cli.huggingface.generating import Writer
+
+    dtype = config.train.precision
+    total = tensor_bytes(DTYPES[dtype][0], (parameter_count(config.model).total,))
+    with bar_of_bytes("loading", total) as on_bytes, Reader(found.path, manifest, config.model) as reader:
+        length = config.train.seq_length
+        return Writer(reader, with_it, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
+
+
+def _converse(writer: "Writer", how: "Choosing") -> None:
+    """A text for every line of standard input."""
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        writer.go_on(line.rstrip("\n"), how, aloud=True)

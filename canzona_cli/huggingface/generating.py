@@ -1,0 +1,141 @@
+"""Text from a checkpoint, by transformers' own generation: its Qwen3, with our masters as its weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TextStreamer
+
+from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.config.schema import Device
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.huggingface.beside import Beside
+from canzona_cli.huggingface.config_json import config_json
+from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Dtype
+from canzona_cli.huggingface.names import tensor_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """How the next token is chosen."""
+
+    max_new_tokens: int
+    temperature: float
+    """0: the likeliest."""
+    top_p: float
+    """Only of the likeliest tokens that together have this probability."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What the model has written."""
+
+    text: str
+    """Behind the prompt."""
+    tokens: int
+    """Of it."""
+    ended: bool
+    """Whether the model ended the document itself."""
+
+
+class Writer:
+    """A model that goes on with texts.
+
+    Args:
+        reader: of a checkpoint that has been verified.
+        beside: with the tokenizer.
+        dtype: to compute in; weights are rounded to it as training rounds them.
+        device: None: a GPU where there is one.
+        on_bytes: told how many further bytes of weights have been read.
+
+    Raises:
+        ConfigError: the run's tokenizer is not known; the model is no Qwen3 of Hugging Face.
+        CheckpointInvalid: the checkpoint lacks a weight, or has one that is no number.
+        EnvironmentProblem: there is no such device here.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        beside: Beside,
+        *,
+        dtype: Dtype,
+        device: Device | None,
+        seq_length: int,
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._device = _device(device)
+        self._tokenizer, self._end = _tokenizer(beside)
+        kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
+        transformers.utils.logging.disable_progress_bar()
+        config = Qwen3Config(**config_json(reader.model, dtype=DTYPES[dtype][1], max_positions=seq_length))
+        weights: dict[str, torch.Tensor] = {}
+        for unit, name in tensor_names(reader.model).items():
+            weights[name] = reader.master(unit).to(kind)
+            on_bytes(weights[name].nbytes)
+        self._model = Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=kind)
+        self._model.to(self._device).eval()
+
+    def go_on(self, prompt: str, how: Choosing, *, aloud: bool = False) -> Generated:
+        """What the model writes behind the prompt; with none, from the beginning of a document.
+
+        Args:
+            aloud: print it to standard output as it comes.
+
+        Raises:
+            ConfigError: there is nothing to begin with; or the prompt has a token that the model has not.
+        """
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False) or self._end[:1]
+        vocabulary = self._model.config.vocab_size
+        if not ids or max(ids) >= vocabulary:
+            reason = (
+                f"has a token beyond the model's {vocabulary:,}" if ids else "is empty, and no token ends documents"
+            )
+            raise ConfigError(
+                Problem(key="--prompt", value=prompt, reason=reason, fix="--tokenizer DIR, the run's own")
+            )
+        torch.manual_seed(how.seed)
+        drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        settings = GenerationConfig(
+            max_new_tokens=how.max_new_tokens,
+            eos_token_id=self._end or None,
+            pad_token_id=self._end[0] if self._end else 0,
+            **(drawn if how.temperature else {"do_sample": False}),
+        )
+        given = torch.tensor([ids], device=self._device)
+        found = self._model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=settings,
+            streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if aloud else None,
+        )
+        new: list[int] = found[0, len(ids) :].tolist()
+        text: str = self._tokenizer.decode(new, skip_special_tokens=True)
+        return Generated(text=text, tokens=len(new), ended=bool(new) and new[-1] in self._end)
+
+
+def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """That of a run, and the ids that end a document."""
+    path = next((path for path in beside.copies if path.name == TOKENIZER), None)
+    text = path.read_text(encoding="utf-8") if path is not None else beside.texts.get(TOKENIZER)
+    if text is None:
+        reason = "the run's tokenizer is not known: another tool made its data, or the data has gone"
+        raise ConfigError(
+            Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
+        )
+    said = beside.settings.get("eos_token_id")
+    ends = [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
+    whole = RustTokenizer.from_str(text)
+    return PreTrainedTokenizerFast(tokenizer_object=whole, clean_up_tokenization_spaces=False), ends
+
+
+def _device(asked: Device | None) -> torch.device:
+    """Raises EnvironmentProblem where it is not here."""
+    here = torch.cuda.is_available()
+    if asked == "cuda" and not here:
+        reason, fix = "torch sees no GPU here", "--device cpu; `canzona doctor` says what is missing"
+        raise EnvironmentProblem(Problem(key="--device", value=asked, reason=reason, fix=fix))
+    return torch.device("cuda" if here and asked != "cpu" else "cpu")
