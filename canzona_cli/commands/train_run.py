@@ -226,8 +226,8 @@ def _launch(
         requests.raising = False
         # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
         say = console.print if console.is_terminal else tell
-        trackers = () if node_rank else config.run.trackers
-        with tracked(run.files, trackers, environment=command.environment, say=say):
+        trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
+        with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
             return Supervision(
                 run.files,
                 command,

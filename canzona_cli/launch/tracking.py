@@ -23,6 +23,7 @@ def tracked(
     files: RunFiles,
     trackers: Sequence[TrackerName],
     *,
+    start: int,
     environment: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Iterator[None]:
@@ -31,13 +32,14 @@ def tracked(
     A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only told.
 
     Args:
+        start: the step behind which this launch begins.
         environment: of the workers, beside this process's own; trackers find their keys there.
         say: what the user must know at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):
         try:
-            started[name] = _start(files, name, environment)
+            started[name] = _start(files, name, start, environment)
         except OSError as error:
             say(f"{name} cannot be started ({error.strerror}); training continues without it")
     try:
@@ -56,8 +58,8 @@ def tracked(
                 _end(process)
 
 
-def _start(files: RunFiles, name: TrackerName, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name]
+def _start(files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name, str(start)]
     with files.tracker_log(name).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command],

@@ -1,4 +1,4 @@
-"""`python -m canzona_cli.trackers.follow RUN NAME`: a process that hands a run's records to one tracker as they come.
+"""`python -m canzona_cli.trackers.follow RUN NAME STEP`: a process that hands a run's records to one tracker.
 
 The launcher starts it beside torchrun and closes its input when the run has ended. Ranks know nothing of it: the files
 are the queue, however slow the tracker is, and whatever it does, no step waits. A tracker that fails is tried again,
@@ -37,9 +37,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Follower:
-    """One tracker of one run, from wherever it was."""
+    """One tracker of one run, from wherever it was.
 
-    def __init__(self, files: RunFiles, name: TrackerName) -> None:
+    Args:
+        start: the step behind which this launch begins: later ones that the tracker has are done again.
+    """
+
+    def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
         self._records = {
             "": JsonLines(files.metrics),
@@ -48,12 +52,9 @@ class Follower:
         }
         """By what the names of a file's values begin with; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
-        self._waiting: deque[tuple[str, Point]] = deque(self._read())
-        # The files end where this launch goes on from: later steps that the tracker has are done again.
-        last = {kind: max((p.step for k, p in self._waiting if k == kind), default=0) for kind in self._records}
-        begin = {kind: min(self._state.taken.get(kind, 0), last[kind]) for kind in last}
+        begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
-        self._waiting = deque((kind, point) for kind, point in self._waiting if point.step > begin[kind])
+        self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
         """Since it last worked."""
@@ -151,13 +152,13 @@ def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, flo
             yield f"{before}{name}", float(value)
 
 
-def follow(run_dir: Path, name: TrackerName) -> None:
+def follow(run_dir: Path, name: TrackerName, start: int) -> None:
     """Until this process's input is closed."""
-    follower = Follower(RunFiles(run_dir), name)
+    follower = Follower(RunFiles(run_dir), name, start=start)
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         follower.look()
     follower.finish()
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]), cast(TrackerName, sys.argv[2]))
+    follow(Path(sys.argv[1]), cast(TrackerName, sys.argv[2]), int(sys.argv[3]))

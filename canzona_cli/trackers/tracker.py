@@ -135,7 +135,10 @@ class WeightsAndBiases:
             self._run.log({"step": point.step, **point.values, **point.texts})
 
     def close(self, status: RunStatus | None) -> None:
+        import wandb
+
         self._run.finish(exit_code=0 if status == "done" else 1)
+        wandb.teardown()  # its service may still be writing what it was handed
 
 
 class MLflow:

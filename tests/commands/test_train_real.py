@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, importable
 from tests.trace_events import read_trace
+from tests.trackers.test_follow import of_tensorboard
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
@@ -66,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     with_gpu = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, "-m", "canzona_cli.app", "train", *RUN, *OPTIONS, *SMALL, *SAMPLES,
-         "train.steps=6", "run.dir=run", "--trace", "5-6", "--profile", "4"],
+         "train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--trace", "5-6", "--profile", "4"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120", "NO_COLOR": "1"},
         capture_output=True, text=True, timeout=280, check=False,
@@ -111,6 +113,14 @@ def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Train
     written = canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder)
     assert written.returncode == 0, written.stderr
     assert (tmp_path / "again.json").read_text() == (run / "trace.json").read_text()
+
+
+def test_a_tracker_has_the_numbers_of_the_runs_own_files(trained: Trained) -> None:
+    run = RunFiles(trained.folder / "run")
+    curves = of_tensorboard(run, "")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "tokens", "skipped", "fallbacks"):
+        assert curves[name] == {line["step"]: [pytest.approx(line[name], rel=1e-6)] for line in lines}
 
 
 def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:

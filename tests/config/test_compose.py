@@ -8,7 +8,7 @@ import yaml
 
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
 from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
-from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig
+from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, TrackerName
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import parameter_count
@@ -410,6 +410,19 @@ class TestOwnRecipes:
     def test_a_missing_file_and_folder(self, tmp_path: Path) -> None:
         assert "no such file" in problems(f"recipe={tmp_path}/no.yaml")["recipe"].reason
         assert "no such folder" in problems("recipe=tiny", recipes_dirs=(tmp_path / "no",))["--recipes-dir"].reason
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, ("tensorboard",)), (False, ())])
+def test_a_run_of_an_earlier_version_had_tensorboard_or_not(
+    tmp_path: Path, before: bool, now: tuple[TrackerName, ...]
+) -> None:
+    config = compose_run(["recipe=qwen3-tiny"]).config
+    tree = yaml.safe_load(dump_resolved(config))
+    del tree["run"]["trackers"]
+    tree["run"]["tensorboard"] = before
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert load_resolved(path) == replace(config, run=replace(config.run, trackers=now))
 
 
 def test_load_resolved_tells_all_problems(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
         monkeypatch.delenv(name)
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_PROJECT": "canzona"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # its thread would be there for whatever forks after it
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     files = RunFiles(tmp_path)
     files.logs.mkdir()
@@ -141,16 +143,17 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
         add(files, step, loss=4.0 - step)
     if name == "wandb":
         time.sleep(1.1)  # its folder's name has the second in which it began
-    second = Follower(files, name)
+    add(files, 3, loss=1.5)  # a rank may be quicker than the tracker's process
+    second = Follower(files, name, start=2)
     second.look()
-    for step in (3, 4):
-        add(files, step, loss=0.5 * step)
+    add(files, 4, loss=2.0)
     save(files.result, RunResult(status="done", exit_code=0))
     second.finish()
     again = load_if_sound(files.tracker(name), TrackerState)
     assert again is not None
     assert again.id == state.id
     assert told(files) == []
+    assert threading.enumerate() == [threading.main_thread()], "and nothing of it goes on"
 
     curves = READERS[name](files, state.id or "")
     assert curves.pop("sample", {}) == ({} if name == "mlflow" else {2: ["def main"]})
@@ -222,7 +225,7 @@ def test_what_never_arrived_is_counted_and_sent_by_the_next_launch(
 def test_the_process_takes_everything_before_it_ends(files: RunFiles) -> None:
     """As the launcher starts it; a line that comes last of all is there, and nothing of it is left."""
     said: list[str] = []
-    with tracked(files, ("tensorboard", "tensorboard"), environment={}, say=said.append):
+    with tracked(files, ("tensorboard", "tensorboard"), start=0, environment={}, say=said.append):
         add(files, 4, loss=0.25)
     assert said == []
     assert of_tensorboard(files, "")["loss"] == {1: [3.0], 2: [2.0], 3: [1.0], 4: [0.25]}
@@ -246,7 +249,7 @@ def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tracking, "_start", start)
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
     said: list[str] = []
-    with tracked(files, ("wandb",), environment={}, say=said.append):
+    with tracked(files, ("wandb",), start=0, environment={}, say=said.append):
         pass
     (only,) = said
     assert "wandb has not taken everything" in only
