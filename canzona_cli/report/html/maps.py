@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_cli.report.charts import HEAT_LIMITS, heat_level
-from canzona_cli.report.html.elements import Html, percent, tag
+from canzona_cli.report.html.elements import Html, folded, joined, percent, plain_table, tag
 from canzona_cli.run.words import milliseconds, step_time
 
 _MOST_WRITTEN = 16
@@ -26,7 +26,18 @@ def load_maps(maps: Sequence[LoadMap], *, hosts: int) -> Html:
     Args:
         hosts: TP ranks.
     """
-    return tag("div", *(_map(one, hosts) for one in maps), *_legend(), class_="grid-of-charts")
+    numbers = folded("the numbers", *(_numbers(one, hosts) for one in maps))
+    return joined([tag("div", *(_map(one, hosts) for one in maps), *_legend(), class_="grid-of-charts"), numbers])
+
+
+def _numbers(one: LoadMap, hosts: int) -> Html:
+    """A row for each owner."""
+    rows = (
+        (f"DP {owner}", *map(milliseconds, one.loads[owner * hosts : (owner + 1) * hosts]))
+        for owner in range(len(one.loads) // hosts)
+    )
+    heads = (f"{one.title}, ms", *(f"TP {host}" for host in range(hosts)))
+    return plain_table(heads, rows, class_="numbers")
 
 
 def _map(one: LoadMap, hosts: int) -> Html:
