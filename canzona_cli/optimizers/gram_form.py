@@ -30,6 +30,7 @@ row that outweighs all others is of large singular values, and is stretched leas
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -40,8 +41,6 @@ from .workspace import Workspace
 DOUBT = 0.15
 """Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the
 polynomials themselves leave. Estimated are 0.009 to 0.145 of Gaussian matrices, most of squares of side 16."""
-LARGEST = 1.5
-"""No set of coefficients leaves a singular value above it: the mean of rows' squares is at most its square."""
 SAMPLES = 32
 """Rows at most, evenly spread, that stand for all where a norm or a mean is estimated."""
 LOWEST, PER_OCTAVE = -24, 8
@@ -80,9 +79,23 @@ def gram_newton_schulz(
         error = _segment(x, steps[done : done + count], twin, workspace, mean, error)
         x, twin = twin, x
         done += count
-        mean = _mean_square(x)
-    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= LARGEST**2)
+        mean = mean_square(x)
+    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(tuple(steps)) ** 2)
     return x, trusted.view(x.shape[:-2])
+
+
+@cache
+def most(steps: tuple[Step, ...]) -> float:
+    """Largest root mean square of singular values that a result to be trusted may have: the largest that the polynomial
+    leaves of one in [0, 1], and a third of `DOUBT`.
+
+    The error's estimate is one of many singular values. Of few, a single one may end up beyond the polynomials' range:
+    of a Gaussian 3x3 it was 1.7 where 0.06 was estimated.
+    """
+    y = torch.linspace(0, 1, 10_001, dtype=torch.float64)
+    for a, b, c in steps:
+        y = a * y + b * y**3 + c * y**5
+    return float(y.abs().max()) + DOUBT / 3
 
 
 def _segment(
@@ -98,16 +111,71 @@ def _segment(
         `error` as it is behind them.
     """
     wide = x.size(-2) <= x.size(-1)
-    batch, side = x.shape[:-2], min(x.shape[-2:])
-    r, s, q, m = (
-        workspace.get(role, (*batch, side, side), x.dtype, x.device)
-        for role in ("ns_gram", "ns_poly", "ns_all", "ns_half")
-    )
-    *known, gamma = _known(tuple(steps), mean)
-    r.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flat(known[0]))
-    symmetric.gram(x if wide else x.mT, r, add=r)
-    spread = _norm_of_rows(r) if len(steps) > 1 else 0.0
+    side = min(x.shape[-2:])
+    r = workspace.get("ns_gram", (*x.shape[:-2], side, side), x.dtype, x.device)
+    known = follows(steps, mean)
+    centred_gram(x if wide else x.mT, known[0], r)
+    spread = norm_of_rows(r) if len(steps) > 1 else 0.0
+    found = polynomial(r, steps, known, workspace)
+    apply(x, found.q, found.gamma, out, wide=wide)
+    return found.error(error, mean, spread)
+
+
+def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
+    """`out` <- X X^T - alpha I, X being `short` (..., side, long)."""
+    out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flat(alpha))
+    symmetric.gram(short, out, add=out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Polynomial:
+    """gamma I + q, which takes X through some steps from its short side. To be asked before its workspace is used
+    again."""
+
+    q: torch.Tensor
+    """(..., side, side), in a workspace."""
+    gamma: Number
+    before: Number
+    """Norm of some rows of the product of all steps but the last."""
+    slope: float
+    """b of the last."""
+    last: tuple[torch.Tensor, Number, torch.Tensor, Number]
+    """p, value, r and alpha of the last step."""
+
+    def error(self, error: Number, mean: Number, spread: Number) -> Number:
+        """The error behind the steps.
+
+        Args:
+            error: In front of them.
+            mean: Of the eigenvalues of the Gram matrix.
+            spread: `norm_of_rows` of what was rounded to get R.
+        """
+        side = self.q.size(-1)
+        rows, unit = -(-side // _every(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
+        root: Number = mean**0.5
+        lost = spread * self.before * self.before * (abs(self.slope) * unit / rows**1.5)
+        behind: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
+        return behind
+
+    def left(self) -> Number:
+        """Mean square of the singular values behind the steps, from some rows of the last step's Gram matrix."""
+        p, value, r, alpha = self.last
+        every = _every(p.size(-1))
+        some = p[..., ::every, :].clone()
+        some[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
+        behind = torch.matmul(some, r).float() + alpha * some.float()
+        return _number(behind.mul_(some.float()).sum((-2, -1)) / some.size(-2))
+
+
+def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
+    """Of `steps` from a Gram matrix alpha I + `r`, which is overwritten, (..., side, side).
+
+    Args:
+        known: what `follows` from alpha.
+    """
+    s, q, m = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all", "ns_half"))
     before: Number = 0.0
+    p = q
     for place, (_, _, c) in enumerate(steps):
         # A is alpha I + r, this step's polynomial of it value I + p, and the product of those before it turned I + q.
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
@@ -115,27 +183,22 @@ def _segment(
         symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if place:
             if place + 1 == len(steps):
-                before = _norm_of_rows(q, turned)
+                before = norm_of_rows(q, turned)
             symmetric.product(p, q, m, add=_blend(m, q, value, p, turned))
             q, m = m, q
         if place + 1 < len(steps):
             symmetric.product(p, r, m, add=_blend(m, p, alpha, r, value))
             symmetric.product(p, m, r, add=_blend(r, m, value, p, both))
-    _apply(x, q, gamma, out, wide)
-    rows, unit = -(-side // _every(side)), torch.finfo(x.dtype).eps / 2 / 3**0.5
-    root: Number = mean**0.5
-    lost = spread * before * before * (abs(steps[-1][1]) * unit / rows**1.5)
-    behind: Number = _norm_of_rows(q, gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
-    return behind
+    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
 
 
-def _known(steps: tuple[Step, ...], mean: Number) -> Sequence[Number]:
-    """`_numbers` of the alpha next to `mean`."""
+def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
+    """`_numbers` of the alpha next to `mean`, alpha first."""
     if not isinstance(mean, torch.Tensor):
-        return _numbers(steps, ALPHAS[nearest(mean)])
+        return _numbers(tuple(steps), ALPHAS[nearest(mean)])
     # The exponent, and the mantissa's first bits; of NaN too it has to be a place.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
-    found = _table(steps, mean.device).index_select(0, places.view(-1))
+    found = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
     return found.view(*mean.shape, -1).unbind(-1)
 
 
@@ -166,7 +229,7 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
     return *found, gamma
 
 
-def _norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
+def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
     """Frobenius norm of some rows of `square`, or of gamma I + `square`."""
     every = _every(square.size(-1))
     some = square[..., ::every, :]
@@ -190,10 +253,12 @@ def _flat(number: Number) -> Number:
     return number.squeeze(-1) if isinstance(number, torch.Tensor) else number
 
 
-def _apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, wide: bool) -> None:
+def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *, wide: bool) -> None:
     """out <- (gamma I + q) x from x's short side."""
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
-    left, right = (q, x) if wide else (x, q)
+    # q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of a tall
+    # 66x64 in bf16 is twice that of a wide 64x66.
+    left, right = (q, x) if wide else (x, q.mT)
     # As a factor of `fused`, oneDNN would compile a kernel for every new gamma.
     fused(torch.mul(x, gamma, out=out), left, right, out=out)
 
@@ -204,8 +269,12 @@ def _blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Nu
     return out.add_(b, alpha=y) if isinstance(y, float) else out.addcmul_(b, y)
 
 
-def _mean_square(x: torch.Tensor) -> Number:
-    """Mean of the singular values' squares, from some rows or columns."""
-    short = x if x.size(-2) <= x.size(-1) else x.mT
+def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
+    """Mean of the singular values' squares, from some rows or columns.
+
+    Args:
+        wide: Whether they are rows; None: what there is less of.
+    """
+    short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
     some = short[..., :: _every(short.size(-2)), :]
     return _number(torch.linalg.vector_norm(some, dim=(-2, -1), dtype=torch.float32).square() / some.size(-2))

@@ -9,10 +9,12 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
-from .gram_form import gram_newton_schulz
+from .gram_form import apply, gram_newton_schulz, mean_square, segments
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
+from .shared import Message, Shape, Sum
+from .shared_gram import Answers, contribute
 from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -21,6 +23,7 @@ __all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
 
 DISTRUSTED = "distrusted"
 """In the state of a matrix that is updated in standard form from now on, so that checkpoints remember it."""
+LOST = "the Gram form lost too much in rounding; it was updated in standard form"
 SAFE_NORMS = 2.0**-40, 2.0**60
 """Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
@@ -117,6 +120,7 @@ class Muon(MatrixOptimizer):
         if coefficients in STANDARD_ONLY and "gram" in ({form} if isinstance(form, str) else set(form.values())):
             raise ValueError(f"coefficients {coefficients} are for the standard form alone")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.workspace = workspace or Workspace()
         self.nesterov = nesterov
         self.steps = iteration.coefficients(coefficients, ns_steps)
         self.scale_mode = scale_mode
@@ -126,10 +130,13 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
+        self._shares = coefficients not in STANDARD_ONLY
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        """By fragment: what its x was divided by, until the first answer."""
+        self._answers = Answers(self.steps, self.dtype, self.workspace)
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
-        self.workspace = workspace or Workspace()
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         with products("fp32"):
@@ -191,8 +198,12 @@ class Muon(MatrixOptimizer):
 
     def _direction(
         self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor, *, again: bool = False
-    ) -> None:
-        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of norm 1, or 0."""
+    ) -> float | torch.Tensor:
+        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of norm 1, or 0.
+
+        Returns:
+            The norm it was divided by; on CUDA () in fp64, on the device.
+        """
         average, weight = self._average(p), 0.0 if again else 1 - momentum
         direction = self.workspace.like("muon_direction", p) if self.nesterov else average
         if not _by_blocks(p):
@@ -200,9 +211,9 @@ class Muon(MatrixOptimizer):
             if self.nesterov:
                 torch.lerp(grad, average, momentum, out=direction)
             # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
-            norm = torch.linalg.vector_norm(direction, dtype=torch.float64)
-            torch.mul(direction, norm.clamp_min_(1e-300).reciprocal_().view(1, 1), out=out)
-            return
+            of_all: torch.Tensor = torch.linalg.vector_norm(direction, dtype=torch.float64)
+            torch.mul(direction, of_all.clamp_min(1e-300).reciprocal_().view(1, 1), out=out)
+            return of_all
         square = 0.0
         for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
             mean.lerp_(new, weight)
@@ -216,6 +227,7 @@ class Muon(MatrixOptimizer):
         for block, low in zip(_blocks(direction), _blocks(out), strict=True):
             scaled = self._shifted(block, -exponent) if exponent else block
             low.copy_(torch.mul(scaled, inverse, out=self.workspace.like("muon_block", block)))
+        return norm
 
     def _norm(self, block: torch.Tensor) -> float:
         """Frobenius norm, of elements of any size."""
@@ -251,8 +263,97 @@ class Muon(MatrixOptimizer):
                 self._direction(p, p.grad, group["momentum"], one, again=True)
                 one.copy_(newton_schulz(one.clone(), self.steps, Workspace()))
                 if self.on_fallback is not None:
-                    self.on_fallback(p, "the Gram form lost too much in rounding; it was updated in standard form")
+                    self.on_fallback(p, LOST)
         return result
+
+    # --- one matrix in fragments (`shared`) ---
+
+    @property
+    def shares(self) -> bool:
+        return self._shares
+
+    @property
+    def rounds(self) -> int:
+        return len(segments(len(self.steps)))
+
+    def contribute(
+        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
+    ) -> None:
+        """The Gram matrix of the fragment, alpha off its diagonal; alpha, and the norm by which it was divided."""
+        with products("fp32"):
+            if answer is None:
+                assert p.grad is not None
+                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x)
+                out.numbers[1] = norm
+                # For the answer to come: then nobody knows any more what this fragment was divided by.
+                self._norms[p] = out.numbers[1].clone()
+            else:
+                self._answered(p, x, whole, answer, out=x)
+                out.numbers[1] = 1.0
+            wide = _is_wide(p, whole)
+            mean = mean_square(x, wide=wide) if answer is not None else 1 / out.square.size(0)
+            contribute(x if wide else x.mT, mean, self.steps, out, self.workspace)
+
+    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+        """The polynomial of the round's steps; its gamma, what fragments are to be divided by, whether to trust it."""
+        with products("fp32"):
+            self._answers.answer(key, contributions, out, number)
+
+    def _answered(self, p: torch.Tensor, x: torch.Tensor, whole: Shape, answer: Message, *, out: torch.Tensor) -> None:
+        """`out` <- what the answer makes of the fragment `x`."""
+        gamma, divisor = answer.numbers[0], answer.numbers[1]
+        norm = self._norms.pop(p, None)
+        factor = torch.ones_like(gamma) if norm is None else norm / divisor.clamp_min(torch.finfo(norm.dtype).tiny)
+        q = answer.square
+        if q.dtype is not x.dtype:
+            q = self.workspace.get("ns_all", q.shape, x.dtype, x.device).copy_(q)
+        scaled = torch.mul(x, factor.view(1, 1), out=self.workspace.like("ns_twin", x))
+        apply(scaled, q, float(gamma) if _by_blocks(x) else gamma.view(1, 1), out, wide=_is_wide(p, whole))
+
+    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
+        """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
+        trusted, on_host = answer.numbers[2] > 0, _by_blocks(p)
+        if self.state[p].get(DISTRUSTED) or (on_host and not bool(trusted)):
+            self._norms.pop(p, None)
+            if on_host and self.on_fallback is not None:
+                self.on_fallback(p, LOST)
+            return False
+        group = self._settings(p)
+        with products("fp32"):
+            update = self.workspace.like("muon_x", x)
+            self._answered(p, x, whole, answer, out=update)
+            if not on_host:
+                self._trusted[p] = trusted.clone()
+                update.masked_fill_(trusted.logical_not(), 0)
+                self._set_rates(p, group)
+            self._move(p, update, group, whole)
+        return True
+
+    def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
+        """In standard form: the sum of Gram matrices of every step goes to all fragments."""
+        assert p.grad is not None
+        group = self._settings(p)
+        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
+
+        def summed(gram: torch.Tensor) -> None:
+            exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
+            total(exact)
+            gram.copy_(exact)
+
+        with products("fp32"):
+            norm = torch.as_tensor(self._direction(p, p.grad, group["momentum"], x, again=True), device=p.device)
+            square = norm.double().square().view(1)
+            total(square)
+            x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
+            x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
+            if not _by_blocks(p):
+                self._set_rates(p, group)
+            self._move(p, x, group, whole)
+
+    def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
+        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
+
+    # --- what was left out ---
 
     def doubted(self) -> torch.Tensor | None:
         """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
@@ -281,8 +382,11 @@ class Muon(MatrixOptimizer):
         return tuple(p.shape), str(p.device), self._form(p)
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
-        """p <- (1 - lr weight_decay) p - lr scale x."""
-        size = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
+        self._move(p, x, group, (p.size(0), p.size(1)))
+
+    def _move(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float], whole: Shape) -> None:
+        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`."""
+        size = self.scale_factor * scale(*whole, self.scale_mode)
         if not _by_blocks(p):
             decay, rate = self._rates[id(group)]
             p.mul_(decay).addcmul_(x, rate, value=-size)
@@ -317,6 +421,11 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     if mode == "unit_rms_norm":
         return math.sqrt(rows / cols)
     return math.sqrt(max(1.0, rows / cols))
+
+
+def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
+    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
+    return fragment.size(0) == whole[0]
 
 
 def _by_blocks(matrix: torch.Tensor) -> bool:

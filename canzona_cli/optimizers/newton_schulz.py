@@ -71,7 +71,14 @@ def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, 
     return tuple(islice(endless, steps))
 
 
-def newton_schulz(x: torch.Tensor, steps: Sequence[tuple[float, float, float]], workspace: Workspace) -> torch.Tensor:
+def newton_schulz(
+    x: torch.Tensor,
+    steps: Sequence[tuple[float, float, float]],
+    workspace: Workspace,
+    *,
+    wide: bool | None = None,
+    total: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     """Orthogonalise `x`.
 
     Args:
@@ -79,19 +86,24 @@ def newton_schulz(x: torch.Tensor, steps: Sequence[tuple[float, float, float]], 
             precision of the products, which accumulate in fp32 either way.
         steps: (a, b, c) of each step.
         workspace: Gives a second x and two squares of the short side.
+        wide: Whether rows are the short side; None: by x itself, which may be a fragment of what it is asked for.
+        total: Makes of a fragment's Gram matrix the whole's, in place.
 
     Returns:
         `x` or the workspace's twin of it, whichever was written last.
     """
     twin = workspace.like("ns_twin", x)
-    wide = x.size(-2) <= x.size(-1)
-    side = min(x.shape[-2:])
+    if wide is None:
+        wide = x.size(-2) <= x.size(-1)
+    side = x.size(-2) if wide else x.size(-1)
     gram = workspace.get("ns_gram", (*x.shape[:-2], side, side), x.dtype, x.device)
     poly = workspace.get("ns_poly", gram.shape, x.dtype, x.device)
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         short = x if wide else x.mT  # (side, long)
         symmetric.gram(short, gram)
+        if total is not None:
+            total(gram)
         symmetric.product(gram, gram, poly, add=gram, beta=b, alpha=c)
         if wide:
             fused(x, poly, x, beta=a, out=twin)

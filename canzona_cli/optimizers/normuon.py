@@ -41,6 +41,11 @@ class NorMuon(Muon):
         super().__init__(params, lr, **settings)
         self.row_beta = row_beta
 
+    @property
+    def shares(self) -> bool:
+        """Rows of the update are brought to one size by the norm of all of it, which fragments do not know."""
+        return False
+
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {**super().kept(p), "row_square": (p.size(0),)}
 

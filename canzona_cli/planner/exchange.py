@@ -27,7 +27,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 
-CONTRIBUTED, ANSWERED = 2, 3
+CONTRIBUTED, ANSWERED = 3, 3
 """fp32 numbers of a contribution, and of an answer (`canzona_cli.optimizers.shared`)."""
 
 

@@ -1,0 +1,87 @@
+"""One matrix updated by several ranks, each on its own fragment: what an optimizer that can do so is asked for.
+
+A matrix X, a square or cut along its long side, needs nothing whole but squares of its other side m: X X^T is the sum
+of the fragments' own, and a polynomial of it multiplies every fragment from that side. So nothing as long as the matrix
+travels, and the part that one rank does alone, on squares, is the smaller one.
+
+An optimizer with this form does not know of ranks. Somebody (the engine) carries contributions of all fragments to one
+place, in the fragments' order, and the answer back to all of them.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+Shape = tuple[int, int]
+"""Of the whole matrix: rows, columns. Of one of them its fragments have all."""
+Sum = Callable[[torch.Tensor], object]
+"""Adds up a tensor over all fragments, in place, for all of them alike."""
+
+CONTRIBUTED, ANSWERED = 3, 3
+"""fp32 numbers of a contribution, and of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What travels of one matrix in one round."""
+
+    square: torch.Tensor
+    """(m, m), m being the side that is not cut; contiguous, of the type it travels in."""
+    numbers: torch.Tensor
+    """(CONTRIBUTED,) or (ANSWERED,), fp32."""
+
+
+@runtime_checkable
+class SharedForm(Protocol):
+    """An optimizer whose parameters may be fragments. Of each and in each step: `contribute`, `answer` at one place,
+    `contribute` with the answer, and so on for `rounds`; then `finish`."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether it has the form, with its settings."""
+        ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products, in which squares should travel back at least."""
+        ...
+
+    def contribute(
+        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
+    ) -> None:
+        """What the fragment adds to the sum.
+
+        Args:
+            p: the fragment's weights, with its gradient in `p.grad`, which is only read; both fp32.
+            x: of its shape, contiguous, of `dtype`: kept for this fragment alone until `finish`.
+            out: overwritten.
+            answer: to the last round's contributions; None in the first.
+        """
+        ...
+
+    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+        """Sum up contributions of all fragments, in their order, and work out what they are to do.
+
+        Args:
+            key: what names the matrix among those answered here.
+            out: overwritten.
+            number: of the round, from 0.
+        """
+        ...
+
+    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
+        """Update the fragment, unless the answer is not to be trusted.
+
+        Returns:
+            False where `alone` is to be called, for all of the matrix's fragments alike.
+        """
+        ...
+
+    def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
+        """Update the fragment in the same step in another way, slow and safe."""
+        ...

@@ -1,0 +1,209 @@
+"""A matrix in fragments is updated as the whole is, in the same form, however it is cut."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import Literal
+
+import pytest
+import torch
+
+from canzona_cli.optimizers import Muon, Workspace
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
+from canzona_cli.optimizers.normuon import NorMuon
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm
+
+LR = 0.05
+SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
+"""Of the last two, a quarter is narrower than the short side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Fragments of one matrix, each with an optimizer of its own, as ranks have."""
+
+    whole: Shape
+    optimizers: Sequence[Muon]
+    fragments: Sequence[torch.nn.Parameter]
+    travels: torch.dtype = torch.float32
+
+    @property
+    def axis(self) -> int:
+        return 1 if self.fragments[0].size(0) == self.whole[0] else 0
+
+    def gathered(self) -> torch.Tensor:
+        return torch.cat([p.detach() for p in self.fragments], dim=self.axis)
+
+    def step(self, gradient: torch.Tensor) -> list[bool]:
+        """Whether each fragment was updated."""
+        for p, part in zip(self.fragments, gradient.chunk(len(self.fragments), dim=self.axis), strict=True):
+            p.grad = part
+        xs = [torch.empty_like(p, dtype=self.optimizers[0].dtype) for p in self.fragments]
+        host, answer = self.optimizers[-1], None
+        for number in range(host.rounds):
+            told = []
+            for p, x, optimizer in zip(self.fragments, xs, self.optimizers, strict=True):
+                told.append(self._message(CONTRIBUTED, self.travels))
+                optimizer.contribute(p, x, told[-1], whole=self.whole, answer=answer)
+            answer = self._message(ANSWERED, host.dtype)
+            host.answer("it", told, answer, number=number)
+        assert answer is not None
+        return [
+            optimizer.finish(p, x, whole=self.whole, answer=answer)
+            for p, x, optimizer in zip(self.fragments, xs, self.optimizers, strict=True)
+        ]
+
+    def step_alone(self) -> None:
+        """All fragments at a time, as their sums wait for one another."""
+        count = len(self.fragments)
+        barrier, given = Barrier(count), [torch.empty(0)] * count
+
+        def one(rank: int) -> None:
+            def total(part: torch.Tensor) -> None:
+                given[rank] = part.clone()
+                barrier.wait(60)
+                part.copy_(torch.stack(given).sum(0))
+                barrier.wait(60)
+
+            with torch.no_grad():
+                self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=total)
+
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(one, range(count)))
+
+    def _message(self, numbers: int, dtype: torch.dtype) -> Message:
+        side = min(self.whole)
+        return Message(square=torch.full((side, side), math.nan, dtype=dtype), numbers=torch.full((numbers,), math.nan))
+
+
+Precision = Literal["fp32", "bf16"]
+
+
+def muon(p: torch.nn.Parameter, precision: Precision, ns: CoefficientSet = "quintic", steps: int = 5) -> Muon:
+    return Muon([p], LR, precision=precision, form="gram", coefficients=ns, ns_steps=steps)
+
+
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.clone(), requires_grad=False)
+
+
+def cut(weight: torch.Tensor, parts: int, precision: Precision, ns: CoefficientSet = "quintic", steps: int = 5) -> Cut:
+    whole = (weight.size(0), weight.size(1))
+    fragments = [parameter(part.contiguous()) for part in weight.chunk(parts, dim=1 if whole[0] < whole[1] else 0)]
+    return Cut(whole=whole, optimizers=[muon(p, precision, ns, steps) for p in fragments], fragments=fragments)
+
+
+def gaussian(whole: Shape, seed: int) -> torch.Tensor:
+    return torch.randn(whole, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> float:
+    """Difference over how far it has come, Frobenius norms."""
+    return float((found - wanted).norm() / (wanted - start).norm())
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("whole", SHAPES)
+def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
+    """In fp32 up to the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients' scale grows by
+    10 from step to step, from 1e-10."""
+    start = gaussian(whole, 0)
+    split, p = cut(start, parts, "fp32"), parameter(start)
+    alone = muon(p, "fp32")
+    for step in range(3):
+        p.grad = gaussian(whole, step + 1) * 10.0 ** (step - 10)
+        alone.step()
+        assert split.step(p.grad) == [True] * parts
+    assert apart(split.gathered(), p, start) < 477 * 6e-8
+
+
+@pytest.mark.parametrize(("ns", "steps"), [("simple", 1), ("polar_express", 4), ("quintic", 3), ("deepseekv4", 10)])
+def test_any_number_of_rounds(ns: CoefficientSet, steps: int) -> None:
+    """Within 20 times of what rounding does to the whole itself, which is in the same form."""
+    whole, start = (40, 96), gaussian((40, 96), 0)
+    split, p, exact = cut(start, 2, "fp32", ns, steps), parameter(start), parameter(start)
+    p.grad = exact.grad = gaussian(whole, 1)
+    assert split.step(p.grad) == [True, True]
+    muon(p, "fp32", ns, steps).step()
+    y = (p.grad * 0.05).double()  # (1 - momentum) G, and the look ahead: a multiple of G
+    y /= y.norm()
+    for a, b, c in coefficients(ns, steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    exact.mul_(1 - LR * 0.1).add_(y.float(), alpha=-LR * 0.2 * math.sqrt(96))
+    assert apart(split.gathered(), exact, start) < max(20 * apart(p, exact, start), 1e-5)
+
+
+@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("whole", SHAPES)
+def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torch.dtype) -> None:
+    """Twice: Gram matrices are rounded once more, and so are fragments when their norm becomes the whole's."""
+    start, gradient = gaussian(whole, 0), gaussian(whole, 1)
+    exact, p = parameter(start), parameter(start)
+    exact.grad = p.grad = gradient
+    muon(exact, "fp32").step()
+    muon(p, "bf16").step()
+    split = cut(start, 4, "bf16")
+    split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=travels)
+    assert split.step(gradient) == [True] * 4
+    assert apart(split.gathered(), exact, start) < 2 * apart(p, exact, start)
+
+
+def test_scale_and_uneven_fragments_are_of_no_account() -> None:
+    """One fragment of zeros, one 1e12 times another, all of it at 1e-30 and at 1e30."""
+    whole, start = (32, 128), gaussian((32, 128), 0)
+    gradient = gaussian(whole, 1)
+    gradient[:, :32] = 0
+    gradient[:, 32:64] *= 1e-12
+    found = []
+    for size in (1e-30, 1.0, 1e30):
+        split = cut(start, 4, "fp32")
+        assert split.step(gradient * size) == [True] * 4
+        found.append(split.gathered())
+    p = parameter(start)
+    p.grad = gradient
+    muon(p, "fp32").step()
+    for one in found:
+        assert apart(one, p, start) < 477 * 6e-8
+    still = cut(start, 4, "bf16")
+    assert still.step(torch.zeros(whole)) == [True] * 4
+    torch.testing.assert_close(still.gathered(), start * (1 - LR * 0.1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_fragment_moves_none(bad: float) -> None:
+    start, gradient = gaussian((32, 96), 0), gaussian((32, 96), 1)
+    gradient[3, 90] = bad
+    split = cut(start, 3, "bf16")
+    assert split.step(gradient) == [False] * 3
+    torch.testing.assert_close(split.gathered(), start, rtol=0, atol=0)
+
+
+def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
+    """Singular values over three decades in bf16: the whole is doubted too, and comes out in standard form."""
+    whole = (64, 128)
+    u, _, v = torch.linalg.svd(gaussian(whole, 3), full_matrices=False)
+    gradient = torch.mm(u * torch.logspace(0, -3, 64), v)
+    doubted = gradient / gradient.norm()
+    assert not bool(gram_newton_schulz(doubted.bfloat16(), coefficients("quintic", 5), Workspace())[1])
+    start = gaussian(whole, 0)
+    split, exact, standard = cut(start, 4, "bf16"), parameter(start), parameter(start)
+    assert split.step(gradient) == [False] * 4
+    split.step_alone()
+    exact.grad = standard.grad = gradient
+    Muon([exact], LR, precision="fp32").step()
+    Muon([standard], LR, precision="bf16").step()
+    assert apart(split.gathered(), exact, start) < 1.5 * apart(standard, exact, start)
+    averages = [o.state[p]["momentum_buffer"] for o, p in zip(split.optimizers, split.fragments, strict=True)]
+    torch.testing.assert_close(torch.cat(averages, dim=1), gradient * 0.05)
+
+
+def test_who_has_the_form() -> None:
+    p = parameter(gaussian((8, 16), 0))
+    assert isinstance(Muon([p], LR), SharedForm)
+    assert Muon([p], LR).shares
+    assert not Muon([p], LR, coefficients="cans").shares
+    assert not NorMuon([p], LR).shares
