@@ -1,19 +1,23 @@
 """Seconds of collectives on the real backend, by kind, group size and bytes.
 
-On CPU ranks each is timed alone, from the moment all are there. On GPUs the skew of leaving a barrier and launching
-would be as long as what is measured: there, several in a row are timed between two events on the device, behind a
-collective that brings all devices together and keeps them busy until the rest has been launched.
+On CPU ranks what counts is what a collective adds to ranks that compute between two of them, in all groups of a size at
+the same time. In a loop of nothing but collectives every rank is awake, every cache warm, every core free: in steps of
+four ranks on two cores they took two to six times as long as such a loop had said.
+
+On GPUs the skew of leaving a barrier and launching would be as long as what is measured: there, several in a row are
+timed between two events on the device, behind a collective that brings all devices together and keeps them busy until
+the rest has been launched.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
-from canzona_cli.calibrate.team import Team, joined, wait
+from canzona_cli.calibrate.team import Team, joined
 from canzona_cli.config.schema import Collective
 from canzona_cli.megatron.grouping import device_seconds, grouped, serial_factor
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each
@@ -22,10 +26,15 @@ from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200
 ROW = 16
-"""Collectives between two events."""
+"""Collectives between two events on a GPU."""
+_CALLS = 4
+"""Collectives with work between them that make a sample on CPU ranks; fewer where they take long."""
+_SIDE, _TOUCHED = 384, 1 << 20
+"""The work: a product of this side in bf16, and this many bytes read and written; about a millisecond."""
 _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
 """Of the all-reduce ahead of a row, at least 0.2 ms over NVLink."""
+_LEAST_S = 1e-6
 _LARGE_S = 1.5
 """Limit in seconds for the repetitions of the largest size."""
 
@@ -35,14 +44,20 @@ Make = Callable[[int, "Members"], Transfer]
 
 
 class Members:
-    """One rank's place in the first `size` ranks."""
+    """One rank's place in its group of `size` neighbours.
 
-    def __init__(self, team: Team) -> None:
+    Args:
+        team: of one or more whole groups, which measure at the same time.
+    """
+
+    def __init__(self, team: Team, size: int) -> None:
         """Collective over the whole job."""
-        self.team = team
-        # NCCL's own group, or gloo's: what a run's collectives go through.
-        self._group = dist.new_group(list(range(team.size)))
-        self.rank, self.size, self.device = team.rank, team.size, team.device
+        self.team, self.size, self.device = team, size, team.device
+        # NCCL's own groups, or gloo's: what a run's collectives go through.
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]
+        self.groups = len(groups)
+        place, self.rank = divmod(team.rank, size)
+        self._group = groups[place if team.member else 0]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,7 +76,7 @@ def group_sizes(ranks: int) -> list[int]:
 
 
 def measure_collectives(members: Members, effort: Effort, recorder: Recorder) -> None:
-    """All kinds and sizes in this group. Members only."""
+    """All kinds and sizes in groups of this size. Members only."""
     for kind, make in KINDS.items():
         if kind == "send" and members.size != 2:
             continue
@@ -78,33 +93,54 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:
     """One kind and size; its median, the same on all members."""
     run, team = make(size, members), members.team
-    once = partial(_alone, team, run) if members.device.type == "cpu" else _in_a_row(members, run)
-    pilots = [once() for _ in range(_PILOTS)]
-    pilot = team.decide(min(pilots))
-    repetitions = min(MOST, max(LEAST, int(budget_s / 2 / max(pilot, 1e-6))))
-    own = [once() for _ in range(repetitions)]
-    # It ends when the last rank is done.
-    slowest = [max(each) for each in zip(*team.gather(own), strict=True)]
-    median = Quartiles.of(slowest).median
-    busy = 0.0
     if members.device.type == "cpu":
+        values, busy = _between_work(members, run, budget_s)
+    else:
+        once, busy = _in_a_row(members, run), 0.0
+        pilot = team.decide(min(once() for _ in range(_PILOTS)))
+        values = _slowest(team, [once() for _ in range(_repetitions(budget_s / 2, pilot))])
+    recorder.add(Measurement.of("collectives", values, kind, members.size, size, busy=busy))
+    return Quartiles.of(values).median
+
+
+def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
+    """Seconds that a collective adds to work it lies between, the slowest rank's, and the processor cores that each
+    group's keeps busy meanwhile."""
+    team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
+    product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)
+
+    def row(calls: int, *, moving: bool) -> tuple[float, float]:
+        """Wall clock and processor time of one call."""
         team.meet()
-        begin = time.process_time()
-        for _ in range(repetitions):
-            run()
-        busy = sum(theirs for (theirs,) in team.gather([(time.process_time() - begin) / repetitions])) / median
-        busy = min(busy, float(cores()))  # several small ones in a row may take less time than each alone
-    recorder.add(Measurement.of("collectives", slowest, kind, members.size, size, busy=busy))
-    return median
+        begin, worked = time.perf_counter(), time.process_time()
+        for _ in range(calls):
+            torch.mm(side, side, out=product)
+            touched.neg_()
+            if moving:
+                run()
+        return (time.perf_counter() - begin) / calls, (time.process_time() - worked) / calls
+
+    def pair(calls: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        return row(calls, moving=True), row(calls, moving=False)
+
+    pilot = team.decide(min(sum(wall for wall, _ in pair(1)) for _ in range(_PILOTS)))
+    calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot)))
+    pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
+    both, alone = (_slowest(team, [two[moving][0] for two in pairs]) for moving in (0, 1))
+    # What is lost in the noise of the work takes no time to speak of.
+    added = [max(_LEAST_S, with_it - without) for with_it, without in zip(both, alone, strict=True)]
+    processor = [statistics.median(with_it[1] - without[1] for with_it, without in pairs)]
+    busy = sum(theirs for (theirs,) in team.gather(processor)) / members.groups / Quartiles.of(added).median
+    return added, min(max(busy, 0.0), float(cores()))
 
 
-def _alone(team: Team, run: Transfer) -> float:
-    """Seconds from the moment all are there to this rank's end."""
-    team.meet()
-    begin = time.perf_counter()
-    run()
-    wait(team.device)
-    return time.perf_counter() - begin
+def _repetitions(budget_s: float, pilot: float) -> int:
+    return min(MOST, max(LEAST, int(budget_s / max(pilot, 1e-6))))
+
+
+def _slowest(team: Team, own: Sequence[float]) -> list[float]:
+    """A collective ends when the last rank is done."""
+    return [max(each) for each in zip(*team.gather(own), strict=True)]
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:

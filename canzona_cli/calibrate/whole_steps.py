@@ -124,7 +124,7 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
         )
         if benches.crowd > cores():
             write(result)
-            results.append(benches.bench(benches.crowd, 2 if benches.crowd % 2 == 0 else 1))
+            results.append(benches.bench(benches.crowd, 1))
             on = {**result.profile.measured_on, "fitted_on": fitted_on(results)}
             result = with_profile(replace(result.profile, crowding=crowded_by(results[-1]), measured_on=on))
     except (KeyboardInterrupt, CanzonaError) as error:
@@ -147,14 +147,17 @@ def fitted_on(results: Sequence[BenchResult]) -> str:
 
 
 def crowded_by(result: BenchResult) -> float:
-    """Measured over predicted optimizer step with more ranks than cores, the median over strategies; at least 1."""
-    ratios = [1 / (1 + result.error(strategy)) for strategy in result.strategies]
+    """Measured over predicted step with more ranks than cores, the median over strategies; at least 1."""
+    ratios = [1 / (1 + result.iteration_error(strategy)) for strategy in result.strategies]
     return significant(max(1.0, statistics.median(ratios)))
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """From the data-parallel bench and, where there were two ranks, the tensor-parallel one."""
-    everything = [found for result in results for found in result.strategies.values()]
+    """From the data-parallel bench and, behind it, the tensor-parallel one where there were two ranks.
+
+    Forward and backward are the first one's: it has no collectives in them, which have prices of their own.
+    """
+    computing = results[0].strategies.values()
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
         of: dict[Phase, str] = {
@@ -171,7 +174,7 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
             found = _factor([result.strategies[strategy] for result in results], phase, rank)
             if found is not None:
                 phases[f"{prefix}{phase}"] = found
-    forward, backward = _factor(everything, "forward", "mean"), _factor(everything, "backward", "mean")
+    forward, backward = _factor(computing, "forward", "mean"), _factor(computing, "backward", "mean")
     assert forward is not None
     assert backward is not None
     return StepFactors(forward=forward, backward=backward, phases=phases)

@@ -37,7 +37,9 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)
     everybody = Team(rank, ranks, device)
-    groups = [Members(Team(rank, size, device)) for size in group_sizes(ranks)]
+    # On CPUs all groups of a size at once, for they share the cores.
+    sizes = {size: ranks // size * size if device.type == "cpu" else size for size in group_sizes(ranks)}
+    groups = [Members(Team(rank, members, device), size) for size, members in sizes.items()]
     recorder.facts(
         Facts(
             torch=torch.__version__,

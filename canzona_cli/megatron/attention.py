@@ -1,9 +1,9 @@
 """Core attention of layers without Transformer Engine: causal, with grouped queries, over sequences that context
 parallelism has cut.
 
-torch's kernel keeps a logarithm a row for the backward pass and never stores scores, on CPU as on GPUs. Megatron cuts a
-sequence into 2 * cp chunks and gives rank r chunks r and 2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that every
-rank has as many keys to look at.
+Scores are never stored: torch's kernel keeps a logarithm a row for the backward pass, `cpu_attention` nothing. Megatron
+cuts a sequence into 2 * cp chunks and gives rank r chunks r and 2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that
+every rank has as many keys to look at.
 """
 
 import torch
@@ -12,6 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.functional import scaled_dot_product_attention
+
+from canzona_cli.megatron.cpu_attention import attend
 
 
 class CausalAttention(torch.nn.Module):
@@ -76,6 +78,9 @@ class CausalAttention(torch.nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The last query sees all keys, the one before it all but one, and so on."""
+        if _on_processor(query):
+            scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
+            return attend(query, key, value, scale).flatten(2)
         if not _kernel_knows_groups(query):
             times = query.size(2) // key.size(2)
             key, value = key.repeat_interleave(times, dim=2), value.repeat_interleave(times, dim=2)
@@ -95,6 +100,10 @@ def _lower_right(queries: int, keys: int) -> torch.Tensor:
     from torch.nn.attention.bias import causal_lower_right  # its import loads torch's compiler
 
     return causal_lower_right(queries, keys)
+
+
+def _on_processor(query: torch.Tensor) -> bool:
+    return query.device.type == "cpu"
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:

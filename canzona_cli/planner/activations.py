@@ -61,7 +61,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
       T (a + g) d / t, context T a d / t;
     - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d / t, in
-      place of the rotated k, and the context once more, T a d / t, where its two chunks are joined;
+      place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are joined;
     - SwiGLU: gate and up 2 T f / t, their product T f / t.
     On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
     copy of up. selective recomputes core attention, full keeps only the layer's input.
@@ -80,7 +80,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
         # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
         attention += FP32 * (heads + groups) + (FP32 * (heads + groups) - width * heads if bf16 else 0)
     if layout.cp > 1 and not config.cluster.transformer_engine and recompute == "none":
-        attention += width * (2 * layout.cp * groups - rotated_k + context)
+        attention += width * (2 * layout.cp * groups - rotated_k + (0 if on_cpu else context))
         # Gathering copied v, so nothing holds the fused qkv unless a norm kept its input there.
         attention -= width * fused_qkv if on_cpu and bf16 else 0
     mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t

@@ -163,7 +163,11 @@ class IterationTimeline:
         elif last:
             self._last_backward(stage, step.chunk)
         else:
-            self._compute_task(stage, direction, time.passes[step.chunk][direction == "backward"])
+            way = int(direction == "backward")
+            if self._timeline.shares_cores:
+                self._work(stage, direction, time.computed[step.chunk][way], time.moves[step.chunk][way])
+            else:
+                self._compute_task(stage, direction, time.passes[step.chunk][way])
         self._ask(stage, asked)
         part = step.chunk * layout.pp + stage
         if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
@@ -220,24 +224,25 @@ class IterationTimeline:
                 self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
-        exchange = self._stages[stage].time.exchange
-        if direction == "forward":
-            seconds, exchanges = module.forward_s, module.exchanges
-        else:
-            seconds = module.backward_s + module.again_s
-            exchanges = module.exchanges + module.exchanges_again
+        seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
+        self._work(stage, direction, seconds, module.moves[direction == "backward"], after)
+
+    def _work(
+        self, stage: int, direction: Direction, seconds: float, moves: Transfer, after: Sequence[int] = ()
+    ) -> None:
+        """Compute for `seconds`, then take part in the collectives."""
         if self._timeline.shares_cores:
             # Apart, for computing keeps other cores busy than communicating does.
             self._compute_task(stage, direction, seconds, after)
-            seconds = 0.0
+            seconds, after = 0.0, ()
         self._last[stage] = self._timeline.add(
             direction,
             ("compute", stage),
-            seconds=seconds + exchanges * exchange.latency_s,
-            link=(stage, exchange.link),
-            link_s=exchanges * exchange.link_s,
-            cores=exchange.cores * self._layout.owners,
-            after=() if self._timeline.shares_cores else after,
+            seconds=seconds + moves.latency_s,
+            link=(stage, moves.link),
+            link_s=moves.link_s,
+            cores=moves.cores * self._layout.owners,
+            after=after,
         )
 
     def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:

@@ -2,12 +2,12 @@
 
 A module is what one weight of Megatron's belongs to, because a bucket of gradients may be complete (a bucket of
 weights needed) between any two. Matrix products run at the profile's achieved rate for their size, core attention at a
-share of the peak, everything elementwise at memory bandwidth; tensor-parallel collectives are kept apart, for they use
-a link.
+share of the peak, everything elementwise at memory bandwidth; tensor- and context-parallel collectives are kept apart,
+for they use a link, and on ranks that share a machine's cores keep other cores busy than computing does.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 from typing import Literal
 
@@ -49,10 +49,9 @@ class Module:
     """Forward work that the backward repeats (activation recomputation)."""
     weights: int
     """Elements on this rank that are its own: a tied output layer has none where the embedding is on its stage."""
-    exchanges: int
-    """Tensor-parallel exchanges in the forward, and as many in the backward."""
-    exchanges_again: int
-    """Those that recomputation repeats."""
+    moves: tuple[Transfer, Transfer]
+    """Tensor- and context-parallel collectives, in the forward and in the backward with what recomputation repeats.
+    `cores` are those of all groups that one owner's ranks are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,6 @@ class StageTime:
 
     chunks: tuple[tuple[Module, ...], ...]
     """The modules of each model chunk, in forward order."""
-    exchange: Transfer
-    """One tensor-parallel exchange: half of an all-reduce of the residual stream."""
     hop: Transfer
     """Handing the residual stream to the next stage."""
     pass_s: float
@@ -81,9 +78,31 @@ class StageTime:
 
     @cached_property
     def passes(self) -> tuple[tuple[float, float], ...]:
-        """Forward and backward of each chunk, tensor-parallel exchanges included; one micro-batch."""
+        """Forward and backward of each chunk, collectives included; one micro-batch."""
         return tuple(
-            (self.pass_s + sum(map(self._forward, chunk)), self.pass_s + sum(map(self._backward, chunk)))
+            (computed + moves.seconds, computed_back + moves_back.seconds)
+            for (computed, computed_back), (moves, moves_back) in zip(self.computed, self.moves, strict=True)
+        )
+
+    @cached_property
+    def computed(self) -> tuple[tuple[float, float], ...]:
+        """`passes` without collectives."""
+        return tuple(
+            (
+                self.pass_s + sum(module.forward_s for module in chunk),
+                self.pass_s + sum(module.backward_s + module.again_s for module in chunk),
+            )
+            for chunk in self.chunks
+        )
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Transfer, Transfer], ...]:
+        """The collectives of `passes`."""
+        return tuple(
+            (
+                reduce(Transfer.then, (module.moves[0] for module in chunk), Transfer()),
+                reduce(Transfer.then, (module.moves[1] for module in chunk), Transfer()),
+            )
             for chunk in self.chunks
         )
 
@@ -95,13 +114,6 @@ class StageTime:
     @property
     def backward_s(self) -> float:
         return sum(backward for _, backward in self.passes)
-
-    def _forward(self, module: Module) -> float:
-        return module.forward_s + module.exchanges * self.exchange.seconds
-
-    def _backward(self, module: Module) -> float:
-        exchanges = module.exchanges + module.exchanges_again
-        return module.backward_s + module.again_s + exchanges * self.exchange.seconds
 
 
 @lru_cache(maxsize=64)
@@ -132,7 +144,6 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         chunks[-1].append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
     return StageTime(
         chunks=tuple(map(tuple, chunks)),
-        exchange=_exchange(config, layout),
         hop=hop(config, layout),
         pass_s=_pass_s(config),
     )
@@ -156,9 +167,8 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
 
     Cached, for stages and data-parallel ranks make no difference to them.
     """
-    exchange = _exchange(config, layout)
     pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
-    times = (StageTime(chunks=(modules,), exchange=exchange, hop=Transfer(), pass_s=0.0) for modules in pieces)
+    times = (StageTime(chunks=(modules,), hop=Transfer(), pass_s=0.0) for modules in pieces)
     return tuple((time.forward_s, time.backward_s) for time in times)
 
 
@@ -169,16 +179,25 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
     memory_s, accumulate_s = _memory_s(config), _accumulate_s(config)
-    exchanges = 1 if t > 1 else 0
+    exchange, nothing = _exchange(config, layout), (Transfer(), Transfer())
 
     def module(
-        part: Part, inputs: int, outputs: int, moved: float, core_s: float = 0.0, core_backward_s: float = 0.0
+        part: Part,
+        inputs: int,
+        outputs: int,
+        moved: float,
+        core_s: float = 0.0,
+        core_backward_s: float = 0.0,
+        core_moves: tuple[Transfer, Transfer] = nothing,
     ) -> Module:
         """`moved` elements go through memory in the forward pass; `core_s` is core attention."""
         products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
         forward = products_s + core_s + memory_s * moved
         backward = 2 * products_s + core_backward_s + 2 * memory_s * moved
         forward_s, core_again_s = _forward(cluster, forward), core_s * cluster.forward_factor
+        gather, scatter = core_moves
+        whole = exchange.then(gather)
+        moved_again = {"none": Transfer(), "selective": gather, "full": whole}[layout.recompute]
         return Module(
             part=part,
             layer=0,
@@ -186,8 +205,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
             backward_s=_backward(cluster, backward + accumulate_s * weights),
             again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
             weights=weights,
-            exchanges=exchanges,
-            exchanges_again=exchanges if layout.recompute == "full" else 0,
+            moves=(whole, exchange.then(scatter).then(moved_again)),
         )
 
     return (
@@ -204,8 +222,8 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     )
 
 
-def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Seconds of one layer's, forward and backward."""
+def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float, tuple[Transfer, Transfer]]:
+    """Seconds of one layer's, forward and backward, and what its slices of the sequence take to travel."""
     cluster, t, head_dim = config.cluster, layout.tp, config.model.head_dim
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
     operations = 2.0 * tokens * config.train.seq_length * config.model.num_attention_heads * head_dim / t
@@ -218,16 +236,23 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
         forward = slower * operations / (ATTENTION_FORWARD * peak)
         backward = 2.5 * slower * operations / (ATTENTION_BACKWARD * peak)
     if layout.cp == 1:
-        return forward, backward
+        return forward, backward, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * config.model.num_query_groups * head_dim / t * element_bytes(config)[0]
     if cluster.transformer_engine:
         # A slice's attention is computed while the next slice travels; backwards its gradient travels along.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
         exposed, exposed_back = (max(0.0, n * hop_s - s / layout.cp) for n, s in ((1, forward), (2, backward)))
-        return forward + (layout.cp - 1) * exposed, backward + (layout.cp - 1) * exposed_back
+        ring = Transfer(latency_s=(layout.cp - 1) * exposed), Transfer(latency_s=(layout.cp - 1) * exposed_back)
+        return forward, backward, ring
     size = layout.cp * slice_bytes
-    return forward + links.all_gather(size, group).seconds, backward + links.reduce_scatter(size, group).seconds
+    gather, scatter = links.all_gather(size, group), links.reduce_scatter(size, group)
+    share = t / layout.cp
+    return (
+        forward,
+        backward,
+        (replace(gather, cores=share * gather.cores), replace(scatter, cores=share * scatter.cores)),
+    )
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
@@ -239,8 +264,7 @@ def _embedding(config: RunConfig, layout: Layout) -> Module:
         backward_s=_backward(config.cluster, moved_s),
         again_s=0.0,
         weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
-        exchanges=1 if layout.tp > 1 else 0,
-        exchanges_again=0,
+        moves=(_exchange(config, layout),) * 2,
     )
 
 
@@ -252,6 +276,7 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     product = _product(config, tokens, model.hidden_size, vocabulary)
     logits = tokens * vocabulary / memory_rate(cluster)
     moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
+    exchange = _exchange(config, layout)
     return Module(
         part="output",
         layer=model.num_layers,
@@ -261,8 +286,7 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
         ),
         again_s=0.0,
         weights=0 if tied else weights,
-        exchanges=1 if layout.tp > 1 else 0,
-        exchanges_again=0,
+        moves=(exchange.then(_loss_sums(config, layout)), exchange),
     )
 
 
@@ -304,8 +328,15 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
     size = float(micro_batch_tokens(config, layout) * config.model.hidden_size * width)
     if layout.sequence_parallel:
         return links.all_gather(size, group)
-    whole = links.all_reduce(size, group)
-    return replace(whole, latency_s=whole.latency_s / 2, link_s=whole.link_s / 2)
+    return links.all_reduce(size, group).times(0.5)
+
+
+def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
+    """The vocabulary-parallel cross-entropy's three all-reduces, of an fp32 number a token: maximum, target, sum."""
+    if layout.tp == 1:
+        return Transfer()
+    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
+    return links.all_reduce(4.0 * micro_batch_tokens(config, layout), group).times(3.0)
 
 
 def hop(config: RunConfig, layout: Layout) -> Transfer:

@@ -51,9 +51,8 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
     phases = result.phases
     stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
     count = layout.num_microbatches
-    exchanges = sum(2 * module.exchanges + module.exchanges_again for module in stage.modules)
     again_s = count * sum(module.again_s for module in stage.modules)
-    tensor_s = count * exchanges * stage.exchange.seconds
+    tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)
     compute_s = phases["forward"] + phases["backward"] - again_s - tensor_s
     known = {
         "pipeline_s": phases["pipeline"],

@@ -79,7 +79,7 @@ def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(
 def test_collectives_are_measured_in_every_group_and_members_agree() -> None:
     def ranks() -> list[Measurement]:
         rank = joined()
-        members = [Members(Team(rank, size, CPU)) for size in group_sizes(3)]
+        members = [Members(Team(rank, size, CPU), size) for size in group_sizes(3)]
         kept: list[Measurement] = []
         recorder = Recorder(RunFiles(Path()), writes=False)
         recorder.add = kept.append  # type: ignore[method-assign,assignment]
@@ -107,7 +107,7 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
         recorder.add = kept.append  # type: ignore[method-assign,assignment]
         collectives._GATHERING_BYTES = 8
         with cuda_stand_in() as record:
-            members = Members(Team(rank, 2, DEVICE))
+            members = Members(Team(rank, 2, DEVICE), 2)
             measure_collectives(members, HASTY, recorder)
             issued = [operation.name for operation in record.operations if operation.stream.startswith("nccl")]
         return kept, issued, record.host_waits

@@ -212,11 +212,10 @@ def pipeline(seconds: Sequence[tuple[float, float]], hop_s: float = 0.0, *, vpp:
             backward_s=backward,
             again_s=0.0,
             weights=1,
-            exchanges=0,
-            exchanges_again=0,
+            moves=(Transfer(), Transfer()),
         )
         hop = Transfer(latency_s=hop_s)
-        time_of = StageTime(chunks=((module,),) * vpp, exchange=Transfer(), hop=hop, pass_s=0.0)
+        time_of = StageTime(chunks=((module,),) * vpp, hop=hop, pass_s=0.0)
         works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0))
     mesh = layout(pp=len(seconds), vpp=vpp, count=count)
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
