@@ -21,7 +21,6 @@ _MEANING = {
     "forward_module_us": "what of it does not grow with the micro-batch, by module",
     "backward_module_us": "the same of the backward",
     "grouped_collectives": "whether small reductions together take little longer than one",
-    "crowding": "measured time of steps whose ranks outnumber the cores over even shares of them",
     "step_factors": "measured time in whole steps over what its parts come to",
     "intra_node_gb_per_s": "from all-to-all of 2 ranks",
     "intra_node_latency_us": "the same, 8 bytes",

@@ -1,14 +1,13 @@
 """How long phases take in whole steps compared with the sum of their parts: the last part of a calibration. No torch.
 
 A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
-step has none of these. So two short benches run on the profile just measured, one with data-parallel and one with
-tensor-parallel ranks, with no more ranks than cores. The measured time of each phase over its predicted time becomes a
-factor of the profile. Where the run has more ranks than cores, a third bench with twice as many ranks as cores measures
-what that costs beyond an even share of the cores.
+step has none of these. So two short benches run on the profile just measured, one with data-parallel ranks and one with
+pairs of tensor-parallel ones, with as many ranks as the run has, at most twice as many as there are cores. The measured
+time of each phase over its predicted time becomes a factor of the profile.
 """
 
+import itertools
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,9 +41,8 @@ _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train
 class StepFactors:
     """Measured over predicted time."""
 
-    forward: float
-    backward: float
-    """On top of the profile's own numbers."""
+    computing: float
+    """Of forward and backward, on top of the profile's own numbers."""
     phases: Mapping[str, float]
     """`ClusterConfig.step_factors`."""
 
@@ -62,9 +60,9 @@ class ShortBenches:
         self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
     ) -> None:
         on_cpu = config.cluster.device == "cpu"
-        self.ranks = min(RANKS, config.gpus, cores()) if on_cpu else min(RANKS, config.gpus)
-        self.crowd = min(config.gpus, 2 * cores()) if on_cpu else 0
-        """Ranks of the bench with more ranks than cores; at most the number of cores where there is none."""
+        # Ranks that take turns on a core find its caches full of each other's data, so a crowd is measured as one.
+        most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
+        self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
             *(override for override in overrides if not _replaced(override)),
             *(f"cluster={profile.absolute()}", "parallel.pp=1", "optimizer=muon"),
@@ -109,24 +107,19 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
 
     before = found.profile
     try:
-        results = [benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, benches.ranks))]
+        results = [benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, min(RANKS, benches.ranks)))]
         found_factors = factors(results)
         result = with_profile(
             replace(
                 before,
-                forward_factor=significant(before.forward_factor * found_factors.forward),
-                forward_module_us=significant(before.forward_module_us * found_factors.forward),
-                backward_factor=significant(before.backward_factor * found_factors.backward),
-                backward_module_us=significant(before.backward_module_us * found_factors.backward),
+                forward_factor=significant(before.forward_factor * found_factors.computing),
+                forward_module_us=significant(before.forward_module_us * found_factors.computing),
+                backward_factor=significant(before.backward_factor * found_factors.computing),
+                backward_module_us=significant(before.backward_module_us * found_factors.computing),
                 step_factors=dict(found_factors.phases),
                 measured_on={**before.measured_on, "fitted_on": fitted_on(results)},
             )
         )
-        if benches.crowd > cores():
-            write(result)
-            results.append(benches.bench(benches.crowd, 1))
-            on = {**result.profile.measured_on, "fitted_on": fitted_on(results)}
-            result = with_profile(replace(result.profile, crowding=crowded_by(results[-1]), measured_on=on))
     except (KeyboardInterrupt, CanzonaError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
         outcome = replace(
@@ -146,18 +139,12 @@ def fitted_on(results: Sequence[BenchResult]) -> str:
     return ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
 
 
-def crowded_by(result: BenchResult) -> float:
-    """Measured over predicted step with more ranks than cores, the median over strategies; at least 1."""
-    ratios = [1 / (1 + result.iteration_error(strategy)) for strategy in result.strategies]
-    return significant(max(1.0, statistics.median(ratios)))
-
-
 def factors(results: Sequence[BenchResult]) -> StepFactors:
     """From the data-parallel bench and, behind it, the tensor-parallel one where there were two ranks.
 
-    Forward and backward are the first one's: it has no collectives in them, which have prices of their own.
+    Forward and backward are the first one's: it has no collectives in them, which have prices of their own. They have
+    one factor together, and with the wait for reduced gradients, where ranks meet that were given the cores unevenly.
     """
-    computing = results[0].strategies.values()
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
         of: dict[Phase, str] = {
@@ -165,25 +152,24 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
             "exchange": updating,
             "norm_clip": elementwise,
             "adamw_update": elementwise,
-            "grad_reduce": elementwise,
             "param_gather": elementwise,
         }
         for phase, strategy in of.items():
             # Ranks wait for one another in norm and clip; the last one waits least.
             rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
-            found = _factor([result.strategies[strategy] for result in results], phase, rank)
+            found = _factor([result.strategies[strategy] for result in results], (phase,), rank)
             if found is not None:
                 phases[f"{prefix}{phase}"] = found
-    forward, backward = _factor(computing, "forward", "mean"), _factor(computing, "backward", "mean")
-    assert forward is not None
-    assert backward is not None
-    return StepFactors(forward=forward, backward=backward, phases=phases)
+    met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce")
+    computing = _factor(results[0].strategies.values(), met, "mean")
+    assert computing is not None
+    return StepFactors(computing=computing, phases=phases)
 
 
-def _factor(found: Iterable[StrategyBench], phase: Phase, rank: Literal["min", "mean"]) -> float | None:
-    """Measured over predicted, all benches together; None where no bench has the phase."""
+def _factor(found: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
+    """Measured over predicted, all phases and benches together; None where no bench has them."""
     measured = predicted = 0.0
-    for bench in found:
+    for bench, phase in itertools.product(found, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
         if seconds is not None and expected > 0:
             measured += seconds.min_s if rank == "min" else seconds.mean_s

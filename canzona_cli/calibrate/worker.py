@@ -76,7 +76,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
                     measure_collectives(members, effort, recorder)
                 everybody.meet()
     with part("model"):
-        measure_model(workers, shortened(config), world, effort, recorder)
+        measure_model(everybody, shortened(config), world, effort, recorder)
     with part("updates"):
         if workers.member:
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)

@@ -111,8 +111,6 @@ class CalibrationView(Page):
         table.add_numbers("factor")
         for name, factor in profile.step_factors.items():
             table.add_row(name, f"{factor:.3g}")
-        if profile.step_factors and profile.crowding != 1.0:
-            table.add_row("ranks that outnumber the cores", f"{profile.crowding:.3g}")
         return table
 
     def _measured(self, title: str) -> Table:

@@ -25,10 +25,10 @@ class Spent:
     """Seconds of the slowest rank; they add up to the iteration."""
 
     compute_s: float
-    """Forward and backward, sliced sequences' attention included."""
+    """Forward and backward."""
     recompute_s: float
     tensor_s: float
-    """Tensor-parallel exchanges in forward and backward."""
+    """Tensor-parallel exchanges in forward and backward, and what slices of a sequence tell one another."""
     pipeline_s: float
     """Waiting for other stages."""
     reduce_s: float

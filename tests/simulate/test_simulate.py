@@ -243,6 +243,39 @@ def test_a_message_waits_for_whom_it_is_for(stages: int, chunks: int, hops: int)
     assert ran[:3] == pytest.approx([0.0, 1.25, 1 + 10 + hops * 0.25])
 
 
+_TABLE = tuple(
+    (kind, ranks, size, 4e-3, 0.5)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    for ranks in (2, 4)
+    for size in (8.0, 1e9)
+)
+"""Each takes 4 ms and keeps half a core busy."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [layout(tp=4, count=3), replace(layout(tp=2, count=3), cp=2), layout(tp=2, dp=2, count=3)]
+)
+def test_collectives_of_ranks_that_share_cores_leave_most_of_them_to_others(mesh: Layout) -> None:
+    """Four ranks compute on two cores at half speed; what they tell one another keeps no rank's whole core busy, and
+    takes no longer on a processor that computes more slowly."""
+    cluster = replace(CPU, cores=2, collectives=_TABLE, pass_us=0.0)
+    for factor in (1.0, 3.0):
+        slower = replace(cluster, forward_factor=factor, backward_factor=factor)
+        config = config_of("tiny", mesh, slower)
+        apart = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+        config = replace(config, parallel=apart)
+        stage = stage_time(config, mesh, 0)
+        [(forward, backward)], [moves] = stage.computed, stage.moves
+        phases = simulated(config, mesh, "adamw").phases
+        for computed, moved, phase in ((forward, moves[0], "forward"), (backward, moves[1], "backward")):
+            assert phases[phase] == pytest.approx(3 * (2 * computed + moved.seconds), rel=1e-6)
+        # Of 4 layers: one for each of 4 weights, the embedding's and the output layer's (sequence parallelism), and
+        # three for the loss; keys and values gathered, and their gradients scattered.
+        whole = 4 * 4 + 2, 4 * (mesh.cp > 1)
+        assert moves[0].seconds == pytest.approx(4e-3 * (sum(whole) + 3))
+        assert moves[1].seconds == pytest.approx(4e-3 * sum(whole))
+
+
 def test_every_pass_through_a_chunk_has_its_price() -> None:
     """That is why one layer a chunk is not the fastest pipeline."""
     plain, deep = layout(pp=2, count=4), layout(pp=2, vpp=14, count=4)

@@ -138,10 +138,10 @@ class ClusterConfig:
     collectives: Annotated[
         tuple[tuple[str, Ranks, Bytes, Seconds, NotNegative], ...],
         "Measured collectives inside a machine, used instead of bandwidth and latency: kind, ranks, bytes, "
-        "seconds, and the processor cores they kept busy meanwhile (0 on GPUs). Bytes are those of the whole "
-        "buffer for all_reduce, all_gather and reduce_scatter, of the message for reduce, broadcast and send (on GPUs, "
-        "of a bucket of ranges, one to or from each rank, for reduce and broadcast), and of what the busiest rank "
-        "sends to all others for all_to_all.",
+        "seconds, and the processor cores they kept busy meanwhile (0 on GPUs); on CPU ranks, what they add to ranks "
+        "that compute between them. Bytes are those of the whole buffer for all_reduce, all_gather and "
+        "reduce_scatter, of the message for reduce, broadcast and send (on GPUs, of a bucket of ranges, one to or from "
+        "each rank, for reduce and broadcast), and of what the busiest rank sends to all others for all_to_all.",
         Example("[[all_reduce,2,1048576,0.002,1.5]]"),
         PLAN,
     ] = ()
@@ -153,8 +153,9 @@ class ClusterConfig:
     ] = None
     crowding: Annotated[
         Factor,
-        "Measured time of steps whose ranks outnumber the cores, over the time that even shares of the cores would"
-        " give: ranks that take turns on a core find its caches full of each other's data.",
+        "Time of steps whose ranks outnumber the cores, over the time that even shares of the cores would give: ranks"
+        " that take turns on a core find its caches full of each other's data. Calibration measures such ranks as they"
+        " are, and leaves this at 1.",
         NOTHING,
     ] = 1.0
     forward_factor: Annotated[Factor, "Measured time of forward passes over their modelled time.", NOTHING] = 1.0
