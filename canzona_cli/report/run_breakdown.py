@@ -65,11 +65,20 @@ class BreakdownView(Page):
         if planned and width < 80:
             found = ["phase", "mean"]
         if planned:
-            found += ["planned", "error"]
+            found += ["planned", "error"] if self._comparable else ["planned"]
         if width >= 110 and self.breakdown.ranks:
             found.append("slowest")
         found.append("share")
         return [*found, "bar"] if self._bar_width(width, found) >= 10 else found
+
+    @property
+    def _comparable(self) -> bool:
+        """Not with the profile of another machine, and every processor is another machine: errors of 60 to 90% say
+        nothing about either."""
+        planned = self.breakdown.planned
+        if planned is None or planned.mismatches:
+            return False
+        return planned.calibrated or self.breakdown.device == "cuda"
 
     def _bar_width(self, width: int, columns: list[str]) -> int:
         """What the other columns leave: at most this much each with the gap, enough for times of six digits."""
@@ -128,12 +137,14 @@ class BreakdownView(Page):
         planned, why = self.breakdown.planned, self.breakdown.why
         if planned is None:
             return []
-        here = ", measured on this machine" if planned.calibrated and not planned.mismatches else ""
-        source = f"simulated on profile {clean(planned.profile)}{here}; error: planned over mean, less 1"
+        source = f"simulated on profile {clean(planned.profile)}"
+        if self._comparable:
+            source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned over mean, less 1"
         if not planned.calibrated:
-            source += f". Profile {clean(planned.profile)} was not measured on this machine: run `canzona calibrate`"
+            nothing = "" if self._comparable else ", so errors would say nothing"
+            source += f". It was not measured on this machine{nothing}: `canzona calibrate` does that"
         elif planned.mismatches:
-            source += f"; but {clean('; '.join(planned.mismatches))}"
+            source += f", so errors would say nothing: {clean('; '.join(planned.mismatches))}"
         return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
 
     @property

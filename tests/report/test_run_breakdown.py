@@ -220,14 +220,22 @@ def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> No
     assert "calibrate" not in text
 
 
-def test_a_profile_that_was_not_measured_here_is_told(tmp_path: Path) -> None:
-    text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path, calibrated=False)))).split())
-    assert "Profile cpu was not measured on this machine: run `canzona calibrate`" in text
+def test_no_errors_are_told_of_another_machines_profile(tmp_path: Path) -> None:
+    """A processor's own is another machine's until it is measured; a GPU's is of its kind."""
+    nobodys = load_breakdown(planned_run(tmp_path, calibrated=False))
+    lines = shown(nobodys)
+    assert row(lines, "phase").split()[-2:] == ["planned", "share"]
+    assert row(lines, "forward").split()[4:6] == ["194", "24.1%"]
+    text = " ".join(" ".join(lines).split())
+    assert "It was not measured on this machine, so errors would say nothing: `canzona calibrate` does that" in text
+    assert "error" in " ".join(shown(replace(nobodys, device="cuda"), device="cuda"))
     other = planned_run(
         tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"]
     )
-    text = " ".join(" ".join(shown(load_breakdown(other))).split())
-    assert "but cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
+    lines = shown(load_breakdown(other))
+    assert row(lines, "phase").split()[-2:] == ["planned", "share"]
+    text = " ".join(" ".join(lines).split())
+    assert "say nothing: cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
     assert "which was not measured on it" in text, "its rates are not taken for this machine's"
 
 
