@@ -44,8 +44,8 @@ def train(
         str | None,
         typer.Option(
             "--weights-from",
-            metavar="RUN|CHECKPOINT",
-            help="Begin with the weights of another run, and nothing else of it (checkpoint.weights_from).",
+            metavar="RUN|CHECKPOINT|DIR",
+            help="Begin with the weights of another run or of a Hugging Face folder (init=, checkpoint.weights_from).",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,

@@ -15,11 +15,13 @@ from rich.console import Console
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.commands.output import checked_inputs, progress, show, tell, tell_batch, warn, warn_about
-from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.compose import Composed, compose_run, dump_resolved
+from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
+from canzona_cli.huggingface.recipe import recipe_of
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
@@ -71,7 +73,7 @@ def run(
         typer.Exit: the run ended with an exit code other than 0.
     """
     console = Console(highlight=False)
-    composed = compose_run(overrides, recipes_dirs=recipes_dirs)
+    composed = _composed(overrides, recipes_dirs)
     warn_about(composed)
     config, layout = resolve(composed.config)
     tell_batch(composed.config, layout)
@@ -92,6 +94,15 @@ def run(
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
     _conclude(outcome, directory, config, console)
+
+
+def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
+    """What is asked for; from a Hugging Face folder without a recipe, one that is made for its model."""
+    asked = parse_overrides(overrides)
+    folder = Path(str(asked.values.get("checkpoint.weights_from") or "")).expanduser()
+    if "recipe" in asked.groups or not is_hugging_face(folder):
+        return compose_run(overrides, recipes_dirs=recipes_dirs)
+    return recipe_of(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
 
 
 @dataclass(frozen=True, kw_only=True)

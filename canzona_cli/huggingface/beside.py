@@ -1,6 +1,7 @@
 """What lies beside exported weights: the tokenizer that the run's text was made with, and how to generate."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -42,28 +43,31 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     if tokenizer is not None and not (tokenizer / TOKENIZER).is_file():
         fix = f"name a folder with a {TOKENIZER}"
         raise ConfigError(Problem(key="--tokenizer", value=tokenizer, reason=f"has no {TOKENIZER}", fix=fix))
-    kept = {path.name: path for path in (run.huggingface / name for name in BESIDE) if path.is_file()}
+    kept: dict[str, Path] = {}
     settings: dict[str, object] = {}
     if run.huggingface.is_dir():
-        try:
+        kept = _files(run.huggingface)
+        with suppress(Unreadable):
             there = read_object(run.huggingface / FILE)
-        except Unreadable:
-            there = {}
-        settings = {key: there[key] for key in _KEPT if there.get(key) is not None}
+            settings = {key: there[key] for key in _KEPT if there.get(key) is not None}
     if tokenizer is not None:
-        own = {path.name: path for path in (tokenizer / name for name in BESIDE) if path.is_file()}
-        kept = {name: path for name, path in kept.items() if name == GENERATION} | own
+        kept = {name: path for name, path in kept.items() if name == GENERATION} | _files(tokenizer)
     if TOKENIZER in kept:
         generation = {GENERATION: _generation(settings.get("eos_token_id"))}
         found = Beside(texts=generation, tokenizer=str(kept[TOKENIZER].parent))
-    else:
-        found = _of_the_text(run)
+    else:  # what else is kept is of another tokenizer than the text's
+        found, kept = _of_the_text(run), {}
     return replace(
         found,
         copies=tuple(kept.values()),
         texts={name: text for name, text in found.texts.items() if name not in kept},
         settings={**settings, **found.settings},
     )
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Those beside its weights, by name."""
+    return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
 
 
 def _of_the_text(run: RunFiles) -> Beside:

@@ -24,7 +24,7 @@ def recipe_of(found: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: 
     settings = {f"model.{name}": _typed(value) for name, value in found.model.items()}
     settings["model.name"] = text_value(found.path.resolve().name)
     if found.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
-        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(found.tokenizer.absolute()))}
+        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(found.path.absolute()))}
     own = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
     recipe = [] if "recipe" in asked else [f"recipe={_nearest(found)}"]
     return compose_run([*recipe, *own, *overrides], recipes_dirs=recipes_dirs)

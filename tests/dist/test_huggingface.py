@@ -7,9 +7,8 @@ folder that is imported, and reads the one that is exported.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -68,10 +67,10 @@ def _tokens(config: RunConfig) -> torch.Tensor:
     return torch.stack([_samples(config)[sample]["tokens"] for sample in range(4)])
 
 
-@cache
-def _went() -> dict[str, Went]:
+@pytest.fixture(scope="module")
+def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
     """Both kinds on the same ranks."""
-    root = Path(mkdtemp(prefix="huggingface-"))
+    root = tmp_path_factory.mktemp("huggingface")
     made: dict[str, tuple[RunConfig, Layout]] = {}
     for kind, tied in KINDS.items():
         settings = (*SMALL, *LAYOUT, f"model.tied_embeddings={str(tied).lower()}")
@@ -139,11 +138,13 @@ def _theirs(folders: Sequence[Path], config: RunConfig, samples: int) -> list[tu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_and_the_engine_compute_the_same_before_training_and_after(kind: str) -> None:
-    went = _went()[kind]
-    for ours, theirs in zip(went.ours.logits, went.logits, strict=True):
+def test_transformers_and_the_engine_compute_the_same_before_training_and_after(
+    went: dict[str, Went], kind: str
+) -> None:
+    way = went[kind]
+    for ours, theirs in zip(way.ours.logits, way.logits, strict=True):
         assert theirs.std() > 0.5, "the reference says nothing: its logits are almost constant"
         assert np.abs(ours - theirs).max() <= RELATIVE * np.abs(theirs).max()
-    before, after = went.logits
+    before, after = way.logits
     assert np.abs(after - before).max() > 0.1 * np.abs(before).max(), "training moved nothing"
-    assert went.ours.losses == pytest.approx(went.losses, rel=RELATIVE)
+    assert way.ours.losses == pytest.approx(way.losses, rel=RELATIVE)

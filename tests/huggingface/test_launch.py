@@ -1,0 +1,59 @@
+"""A launch from a Hugging Face folder: looked at without torch, imported once, and gone on from like any other run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.run.files import RunFiles
+from tests.commands.support import canzona, imports_none_of
+from tests.huggingface.folders import random_folder
+from tests.sizes import model
+
+SHAPE = replace(model("tiny"), num_layers=2, hidden_size=32, ffn_hidden_size=48, num_query_groups=4, head_dim=16)
+WIDTHS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "head_dim")
+SMALL = [f"model.{name}={getattr(SHAPE, name)}" for name in WIDTHS]
+JOB = ("gpus=2", "train.seq_length=32", "train.batch_tokens=128")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "Qwen3-small"
+    random_folder(folder, SHAPE)
+    return folder
+
+
+def test_it_is_looked_at_without_torch(folder: Path) -> None:
+    imports_none_of(("torch", "megatron", "transformers"), "validate", "recipe=tiny", f"init={folder}", *SMALL)
+
+
+def test_all_that_a_recipe_has_otherwise_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    done = canzona("train", "recipe=tiny", f"init={folder}", "run.dir=run", "--prepare-only", cwd=tmp_path)
+    assert done.returncode == 2
+    for name in WIDTHS:
+        assert name == "num_query_groups" or f"model.{name}={getattr(SHAPE, name)}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("recipe", [("recipe=tiny", *SMALL), ()], ids=["recipe", "no recipe"])
+def test_a_run_begins_with_its_weights_and_imports_them_once(
+    folder: Path, tmp_path: Path, recipe: tuple[str, ...]
+) -> None:
+    typed = ("train", *recipe, *JOB, f"init={folder}", f"run.dir={tmp_path / 'run'}", "--prepare-only")
+    files, inode = RunFiles(tmp_path / "run"), None
+    for _ in range(2):
+        done = canzona(*typed)
+        assert done.returncode == 0, done.stderr
+        assert "begin at step 1 with the weights of step-00000000" in " ".join(done.stderr.split())
+        point = json.loads(files.resume.read_text())
+        assert (point["weights_only"], point["step"]) == (True, 0)
+        assert Path(point["checkpoint"]) == files.checkpoints / "step-00000000"
+        newest = CheckpointStore(files.checkpoints).newest()
+        assert newest is not None
+        assert newest.path.stat().st_ino == (inode or newest.path.stat().st_ino), "imported again"
+        inode = newest.path.stat().st_ino
+    settings = (files.root / "config.yaml").read_text()
+    assert ("name: Qwen3-small" in settings) is (recipe == ())
+    assert "hidden_size: 32" in settings
