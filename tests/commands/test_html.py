@@ -36,10 +36,15 @@ def whole_run(root: Path) -> RunFiles:
 
 
 def page_of(*arguments: str | Path, to: Path) -> Page:
-    done = canzona(*arguments, "--html", to)
+    return page_and_output(*arguments, to=to)[0]
+
+
+def page_and_output(*arguments: str | Path, to: Path) -> tuple[Page, str]:
+    """The page, and what the command printed beside it."""
+    done = canzona(*arguments, "--html", to, environment={"COLUMNS": "300"})
     assert done.returncode == 0, done.stderr
     assert str(to) in done.stderr
-    return read_page(to.read_text(encoding="utf-8"))
+    return read_page(to.read_text(encoding="utf-8")), done.stdout
 
 
 def test_a_run_as_a_page(tmp_path: Path) -> None:
@@ -72,10 +77,8 @@ def test_a_run_as_a_page(tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     """Whatever the terminal prints of a plan, but for what it draws of characters, is on the page word for word."""
-    arguments = ("plan", "recipe=qwen3-8b", "gpus=16", "--dry-run", "--compare", "alpha", "--assumptions")
-    target = tmp_path / "plan.html"
-    page = page_of(*arguments, to=target)
-    printed = canzona(*arguments, environment={"COLUMNS": "300"}).stdout
+    arguments = ("plan", "recipe=qwen3-0.6b", "gpus=16", "--dry-run", "--compare", "alpha", "--assumptions")
+    page, printed = page_and_output(*arguments, to=tmp_path / "plan.html")
     said = printed.partition("Update time of every rank")[0] + printed.partition("Assumptions")[2]
     on_page = _words(page.words)
     missing = _words(said.partition("nothing was written")[0]) - on_page
@@ -138,12 +141,13 @@ def test_whatever_a_run_left_makes_a_page(tmp_path: Path, status: str | None) ->
 
 
 def test_simulated_sizes_as_a_page(tmp_path: Path) -> None:
-    arguments = ("bench", "--simulate", "--gpus", "8,16", "recipe=qwen3-0.6b")
-    page = page_of(*arguments, to=tmp_path / "page.html")
+    arguments = ("bench", "--simulate", "--gpus", "8,16", "recipe=qwen3-0.6b", "--json")
+    page, printed = page_and_output(*arguments, to=tmp_path / "page.html")
     assert page.one("h1").text.startswith("Simulated, not measured: muon on 8 to 16 GPUs")
-    printed = json.loads(canzona(*arguments, "--json").stdout)
     wanted = {
-        name: [(cell["gpus"], f"{cell['strategies'][name]['iteration_s']:.3g}") for cell in printed["cells"]]
+        name: [
+            (cell["gpus"], f"{cell['strategies'][name]['iteration_s']:.3g}") for cell in json.loads(printed)["cells"]
+        ]
         for name in ("canzona", "sc")
     }
     curves = page.curves("iteration, s")
