@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import lzma
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.data.inputs import find_sources, stdlib_digest, stdlib_sources
+from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sources import DocumentUnit, InputFormat, Reader, TooManyBadLines, cut_stream, piece_bytes
-from canzona_cli.errors import ConfigError
+from canzona_cli.errors import ConfigError, EnvironmentProblem
 
 
 def read(
@@ -161,6 +163,21 @@ def test_a_column_of_parquet_is_read_row_by_row_and_rows_without_text_are_counte
     for damaged in (whole[:-9], whole[:4] + whole[200:]):
         (tmp_path / "a.parquet").write_bytes(damaged)
         assert fails(tmp_path, text_key="body").problems[0].value == str(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.parquet", "pyarrow"), ("a.txt.zst", "backports.zstd")])
+def test_a_missing_package_is_told_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / name).write_bytes(zstd.compress(b"text"))
+    with pytest.raises(EnvironmentProblem) as caught:
+        prepare(PrepareRequest(inputs=(str(tmp_path),), output=str(tmp_path / "p")), lambda _: None)
+    assert "canzona[data]" in caught.value.problems[0].fix
+    (tmp_path / name).rename(tmp_path / "unnamed")  # found out when it is opened
+    if module == "backports.zstd":
+        with pytest.raises(EnvironmentProblem, match="not installed"):
+            read(tmp_path / "unnamed")
 
 
 def test_lone_surrogates_are_counted_not_fatal(tmp_path: Path) -> None:
