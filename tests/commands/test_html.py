@@ -49,13 +49,18 @@ def page_and_output(*arguments: str | Path, to: Path) -> tuple[Page, str]:
 
 def test_a_run_as_a_page(tmp_path: Path) -> None:
     files = whole_run(tmp_path / "run")
+    for step, loss in ((100, 6.5), (200, None)):
+        append_json_line(files.validation, {"step": step, "loss": loss, "sets": {"code": loss}})
     page = page_of("report", files.root, to=tmp_path / "new" / "run.html")
     wanted = ("Summary", "Loss", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
     assert tuple(element.text for element in page.all("h2")) == wanted
     lines, _ = read_lines(files.metrics, StepMetrics)
     curves = page.curves("loss")
     assert curves["training"] == [(line.step, f"{line.loss:.4g}") for line in lines]
-    assert curves["validation"] == [(0, "9.721"), (300, "4.812")]
+    assert curves["validation"] == [(0, "9.721"), (300, "4.812"), (100, "6.5")], (
+        "as they come; not where it is no number"
+    )
+    assert curves["validation on code"] == [(100, "6.5")]
     assert len(page.curves("learning rate")["learning rate"]) == len(lines)
 
     breakdown = json.loads(files.breakdown.read_text())

@@ -102,11 +102,19 @@ def _faults(summary: RunSummary) -> Iterator[Section]:
         )
 
 
+def validation_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
+    """Where it was finite."""
+    finite = [(step, loss) for step, loss in points if loss is not None]
+    return Curve(name=name, points=finite, dots=len(finite) < 100)
+
+
 def _curves(summary: RunSummary) -> Iterator[Section]:
     training = Curve(name="training", points=summary.losses)
-    valid = [(step, loss) for step, loss in summary.validations if loss is not None]
-    validation = Curve(name="validation", points=valid, dots=len(valid) < 100)
-    both = [curve for curve in (training, validation) if curve.points]
+    sets = {f"validation on {name}": points for name, points in summary.set_validations.items()}
+    validations = (
+        validation_curve(name, points) for name, points in {"validation": summary.validations, **sets}.items()
+    )
+    both = [curve for curve in (training, *validations) if curve.points]
     if not both:
         return
     small = [

@@ -4,7 +4,7 @@ from canzona_cli.report.html.bars import PHASE_PARTS, bars
 from canzona_cli.report.html.curves import Curve, curve_chart, curve_table
 from canzona_cli.report.html.document import Document, Section
 from canzona_cli.report.html.elements import folded, joined, scrolling
-from canzona_cli.report.html.run import breakdown_bar
+from canzona_cli.report.html.run import breakdown_bar, validation_curve
 from canzona_cli.report.html.views import SCREEN, elements
 from canzona_cli.report.run import ComparedView
 from canzona_cli.report.several import SeveralView, run_names
@@ -16,13 +16,10 @@ def several_page(several: Several) -> Document:
     """Their figures, losses over each other, steps below each other; of two runs, every difference."""
     names = run_names(several.runs)
     found = [Section(title="Runs", lead="the best one stands out", body=elements([SeveralView(several=several)]))]
-    for title, of in (("Training loss", "losses"), ("Validation loss", "validations")):
-        points = [[point for point in getattr(run, of) if point[1] is not None] for run in several.runs]
-        curves = [
-            Curve(name=name, points=own, dots=len(own) < 100 and of == "validations")
-            for name, own in zip(names, points, strict=True)
-            if own
-        ]
+    training = [Curve(name=name, points=run.losses) for name, run in zip(names, several.runs, strict=True)]
+    validation = [validation_curve(name, run.validations) for name, run in zip(names, several.runs, strict=True)]
+    for title, all_curves in (("Training loss", training), ("Validation loss", validation)):
+        curves = [curve for curve in all_curves if curve.points]
         if curves:
             table = curve_table(curves, show=lambda value: number(value, ".4f"))
             body = joined([curve_chart(title.lower(), curves), folded("the numbers", scrolling(table))])
