@@ -18,10 +18,10 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.pieces import cut
 from canzona_cli.checkpoint.random_states import check_random_states, set_random_states
 from canzona_cli.checkpoint.reader import Reader, lacking
-from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces
+from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces, shared_pieces
 from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
 from canzona_cli.megatron.messages import gather
@@ -66,7 +66,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     with together(world, folder):
         refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with together(world, folder), Reader(folder, manifest, config.model) as reader:
-        pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world)
+        pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world) + shared_pieces(trainee)
         for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
             _restore_held(list(of_one), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
@@ -119,6 +119,10 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
         raise CheckpointInvalid(lacking(f"{unit}/{MASTER}"))
+    if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
+        kept = {MASTER: None, **(item.optimizer.kept(item.master) or {})}
+        if foreign := sorted(set(fields) - kept.keys()):
+            raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is nothing that its optimizer keeps"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for found in pieces:
         piece = found.piece
@@ -132,6 +136,8 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     step = None if weights_only else reader.step(unit)
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
+    if isinstance(item, HeldFragment) and not weights_only:
+        item.replace_marks({key: value for key, value in reader.scalars(unit).items() if not key.startswith(GROUP)})
 
 
 def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:

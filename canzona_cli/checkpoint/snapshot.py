@@ -1,13 +1,15 @@
 """Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
 
 Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), every element by
-one rank that holds it: hosts write the matrices they host, and what is spread over ranks is written in pieces.
+one rank that holds it: hosts write the matrices they host, and what is spread over ranks, fragments of shared matrices
+among it, is written in pieces.
 """
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import psutil
 import torch
@@ -18,12 +20,13 @@ from canzona_cli.checkpoint.pieces import Holding, Writers, share
 from canzona_cli.checkpoint.random_states import random_states
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.masters import HeldFragment
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, unit_shape
+from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, matrix_blocks, unit_shape
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Snapshots:
         world, model = self._trainee.world, self._trainee.config.model
         wholes = _wholes(self._trainee)
         pieces = held_pieces(held(self._trainee.optimizer, self._trainee.chunks), model, world)
+        pieces += shared_pieces(self._trainee)
         if not world.is_first_stage and model.tied_embeddings:
             # The last stage's copy of tied embeddings.
             pieces = [found for found in pieces if found.piece.unit != EMBEDDING]
@@ -92,8 +96,11 @@ class Snapshots:
             piece, shape = found.piece, unit_shape(found.piece.unit, model)
             if writers.pieces[piece] != world.rank:
                 continue
-            if piece.row == piece.col == piece.start == 0 and found.held.step is not None:
-                scalars[f"{piece.unit}/step"] = found.held.step
+            if piece.row == piece.col == piece.start == 0:
+                if found.held.step is not None:
+                    scalars[f"{piece.unit}/step"] = found.held.step
+                if isinstance(found.held, HeldFragment):
+                    scalars |= {f"{piece.unit}/{key}": value for key, value in found.held.marks.items()}
             for field, value in fields_of(found.held).items():
                 part = value.reshape(-1)[found.offset : found.offset + piece.elements]
                 if piece.elements == prod(shape):
@@ -149,12 +156,28 @@ class Snapshots:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
+class Kept(Protocol):
+    """A master with its state, of a part of the model: Megatron's `Held`, or a `HeldFragment`."""
+
+    @property
+    def master(self) -> torch.Tensor: ...
+
+    @property
+    def state(self) -> Mapping[str, object]: ...
+
+    @property
+    def step(self) -> float | None:
+        """Steps it has made; None if no optimizer counts them."""
+
+    def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldPiece:
-    """A piece of a unit, and where it lies in what Megatron's optimizers hold here."""
+    """A piece of a unit, and where it lies in what an optimizer holds here."""
 
     piece: Piece
-    held: Held
+    held: Kept
     offset: int
     """First element within the held master and its state, flat."""
 
@@ -180,7 +203,28 @@ def held_pieces(items: list[Held], model: ModelConfig, world: World) -> list[Hel
     return found
 
 
-def fields_of(item: Held) -> dict[str, torch.Tensor]:
+def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
+    """This rank's fragments of shared matrices, in model space."""
+    if not isinstance(trainee.optimizer, CanzonaOptimizer):
+        return []
+    found, world = [], trainee.world
+    for item in trainee.optimizer.matrices.fragments:
+        blocks = matrix_blocks(item.matrix, trainee.config.model, tp=world.layout.tp, rank=world.tp_rank)
+        for block in blocks:
+            piece = Piece(
+                unit=block.unit,
+                row=block.unit_row,
+                col=block.unit_col,
+                rows=block.rows,
+                cols=block.cols,
+                start=0,
+                end=block.rows * block.cols,
+            )
+            found.append(HeldPiece(piece=piece, held=item, offset=block.row * block.cols))
+    return found
+
+
+def fields_of(item: Kept) -> dict[str, torch.Tensor]:
     """The master and all state that is as long, by name."""
     elementwise = {
         key: value

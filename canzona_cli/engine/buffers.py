@@ -17,6 +17,8 @@ class Messages:
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
+    last: list[torch.distributed.Work | None]
+    """By set: the last exchange."""
 
     @classmethod
     def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
@@ -27,6 +29,7 @@ class Messages:
         return cls(
             sends=tuple(torch.zeros(sent, dtype=dtype, device=device) for _ in range(sets)),
             receives=tuple(torch.zeros(received, dtype=dtype, device=device) for _ in range(sets)),
+            last=[None] * sets,
         )
 
     @property
@@ -46,12 +49,12 @@ class AllToAll:
     ) -> None:
         self.route, self._group = route, group
         self._work: torch.distributed.Work | None = None
+        self._last, self._place = messages.last, number % max(1, len(messages.sends))
         if not messages.sends:
             self.send = self.receive = torch.empty(0)
             return
-        place = number % len(messages.sends)
-        self.send = messages.sends[place][: route.sent]
-        self.receive = messages.receives[place][: route.received]
+        self.send = messages.sends[self._place][: route.sent]
+        self.receive = messages.receives[self._place][: route.received]
 
     def start(self) -> torch.distributed.Work | None:
         """Sends the packed messages; the handle to watch, None where nothing travels."""
@@ -64,7 +67,14 @@ class AllToAll:
                 group=self._group,
                 async_op=True,
             )
+            self._last[self._place] = self._work
         return self._work
+
+    def wait_for_memory(self) -> None:
+        """Until what was sent from the same memory before is away; only who writes messages by other streams than
+        those that wait for them has to ask."""
+        if (last := self._last[self._place] if self._last else None) is not None:
+            last.wait()
 
     def wait(self) -> None:
         """Until everything has arrived (on a GPU: the current stream waits, the host does not)."""

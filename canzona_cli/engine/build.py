@@ -13,7 +13,7 @@ from canzona_cli.engine.factory import Fallbacks, optimizer_factory
 from canzona_cli.engine.fragments import Fragments
 from canzona_cli.engine.hosted import Wiring
 from canzona_cli.engine.masters import MasterOptimizer
-from canzona_cli.engine.planned import PlannedOptimizer, hosted_matrices
+from canzona_cli.engine.planned import PlannedOptimizer, updated_matrices
 from canzona_cli.engine.redundant import RedundantOptimizer
 from canzona_cli.megatron.adamw import build_adamw
 from canzona_cli.megatron.in_flight import watcher_for
@@ -39,7 +39,7 @@ def build_engine(
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
-        own = hosted_matrices(plan, world)
+        own = updated_matrices(plan, world)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
@@ -47,13 +47,20 @@ def build_engine(
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
         tag_matrices(chunks, parameters)
+    cells = plan.assignment.cells if plan is not None else ()
+    shared = plan.assignment.shares if plan is not None else {}
     masters = {
         matrix.index: torch.nn.Parameter(
-            torch.empty(matrix.rows, matrix.cols, dtype=torch.float32, device=world.device)
+            torch.empty(
+                matrix.fragment_shape(world.layout.tp) if matrix.index in shared else matrix.shape,
+                dtype=torch.float32,
+                device=world.device,
+            )
         )
         for matrix in own
     }
-    fallbacks = Fallbacks(own, masters)
+    # What all tensor-parallel ranks do alike for a shared matrix counts once, where it is hosted.
+    fallbacks = Fallbacks((m for m in own if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
         fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),

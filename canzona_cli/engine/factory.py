@@ -51,6 +51,7 @@ class Fallbacks:
     """What optimizers could not do for a matrix and did instead: logged with the matrix's name, and counted.
 
     Args:
+        hosted: matrices that this rank speaks for.
         masters: by matrix index; what the optimizers call their parameters.
     """
 
@@ -59,8 +60,9 @@ class Fallbacks:
         self._count = 0
 
     def __call__(self, parameter: torch.Tensor, reason: str) -> None:
-        self._count += 1
-        _log.warning("%s: %s", self._names.get(id(parameter), "a matrix"), reason)
+        if (name := self._names.get(id(parameter))) is not None:
+            self._count += 1
+            _log.warning("%s: %s", name, reason)
 
     def take(self) -> int:
         """How many since the last call."""

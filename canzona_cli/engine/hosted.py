@@ -34,7 +34,7 @@ class Wiring:
     """Where messages are packed, and arriving weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank updates, (rows, columns)."""
+    """By matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its fragment."""
     make_optimizer: MakeOptimizer
 
 
@@ -78,7 +78,7 @@ class HostedGroup:
         # Gradients in: message and own parameter to the whole.
         self._grads: list[torch.Tensor] = []
         """Gradients of the hosted matrices, fp32 (rows, columns)."""
-        self._grad_unpack: list[_Copy] = []
+        self._grad_unpack: list[Copy] = []
         self._in_place: list[torch.Tensor] = []
         self._bind_gradients(scratch)
         # Weights out: master to messages and to own parameter.
@@ -114,9 +114,9 @@ class HostedGroup:
             for parcel in self._gradients.route.receives:
                 if parcel.matrix is matrix:
                     view = fragments.in_whole(matrix, whole, parcel.peer)
-                    self._grad_unpack.append(_Copy(view, _at(self._gradients.receive, parcel.offset, view)))
+                    self._grad_unpack.append(Copy(view, _at(self._gradients.receive, parcel.offset, view)))
             if rank in senders(matrix, rank, fragments.tp):
-                self._grad_unpack.append(_Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
+                self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
 
     def _bind_arriving_weights(self) -> None:
         """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
@@ -134,6 +134,17 @@ class HostedGroup:
             for parcel in weights.route.receives
             for weight in (fragments.weight(parcel.matrix),)
         ]
+
+    def run(self, stage: int, scale: float) -> None:
+        """One stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
+        if stage == 0:
+            self.send_gradients()
+        elif stage == 1:
+            self.receive_gradients(scale)
+            self.step()
+            self.send_weights()
+        else:
+            self.receive_weights()
 
     def send_gradients(self) -> None:
         """Pack this rank's fragments and send them to their hosts."""
@@ -215,7 +226,7 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class Copy:
     target: torch.Tensor
     source: torch.Tensor
 
@@ -271,9 +282,9 @@ def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Wr
     return Write(target=weight, source=source, rounded=room)
 
 
-def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[_Copy]:
+def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
     """From where fragments lie to their places in the message that is sent."""
-    return [_Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
+    return [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class MatrixGroup(Protocol):
-    """Matrices this rank updates with one optimizer."""
+    """Matrices this rank updates, or fragments of them, with one optimizer."""
 
     @property
     def hosted(self) -> tuple[Matrix, ...]: ...
@@ -35,6 +36,40 @@ class Doubting(Protocol):
 
     def settle(self) -> list[torch.Tensor]:
         """Matrices whose last update was left out; their next ones are made in a way that can be trusted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldFragment:
+    """This rank's fragment of a shared matrix: its rows and columns as `Fragments.in_parameter` has them, 2-D."""
+
+    matrix: Matrix
+    master: torch.nn.Parameter
+    """fp32."""
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> Mapping[str, object]:
+        """Empty before the first step."""
+        found: Mapping[str, object] = self.optimizer.state.get(self.master, {})
+        return found
+
+    @property
+    def marks(self) -> Mapping[str, bool | int | float | str]:
+        """What its state has besides tensors."""
+        return {key: value for key, value in self.state.items() if isinstance(value, bool | int | float | str)}
+
+    @property
+    def step(self) -> None:
+        """No optimizer that shares matrices counts steps."""
+
+    def replace_state(self, tensors: Mapping[str, torch.Tensor], step: float | None) -> None:
+        """Make `tensors`, each as long as the master, its state; what it had besides stays."""
+        state = self.optimizer.state[self.master]
+        state.update({key: value.view(self.master.shape) for key, value in tensors.items()})
+
+    def replace_marks(self, marks: Mapping[str, bool | int | float | str | None]) -> None:
+        """Make these what its state has besides tensors."""
+        self.optimizer.state[self.master].update(marks)
 
 
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
@@ -69,10 +104,14 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     """The matrices' part of a `CanzonaOptimizer`; a subclass moves fragments and steps the groups' optimizers.
 
     Args:
-        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns).
+        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its
+            fragment.
     """
 
     groups: Sequence[MatrixGroup]
+    """Of whole matrices."""
+    sharing: Sequence[MatrixGroup] = ()
+    """Of fragments."""
 
     def __init__(
         self,
@@ -117,7 +156,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch that the groups' optimizers keep; what several share counts once."""
-        kept = (getattr(group.optimizer, "workspace", None) for group in self.groups)
+        kept = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
         return sum(one.nbytes for one in {found for found in kept if isinstance(found, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
@@ -132,8 +171,17 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @property
     def param_groups(self) -> list[dict[str, object]]:
         """Those of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        optimizers = [group.optimizer for group in (*self.groups, *self.sharing)]
+        return [params for one in optimizers if one is not None for params in one.param_groups]
+
+    @property
+    def fragments(self) -> list[HeldFragment]:
+        """Of shared matrices, what this rank keeps."""
         return [
-            params for group in self.groups if group.optimizer is not None for params in group.optimizer.param_groups
+            HeldFragment(matrix=matrix, master=self.masters[matrix.index], optimizer=group.optimizer)
+            for group in self.sharing
+            for matrix in group.hosted
+            if group.optimizer is not None
         ]
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
@@ -149,7 +197,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """State of the matrices updated here, whole, by name.
+        """State of the matrices hosted here, whole, by name; that of `fragments` is not in it.
 
         Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices together.
         """
@@ -168,10 +216,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
-        """The inverse of `state_dict`: each matrix updated here is looked up by name.
+        """The inverse of `state_dict`: each matrix hosted here is looked up by name.
 
         Raises:
-            KeyError: a matrix updated here is not in it.
+            KeyError: a matrix hosted here is not in it.
         """
         for group in self.groups:
             for matrix in group.hosted:

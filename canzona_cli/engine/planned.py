@@ -11,11 +11,14 @@ from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.factory import Fallbacks
 from canzona_cli.engine.hosted import HostedGroup, Wiring, scratch_elements
 from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
+from canzona_cli.engine.shared import SharedGroup
+from canzona_cli.engine.sharing import Sharing
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Route, from_hosts, senders, to_hosts
+from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, senders, square_bytes, to_hosts
+from canzona_cli.planner.pipeline import order
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES
 
@@ -49,38 +52,70 @@ class PlannedOptimizer(MasterOptimizer):
         self._hosts = {
             matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         }
+        self._shares, self._widths = plan.assignment.shares, exchange_bytes(config)
         self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
         stage, owner = world.pp_rank, world.owner
         batches = self._batches(plan, stage, owner)
+        self._rounds = [plan.assignment.rounds([matrix.index for matrix in batch]) for batch in batches]
         self._owned = tuple(matrix for batch in batches for matrix in batch)
-        out, back = [self._to_hosts(batch) for batch in batches], [self._from_hosts(batch) for batch in batches]
-        self._gradients = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], wiring.device)
-        self._weights = Messages.for_routes(back, _DTYPES[config.train.precision], wiring.device)
-        scratch = max((scratch_elements(wiring, self._hosted(batch)) for batch in batches), default=0)
+        self._whole = tuple(matrix for matrix in self._owned if matrix.index not in self._shares)
+        """Those that are hosted."""
+        exchange_dtype, dtype = _DTYPES[config.engine.exchange_dtype], _DTYPES[config.train.precision]
+        self._messages: list[Messages] = []
+        exchanges: list[list[tuple[AllToAll, AllToAll]]] = [[] for _ in batches]
+        for number in range(max(self._rounds, default=1)):
+            out = [self._to_hosts(batch, number) for batch in batches]
+            back = [self._from_hosts(batch, number) for batch in batches]
+            sent = Messages.for_routes(out, exchange_dtype, wiring.device)
+            returned = Messages.for_routes(back, dtype, wiring.device)
+            self._messages += [sent, returned]
+            for place, routes in enumerate(zip(out, back, strict=True)):
+                if number < self._rounds[place]:
+                    there, here = (
+                        AllToAll(route, messages, place, wiring.tp_group)
+                        for route, messages in zip(routes, (sent, returned), strict=True)
+                    )
+                    exchanges[place].append((there, here))
+        hosted = [self._hosted(batch) for batch in batches]
+        scratch = max((scratch_elements(wiring, own) for own in hosted), default=0)
         self._scratch = torch.empty(scratch, dtype=torch.float32, device=wiring.device)
         with torch.no_grad():
-            self._gather_whole(self._owned)
-        hosted = [self._hosted(batch) for batch in batches]
+            self._gather_whole(self._whole)
         self._finite = torch.ones(sum(map(len, hosted)), device=wiring.device)
         """Of all matrices hosted here: finite where the last update was."""
         self._hosted_places = torch.tensor(
-            [place for place, matrix in enumerate(self._owned) if self._hosts[matrix.index] == wiring.rank],
+            [place for place, matrix in enumerate(self._whole) if self._hosts[matrix.index] == wiring.rank],
             dtype=torch.int64,
             device=wiring.device,
         )
-        """Of `_finite`, among `_owned`."""
+        """Of `_finite`, among `_whole`."""
+        shared = [[(matrix, self._hosts[matrix.index]) for matrix in self._shared(batch)] for batch in batches]
+        squares = torch.bfloat16 if square_bytes(config) == 2 else torch.float32
+        self._sharing = Sharing(wiring, shared, max(self._rounds), squares) if any(shared) else None
+        self.sharing = () if self._sharing is None else (self._sharing,)
         parts = self._finite.split([len(own) for own in hosted])  # type: ignore[no-untyped-call]
-        self.groups: list[HostedGroup] = [
-            HostedGroup(
+        self.groups: list[HostedGroup] = []
+        for number, finite in enumerate(parts):
+            own, rounds, sharing = hosted[number], exchanges[number], self._sharing
+            if sharing is None or not shared[number]:
+                whole = HostedGroup(wiring, own, *rounds[0], self._scratch, finite)
+                self.groups.append(whole)
+                continue
+            group = SharedGroup(
                 wiring,
-                hosted[number],
-                AllToAll(out[number], self._gradients, number, wiring.tp_group),
-                AllToAll(back[number], self._weights, number, wiring.tp_group),
+                own,
+                rounds,
                 self._scratch,
                 finite,
+                shared=shared[number],
+                optimizer=sharing.form,
+                memory=sharing.memory,
+                number=number,
             )
-            for number, finite in enumerate(parts)
-        ]
+            sharing.matrices += group.shared
+            self.groups.append(group)
+        for one in self._sharing.matrices if self._sharing is not None else ():
+            one.reload()
         self._slices = self._gradient_slices()
 
     # --- one step ---
@@ -97,23 +132,12 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """While group i is updated, the gradients of i + 1 and the weights of i - 1 travel.
-
-        Meanwhile what i + 2 sends is packed, and what came back of i - 1 written, aside.
-        """
-        groups, scale = self.groups, self._scale
-        for group in groups[:2]:
-            group.send_gradients()
-        for number, group in enumerate(groups):
-            group.receive_gradients(scale)
-            group.step()
-            group.send_weights()
-            if number + 2 < len(groups):
-                groups[number + 2].send_gradients()
-            if number:
-                groups[number - 1].receive_weights()
-        if groups:
-            groups[-1].receive_weights()
+        """While group i is updated, messages of those before and behind it travel; what is packed and written for them
+        is done aside. `planner.pipeline.order` says what comes when."""
+        for number, stage in order(self._rounds):
+            self.groups[number].run(stage, self._scale)
+        if self._sharing is not None:
+            self._sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
             self._wiring.aside.join()
 
@@ -128,6 +152,8 @@ class PlannedOptimizer(MasterOptimizer):
     def fallbacks(self) -> torch.Tensor:
         """Of matrices hosted here."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
+        if self._sharing is not None:
+            count += self._sharing.fallbacks()
         return count + left_out(self.groups, self._device) + torch.isfinite(self._finite).logical_not().sum()
 
     @torch.no_grad()
@@ -138,11 +164,13 @@ class PlannedOptimizer(MasterOptimizer):
         made of them again. The TP ranks agree first: where no fragment travelled, flags did not either.
         """
         settle(self.groups, self.masters)
-        finite = torch.ones(len(self._owned), device=self._wiring.device)
+        if self._sharing is not None:
+            self._sharing.repair(self.masters)
+        finite = torch.ones(len(self._whole), device=self._wiring.device)
         finite[self._hosted_places] = torch.isfinite(self._finite).float()
         if self._wiring.tp_group is not None:
             torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=self._wiring.tp_group)
-        broken = [m for m, good in zip(self._owned, self._wiring.timer.read(finite), strict=True) if not good]
+        broken = [m for m, good in zip(self._whole, self._wiring.timer.read(finite), strict=True) if not good]
         if not broken:
             return
         self._gather_whole(sorted(broken, key=lambda matrix: matrix.index))
@@ -164,6 +192,8 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
+        for one in self._sharing.matrices if self._sharing is not None else ():
+            one.publish()
         self._wiring.aside.join()
 
     @torch.no_grad()
@@ -203,13 +233,29 @@ class PlannedOptimizer(MasterOptimizer):
         return scratch_elements(self._wiring, (matrix,))
 
     def _hosted(self, batch: Sequence[Matrix]) -> tuple[Matrix, ...]:
-        return tuple(matrix for matrix in batch if self._hosts[matrix.index] == self._wiring.rank)
+        here = (matrix for matrix in batch if self._hosts[matrix.index] == self._wiring.rank)
+        return tuple(matrix for matrix in here if matrix.index not in self._shares)
 
-    def _to_hosts(self, batch: Sequence[Matrix]) -> Route:
-        return to_hosts(batch, [self._hosts[m.index] for m in batch], rank=self._wiring.rank, tp=self._tp)
+    def _shared(self, batch: Sequence[Matrix]) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in batch if matrix.index in self._shares)
 
-    def _from_hosts(self, batch: Sequence[Matrix]) -> Route:
-        return from_hosts(batch, [self._hosts[m.index] for m in batch], rank=self._wiring.rank, tp=self._tp)
+    def _to_hosts(self, batch: Sequence[Matrix], number: int = 0) -> Route:
+        """`number` is the round's."""
+        return self._route(to_hosts, batch, number)
+
+    def _from_hosts(self, batch: Sequence[Matrix], number: int) -> Route:
+        return self._route(from_hosts, batch, number)
+
+    def _route(self, way: Callable[..., Route], batch: Sequence[Matrix], number: int) -> Route:
+        return way(
+            batch,
+            [self._hosts[matrix.index] for matrix in batch],
+            rank=self._wiring.rank,
+            tp=self._tp,
+            shared=self._shares,
+            widths=self._widths,
+            number=number,
+        )
 
     def _gradient_slices(self) -> list[torch.Tensor]:
         """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
@@ -225,21 +271,25 @@ class PlannedOptimizer(MasterOptimizer):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of message buffers and gradient scratch."""
-        return self._gradients.bytes + self._weights.bytes + self._scratch.nbytes
+        """Bytes of message buffers, gradient scratch, and what shared matrices need besides."""
+        kept = sum(messages.bytes for messages in self._messages) + self._scratch.nbytes
+        return kept + (self._sharing.memory.bytes if self._sharing is not None else 0)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
         """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
-        self._gather_whole(self._owned)
+        self._gather_whole(self._whole)
+        for one in self._sharing.matrices if self._sharing is not None else ():
+            one.reload()
 
 
-def hosted_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """What a rank keeps masters and state of."""
+def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
+    """What a rank keeps masters and state of, whole or, where they are shared, its fragment of."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
-        if (matrix.stage, cell.owner, cell.host) == (world.pp_rank, world.owner, world.tp_rank)
+        if (matrix.stage, cell.owner) == (world.pp_rank, world.owner)
+        and (cell.host == world.tp_rank or matrix.index in plan.assignment.shares)
     ]
 
 

@@ -154,6 +154,23 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
     return tuple(_blocks(weight, layer, tp, rank))
 
 
+def matrix_blocks(matrix: Matrix, model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
+    """Where a matrix's fragment on one tensor-parallel rank, 2-D in `in_parameter`'s order, lies in model space."""
+    units = {block.unit for block in stored_blocks(matrix.name, matrix.shape, model)}
+    found: list[Block] = []
+    row = 0
+    for block in fragment_blocks(matrix.parameter, (), model, tp=tp, rank=rank):
+        if block.unit not in units:
+            continue
+        last = found[-1] if found else None
+        if last is not None and (last.unit, last.unit_row + last.rows) == (block.unit, block.unit_row):
+            found[-1] = replace(last, rows=last.rows + block.rows)
+        else:
+            found.append(replace(block, row=row))
+        row += block.rows
+    return tuple(found)
+
+
 def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Block, ...]:
     """Where a stored tensor, a unit or a whole matrix of any splitting, lies in model space.
 

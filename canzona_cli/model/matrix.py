@@ -60,6 +60,12 @@ class Matrix:
         """Elements on each of its `holders`."""
         return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
 
+    def fragment_shape(self, tp: int) -> tuple[int, int]:
+        """Rows and columns on each of its `holders`, in whatever order those of the cut dimension come."""
+        if self.shard_dim is None:
+            return self.shape
+        return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
+
     def fragment_elements(self, tp: int) -> int:
         """Elements on one TP rank; with a home, its share on average: the heads of a unit are dealt out evenly."""
         return self.elements if self.replicated else self.elements // tp

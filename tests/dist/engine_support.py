@@ -173,10 +173,10 @@ def tensor_bytes(trainee: Trainee) -> int:
 
 
 def hosted_bytes(trainee: Trainee) -> int:
-    """Of masters and optimizer state of the matrices this rank hosts."""
+    """Of masters and optimizer state of the matrices this rank updates, or fragments of them."""
     matrices = engine_of(trainee).matrices
     tensors: list[object] = list(matrices.masters.values())
-    for group in matrices.groups:
+    for group in (*matrices.groups, *matrices.sharing):
         if group.optimizer is not None:
             tensors += [value for entry in group.optimizer.state.values() for value in entry.values()]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

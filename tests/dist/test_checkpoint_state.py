@@ -85,6 +85,15 @@ def _weights_alone(saved_by: str, read_by: tuple[str, ...], where: str) -> Case:
     return Case(settings=(*LAYOUTS[where], *read_by), start=_saved(*OPTIMIZERS[saved_by]), weights_only=True)
 
 
+SHARED = ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared")
+THERE = Case(settings=(*TP2_DP2, *SHARED), start=_saved(*OPTIMIZERS["muon"]))
+MODES = [
+    THERE,
+    # In another layout, on from what was saved in fragments, and hosted again.
+    Case(settings=(*LAYOUTS["tp4"], *SHARED, "engine.splitting=fused"), start=THERE),
+    Case(settings=_saved(*OPTIMIZERS["muon"]).settings, start=THERE, steps=1),
+]
+ONE_MORE = Case(settings=MODES[-1].settings, start=_saved(*OPTIMIZERS["muon"]), steps=1)
 WEIGHTS_ALONE = ("soap", ("optimizer=muon", "engine.splitting=fused"), "tp4")
 SC_SOAP = Case(settings=(*LAYOUTS["dp2"], "engine.strategy=sc", *OPTIMIZERS["soap"]), start=_saved(*OPTIMIZERS["soap"]))
 UNTIED_THERE = Case(settings=(*LAYOUTS["pp2 tp2"], *UNTIED), start=_saved(*UNTIED))
@@ -106,7 +115,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs
         *(case for each in CASES for case in _elsewhere(*each)),
         *(case for each in STRATEGIES for case in _by_another_strategy(*each)),
         *(case for splitting in SPLITTINGS for case in _split_otherwise(splitting)),
-        *(_weights_alone(*WEIGHTS_ALONE), SC_SOAP, UNTIED_THERE, WIDER),
+        *(_weights_alone(*WEIGHTS_ALONE), SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
     ]
     return saving_runs(
         tmp_path_factory.mktemp("saved"), [case for end in ends for case in (end, end.start) if case is not None]
@@ -241,6 +250,25 @@ class Counting(torch.optim.Optimizer):
 
 def test_a_users_optimizer_goes_on_with_all_it_keeps(runs: Runs[Case, Outcome], own: tuple[str, ...]) -> None:
     _go_on(runs, _two_and_two(*own))
+
+
+def test_shared_and_hosted_matrices_go_on_as_each_other(runs: Runs[Case, Outcome]) -> None:
+    """Masters and momenta to the last bit, from whole matrices to fragments, to others, and back."""
+    saved = runs[_saved(*OPTIMIZERS["muon"])]
+    there, elsewhere, back = (runs[case] for case in MODES)
+    model = resolve(*TP2_DP2)[0].model
+    assert any(
+        tensor.piece is not None for name, tensor in manifest_of(there.checkpoint).tensors.items() if ".gate/" in name
+    )
+    for read in (there, elsewhere):
+        _same(units_of(read.checkpoint, model), units_of(saved.checkpoint, model))
+        _same_weights(read, saved)
+    assert back.losses == runs[ONE_MORE].losses
+    _same(units_of(back.checkpoint, model), units_of(runs[ONE_MORE].checkpoint, model))
+
+
+def test_shared_matrices_go_on_as_if_nothing_had_happened(runs: Runs[Case, Outcome]) -> None:
+    _go_on(runs, _two_and_two(*SHARED))
 
 
 @pytest.mark.parametrize("splitting", SPLITTINGS)

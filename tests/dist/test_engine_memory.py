@@ -38,13 +38,14 @@ LAYOUTS = {
 STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: Muon(params, 0.01),
+    "muon shared": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
     "shampoo": lambda params: Shampoo(params, 0.01),
     "kl-shampoo": lambda params: KLShampoo(params, 0.01),
     "soap": lambda params: SOAP(params, 0.01),
     "soap-muon": lambda params: SOAPMuon(params, 0.01),
 }
-EVERYWHERE = ("muon", "shampoo", "soap")
+EVERYWHERE = ("muon", "muon shared", "shampoo", "soap")
 """The others differ from these by what they keep, not by where."""
 
 
@@ -61,7 +62,9 @@ def _resolve(case: tuple[str, str]) -> tuple[RunConfig, Layout]:
     optimizer, where = case
     # Scratch included: for stacked updates it is that of all matrices of a shape together.
     stacked = ("optimizer.stack=true",) if case == ("muon", "tp1 dp4") else ()
-    return resolve(f"optimizer={optimizer}", *LAYOUTS[where], *stacked)
+    name, _, mode = optimizer.partition(" ")
+    shared = ("optimizer.form=gram", "engine.mode=shared") if mode else ()
+    return resolve(f"optimizer={name}", *LAYOUTS[where], *stacked, *shared)
 
 
 def _hold(cases: Sequence[tuple[str, str]]) -> list[list[Held]]:
@@ -78,7 +81,13 @@ def _hold(cases: Sequence[tuple[str, str]]) -> list[list[Held]]:
     return [*on_ranks(made, work).values()]
 
 
-CASES = [(optimizer, where) for where in LAYOUTS for optimizer in MAKE if where == "tp2 dp2" or optimizer in EVERYWHERE]
+CASES = [
+    (optimizer, where)
+    for where in LAYOUTS
+    for optimizer in MAKE
+    if where == "tp2 dp2" or optimizer in EVERYWHERE
+    if where != "tp1 dp4" or not optimizer.endswith("shared")
+]
 HELD = Runs(CASES, lambda case: case[1], _hold)
 
 

@@ -46,11 +46,20 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         torch.distributed.all_to_all_single = real  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("splitting", ["split", "per_head"])
-def test_a_step_sends_what_its_plan_says(splitting: str) -> None:
-    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", f"engine.splitting={splitting}", *SMALL_GROUPS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("engine.splitting=split",),
+        ("engine.splitting=per_head",),
+        ("optimizer.form=gram", "engine.mode=shared"),
+        ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16"),
+    ],
+    ids=" ".join,
+)
+def test_a_step_sends_what_its_plan_says(settings: tuple[str, ...]) -> None:
+    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *settings, *SMALL_GROUPS)
     plan = make_plan(config, layout)
-    assert len(plan.groups) > 4
+    assert len(plan.groups) > layout.dp
 
     def rank() -> int:
         trainee = build(config, layout)

@@ -1,0 +1,100 @@
+"""All shared matrices of one rank: their one optimizer, its scratch, and what is done when an answer is not trusted."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from canzona_cli.engine.buffers import SETS
+from canzona_cli.engine.hosted import Wiring, write_finite
+from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.shared import SharedMatrix, SharedMemory, lies_flat
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.shared import SharedForm
+from canzona_cli.planner.pipeline import in_flight
+
+_log = logging.getLogger(__name__)
+
+
+class Sharing:
+    """The fragments of an owner's shared matrices that lie on this rank.
+
+    Args:
+        groups: of each micro-group of the owner, its shared matrices and the ranks that host them.
+        rounds: of the iteration.
+        dtype: of the squares that contributions have.
+    """
+
+    def __init__(
+        self, wiring: Wiring, groups: Sequence[Sequence[tuple[Matrix, int]]], rounds: int, dtype: torch.dtype
+    ) -> None:
+        self._wiring, self.groups = wiring, groups
+        self.hosted = tuple(matrix for group in groups for matrix, _ in group)
+        self.optimizer = wiring.make_optimizer(self.hosted, [wiring.masters[matrix.index] for matrix in self.hosted])
+        assert isinstance(self.optimizer, SharedForm)
+        assert self.optimizer.rounds == rounds, "the plan is another optimizer's"
+        self.form: SharedForm = self.optimizer
+        self.memory = self._memory(rounds, dtype)
+        self._sums = torch.zeros(len(self.hosted), device=wiring.device)
+        """Of matrices, in their order: finite where the last update was."""
+        self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
+        self.matrices: list[SharedMatrix] = []
+        """Those of all groups, once they are made."""
+
+    def _memory(self, rounds: int, dtype: torch.dtype) -> SharedMemory:
+        wiring = self._wiring
+        tp, device = wiring.fragments.tp, wiring.device
+        fragments = max(sum(matrix.held_elements(tp) for matrix, _ in group) for group in self.groups)
+        squares = max(
+            sum(min(matrix.shape) ** 2 for matrix, host in group if host == wiring.rank) for group in self.groups
+        )
+        copied = [m.held_elements(tp) for m in self.hosted if not lies_flat(wiring.fragments.gradient(m))]
+        return SharedMemory(
+            iterates=tuple(
+                torch.empty(fragments, dtype=self.form.dtype, device=device)
+                for _ in range(min(in_flight(rounds), len(self.groups)))
+            ),
+            squares=tuple(
+                tuple(torch.empty(squares, dtype=dtype, device=device) for _ in range(min(SETS, len(self.groups))))
+                for _ in range(rounds)
+            ),
+            gradient=torch.empty(max(copied, default=0), dtype=torch.float32, device=device),
+        )
+
+    @torch.no_grad()
+    def update_alone(self, scale: float) -> None:
+        """Update what answers were not trusted for, one matrix after another. Collective over the TP ranks, which all
+        know the same of it."""
+        left = [one for one in self.matrices if one.left]
+        if not left:
+            return
+        group, on_host = self._wiring.tp_group, self._wiring.device.type == "cpu"
+        with self._wiring.timer.phase("matrix_update"):
+            for one in left:
+                one.alone(scale, group)
+            # As of a hosted matrix: only a finite one has a finite sum.
+            sums = torch.stack([one.master.detach().sum() for one in left])
+        with self._wiring.timer.phase("exchange"):
+            torch.distributed.all_reduce(sums, group=group)
+            self._sums[torch.tensor([self._places[one.matrix.index] for one in left], device=sums.device)] = sums
+            write_finite([(place, one.write()) for place, one in enumerate(left)], sums, on_host=on_host)
+
+    def fallbacks(self) -> torch.Tensor:
+        """Updates of the last step that were left out or not finite: (1,). All TP ranks know the same: one counts."""
+        count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
+        return count if self._wiring.rank == 0 else torch.zeros_like(count)
+
+    @torch.no_grad()
+    def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
+        """As `PlannedOptimizer.repair`; here every rank has its part of the previous weight itself. The host waits."""
+        settle((self,), masters)
+        for one, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
+            if math.isfinite(total):
+                continue
+            one.reload()
+            self.optimizer.state.pop(one.master, None)
+            _log.warning(
+                "%s keeps its weight: its update was not finite; its optimizer state starts anew", one.matrix.name
+            )
+        self._sums.zero_()

@@ -1,0 +1,181 @@
+"""What goes wrong with a shared matrix: all its ranks leave it alike, update it in another way, or end together."""
+
+import os
+import signal
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+
+from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.engine.shared import SharedGroup
+from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers import muon
+from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.shared import Message
+from canzona_cli.training.assemble import assemble as assemble_trainee
+from tests.dist.engine_support import engine_of, heard, resolve
+from tests.dist.jobs import build, on_ranks, planned
+from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import noise, optimizer_step, single_process
+from tests.dist.whole import Part, Weights, assemble, part_of
+
+SETTINGS = (
+    *("gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer=muon", "optimizer.form=gram", "engine.mode=shared"),
+    *("train.precision=fp32", "optimizer.clip_grad=0", "engine.grouping=greedy", "engine.c_max_mib=0.05"),
+)
+HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
+STEPS = 3
+Fault = Literal["none", "nan", "doubt", "doubt on a device"]
+"""In the second step: a momentum that is no number on one rank; an answer not to be trusted, which a GPU's host does
+not learn in this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulted:
+    parts: list[Part]
+    """Before, and after each step."""
+    fallbacks: list[int]
+    log: list[str]
+    groups: int
+
+
+@contextmanager
+def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
+    """The host's last answer for `HIT` says that it is not to be trusted."""
+    (sharing,) = matrices.sharing
+    form = sharing.optimizer
+    assert isinstance(form, Muon)
+    real = form.answer
+    index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
+
+    def answer(key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+        real(key, contributions, out, number=number)
+        if key == index and number == form.rounds - 1:
+            out.numbers[2] = 0.0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(form, "answer", answer)
+        yield
+
+
+def _break(trainee: Trainee, fault: Fault) -> None:
+    matrices = engine_of(trainee).matrices
+    (fragment,) = (one for one in matrices.fragments if one.matrix.name == HIT)
+    if fault == "nan" and trainee.world.rank == 1:
+        average = fragment.state["momentum_buffer"]
+        assert isinstance(average, torch.Tensor)
+        average[0, 0] = torch.nan
+
+
+@pytest.fixture(scope="module")
+def faulted() -> dict[Fault, list[Faulted]]:
+    config, layout = resolve(*SETTINGS)
+    plan = planned(config, layout)
+
+    def work(fault: Fault, world: World) -> Faulted:
+        with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
+            if fault == "doubt on a device":
+                patched.setattr(muon, "_by_blocks", lambda matrix: False)
+            trainee = assemble_trainee(config, world, plan)
+            matrices = engine_of(trainee).matrices
+            assert isinstance(matrices, PlannedOptimizer)
+            parts, fallbacks = [part_of(trainee.chunks, world)], []
+            for step in range(STEPS):
+                if step == 1 and fault.startswith("doubt"):
+                    with _doubted(matrices):
+                        optimizer_step(trainee, step)
+                else:
+                    if step == 1:
+                        _break(trainee, fault)
+                    optimizer_step(trainee, step)
+                fallbacks.append(round(float(matrices.fallbacks())))
+                parts.append(part_of(trainee.chunks, world))
+                if step == 1 and fault == "doubt on a device":
+                    matrices.repair()
+        return Faulted(parts=parts, fallbacks=fallbacks, log=log, groups=len(matrices.groups))
+
+    faults: tuple[Fault, ...] = ("none", "nan", "doubt", "doubt on a device")
+    return on_ranks(dict.fromkeys(faults, (config, layout)), work)
+
+
+def _steps(found: list[Faulted]) -> list[Weights]:
+    model = resolve(*SETTINGS)[0].model
+    return [assemble([rank.parts[step] for rank in found], model) for step in range(STEPS + 1)]
+
+
+def _others_are_untouched(found: list[Weights], healthy: list[Weights], since: int) -> None:
+    for step, (mine, clean) in enumerate(zip(found, healthy, strict=True)):
+        changed = {name for name in clean if not torch.equal(clean[name], mine[name])}
+        assert changed == ({NAME} if step >= since else set())
+
+
+def test_a_momentum_that_is_no_number_on_one_rank_leaves_the_weight_on_all(faulted: dict[Fault, list[Faulted]]) -> None:
+    found, healthy = faulted["nan"], _steps(faulted["none"])
+    steps = _steps(found)
+    assert found[0].groups > 2, "groups share no memory: less is tested than meant"
+    _others_are_untouched(steps, healthy, since=2)
+    assert torch.equal(steps[2][NAME], steps[1][NAME])
+    # The third step makes a new momentum of its gradient alone, on both ranks.
+    fresh = single_process(
+        steps[2], resolve(*SETTINGS)[0], 1,
+        lambda params: Muon(params, 0.01, weight_decay=0.1, precision="fp32"),
+        gradient=lambda name, shape, step: noise(name, shape, step + 2),
+    )  # fmt: skip
+    assert (steps[3][NAME] - fresh[NAME]).abs().max() < 1e-4 * 0.01
+    assert sum(rank.fallbacks[1] for rank in found) == 2, "not trusted, and then not finite"
+    assert sum(rank.fallbacks[2] for rank in found) == 0
+    assert [line for rank in found for line in rank.log if "not finite" in line and HIT in line]
+
+
+def test_an_answer_that_is_not_trusted_is_made_up_for_in_standard_form(faulted: dict[Fault, list[Faulted]]) -> None:
+    """In the same step, and to rounding: 1e-4 of a step, as of other kinds of Muon."""
+    found, healthy = faulted["doubt"], _steps(faulted["none"])
+    steps = _steps(found)
+    _others_are_untouched(steps, healthy, since=2)
+    for step in (2, 3):
+        assert (steps[step][NAME] - healthy[step][NAME]).abs().max() < 1e-4 * 0.01
+    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0]
+    (line,) = [line for rank in found for line in rank.log]
+    assert line.startswith(f"{HIT}: ")
+
+
+def test_on_a_device_it_is_left_out_and_made_in_standard_form_from_then_on(
+    faulted: dict[Fault, list[Faulted]],
+) -> None:
+    found, healthy = faulted["doubt on a device"], _steps(faulted["none"])
+    steps = _steps(found)
+    # Its weight decays, as in every step.
+    assert torch.equal(steps[2][NAME], steps[1][NAME] * (1 - 0.01 * 0.1))
+    # The momentum is that of all three gradients: what follows is the healthy run's third step.
+    moved, meant = steps[3][NAME] - steps[2][NAME] * (1 - 0.001), healthy[3][NAME] - healthy[2][NAME] * (1 - 0.001)
+    assert (moved - meant).abs().max() < 1e-4 * 0.01
+    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0]
+    assert any(line.startswith(f"{HIT} keeps its weight") for rank in found for line in rank.log)
+
+
+def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
+    """The launcher then names it, as any rank that is killed (`tests/faults/test_processes.py`)."""
+    config, layout = resolve(*SETTINGS)
+    plan = planned(config, layout)
+
+    def rank() -> None:
+        trainee = build(config, layout, plan)
+        group = next(group for group in engine_of(trainee).matrices.groups if isinstance(group, SharedGroup))
+        real = group.run
+
+        def run(stage: int, scale: float) -> None:
+            if stage == 2 and trainee.world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(stage, scale)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(group, "run", run)
+            optimizer_step(trainee, 0)
+
+    with pytest.raises(AssertionError, match=r"rank 0:\n(.*\n)+.*(closed|reset|Broken pipe|peer)"):
+        run_ranks(layout.world_size, rank)
