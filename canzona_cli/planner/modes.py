@@ -12,10 +12,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.micro_groups import CLOSE, Grouped, held_jobs
+from canzona_cli.planner.micro_groups import Grouped, held_jobs
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import Assignment, Cell, Share
+
+GAIN = 0.98
+"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets that other
+owners make may travel for longer."""
 
 
 def best_of(
@@ -50,7 +54,7 @@ def best_of(
         rows.setdefault(stage, []).append((owner, best))
     cells, shares = list(hosted.cells), {}
     for stage, own in rows.items():
-        if max(together[stage]) > (1 - CLOSE) * max(alone[stage]):
+        if max(together[stage]) > GAIN * max(alone[stage]):
             continue
         for owner, jobs in own:
             for job in jobs:

@@ -29,6 +29,9 @@ from canzona_cli.planner.plan import HOSTED, Assignment, Cell, Mesh, Plan, PlanS
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares
 
+SHARING_GAIN = 1.03
+"""Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
+
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
     """The run as it is planned, and what to tell the user about that.
@@ -87,6 +90,10 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
                 memory = plan_memory(config, layout, plan)
                 if memory.fits:
                     return plan
+    if config.engine.mode == "auto":
+        # Messages of shared matrices may be what does not fit.
+        plan = make_plan(replace(config, engine=replace(config.engine, mode="hosted")), layout, shapes)
+        return replace(plan, subject=subject(config, layout, shapes), lower_bounds=_bounds(config, layout, members))
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -216,20 +223,17 @@ def _plan(
             members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=possible
         )
 
-    possible = HOSTED if asked.mode == "hosted" else shares(config, layout, members)
-    if asked.mode == "auto" and possible:
-        assignment = best_of(
-            members,
-            costs,
-            assigned(HOSTED),
-            assigned(possible),
-            possible,
-            layout.tp,
-            Grouped(frugal, width, pipeline),
-            memory_cap,
-        )
-    else:
-        assignment = assigned(possible)
+    possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
+    assignment = assigned(possible if asked.mode == "shared" else HOSTED)
+    busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
+    if (
+        asked.mode == "auto"
+        and possible
+        and any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, bounds, strict=True))
+    ):
+        grouped = Grouped(frugal, width, pipeline)
+        balanced = assigned(possible)
+        assignment = best_of(members, costs, assignment, balanced, possible, layout.tp, grouped, memory_cap)
     return Plan(
         subject=about,
         matrices=members,
@@ -239,10 +243,19 @@ def _plan(
             buckets(members, assignment, layout, asked, limit), asked, scratch=True
         ),
         groups=micro_groups(members, costs, assignment, frugal, width, pipeline),
-        lower_bounds=tuple(
-            lower_bound(members, costs, stage, mesh.owners, mesh.tp, possible) for stage in range(mesh.pp)
-        ),
+        lower_bounds=bounds,
     )
+
+
+def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+    """What may be shared."""
+    return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
+
+
+def _bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
+    """By stage."""
+    costs, possible = update_costs(config, members), _possible(config, layout, members)
+    return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
 
 
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:

@@ -321,7 +321,8 @@ def assumptions() -> tuple[str, ...]:
         "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
         "full products, canzona and asc as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
         "compares the same arithmetic.",
-        "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type.",
+        "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type. Of "
+        "shared matrices squares travel, in the narrower of both to their hosts, which add them up one by one.",
         "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
         "Gradients are clipped in every step.",
         "Memory: scratch that optimizers keep counts as lasting; communicators' buffers are within the profile's "

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What sharing matrices over TP groups gains: every Qwen3 size on 8 to 1,024 GPUs, and models of scripts/shapes, as
+Markdown.
+
+    python scripts/modes.py [--gpus 8..1024] [OVERRIDE ...]
+
+Each on the layout that is chosen with hosted matrices (of the shapes: TP 8), planned with matrices hosted in standard
+form, hosted, all shared, and as `engine.mode=auto` chooses; the last two again with symmetric kernels as fast as can be
+(`cluster.symmetric_factor=0.5`). Times are simulated, of the slowest rank. Exits 1 where `auto` is slower than hosted.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from canzona_cli.bench.simulated import SIZES, parse_gpus
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Form, Layout, Mode, MomentumConfig, RunConfig
+from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.shapes import ModelShapes, load_shapes
+from canzona_cli.planner.measures import Balance, balance
+from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
+from canzona_cli.simulate.study import with_shapes
+
+SHAPES = Path(__file__).parent / "shapes"
+GOALS = (1.6, 3.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One plan."""
+
+    balance: Balance
+    update_ms: float
+    """Updates and exchanges."""
+    optimizer_ms: float
+    iteration_s: float
+    shared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A resolved run."""
+
+    name: str
+    config: RunConfig
+    layout: Layout
+    shapes: ModelShapes | None
+
+    def plan(
+        self, mode: Literal["auto"] | Mode, form: Literal["auto"] | Form = "auto", symmetric: float = 1.0
+    ) -> Found:
+        assert isinstance(self.config.optimizer, MomentumConfig)
+        config = replace(
+            self.config,
+            engine=replace(self.config.engine, mode=mode),
+            optimizer=replace(self.config.optimizer, form=form),
+            cluster=replace(self.config.cluster, symmetric_factor=symmetric),
+        )
+        plan = plan_unbounded(config, self.layout, self.shapes)
+        result = simulate_plan(config, self.layout, plan)
+        return Found(
+            balance=balance(plan),
+            update_ms=1e3 * (result.phases["matrix_update"] + result.phases["exchange"]),
+            optimizer_ms=1e3 * result.optimizer_exposed_s,
+            iteration_s=result.iteration_s,
+            shared=len(plan.assignment.shares),
+        )
+
+
+def cells(gpus: tuple[int, ...], overrides: list[str]) -> Iterator[Cell]:
+    hosted = ["cluster=h100-80g", "engine.mode=hosted", *overrides]
+    for recipe in SIZES:
+        for count in gpus:
+            try:
+                config, layout = resolve(compose_run([f"recipe={recipe}", f"gpus={count}", *hosted]).config)
+            except DoesNotFit:
+                continue
+            yield Cell(name=recipe.removeprefix("qwen3-"), config=config, layout=layout, shapes=None)
+    for path in sorted(SHAPES.glob("*.yaml")):
+        shapes = load_shapes(path)
+        for count in (256, 1024):
+            run = compose_run(["recipe=qwen3-32b", f"gpus={count}", "parallel.tp=8", *hosted]).config
+            config, layout = resolve(with_shapes(run, shapes))
+            yield Cell(name=path.stem, config=config, layout=layout, shapes=shapes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=parse_gpus, default=parse_gpus("8..1024"))
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    print("Balance / bound; ms of updates and exchanges, ms of the optimizer step, overhead over AdamW's iteration.\n")
+    print("| run | layout | hosted, standard | hosted | shared | auto | shared matrices | symmetric: hosted | auto |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    before: list[float] = []
+    after: list[float] = []
+    slower = 0
+    for cell in cells(given.gpus, given.overrides):
+        mesh = cell.layout
+        adamw_s = simulate_strategy(cell.config, mesh, "adamw", ()).iteration_s
+
+        def shown(found: Found, adamw_s: float = adamw_s) -> str:
+            over = 100 * (found.iteration_s / adamw_s - 1)
+            figures = f"{found.update_ms:.1f} ms, {found.optimizer_ms:.1f} ms, {over:+.2f}%"
+            return f"{found.balance.grid:.2f} / {found.balance.lower_bound:.2f}; {figures}"
+
+        standard, hosted = cell.plan("hosted", "standard"), cell.plan("hosted")
+        shared, auto = cell.plan("shared"), cell.plan("auto")
+        fast = [cell.plan(mode, symmetric=0.5) for mode in ("hosted", "auto")]
+        columns = [shown(one) for one in (standard, hosted, shared, auto)]
+        name = f"{cell.name} {cell.config.gpus:,}"
+        layout = f"TP{mesh.tp} PP{mesh.pp}x{mesh.vpp} DP{mesh.dp}"
+        print(f"| {name} | {layout} | {' | '.join([*columns, str(auto.shared), *map(shown, fast)])} |", flush=True)
+        before.append(hosted.balance.grid)
+        after.append(auto.balance.grid)
+        slower += auto.iteration_s > hosted.iteration_s * (1 + 1e-9)
+    for goal in GOALS:
+        numbers = [sum(value <= goal for value in values) for values in (before, after)]
+        print(f"\nBalance at most {goal}: {numbers[0]} hosted, {numbers[1]} auto, of {len(after)}")
+    worse = sum(new > old * 1.001 for old, new in zip(before, after, strict=True))
+    print(f"\nWorse balanced than hosted: {worse}; slower: {slower}")
+    sys.exit(1 if slower else 0)
+
+
+if __name__ == "__main__":
+    main()
