@@ -143,7 +143,8 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
     """From the data-parallel bench and, behind it, the tensor-parallel one where there were two ranks.
 
     Forward and backward are the first one's: it has no collectives in them, which have prices of their own. They have
-    one factor together, and with the wait for reduced gradients, where ranks meet that were given the cores unevenly.
+    one factor together, and with the waits for gradients and parameters, where ranks meet that were given the cores
+    unevenly.
     """
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
@@ -152,7 +153,6 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
             "exchange": updating,
             "norm_clip": elementwise,
             "adamw_update": elementwise,
-            "param_gather": elementwise,
         }
         for phase, strategy in of.items():
             # Ranks wait for one another in norm and clip; the last one waits least.
@@ -160,7 +160,7 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
             found = _factor([result.strategies[strategy] for result in results], (phase,), rank)
             if found is not None:
                 phases[f"{prefix}{phase}"] = found
-    met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce")
+    met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
     computing = _factor(results[0].strategies.values(), met, "mean")
     assert computing is not None
     return StepFactors(computing=computing, phases=phases)

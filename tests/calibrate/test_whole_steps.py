@@ -22,7 +22,7 @@ def test_a_factor_is_measured_over_predicted_of_whom_it_stands_for() -> None:
     found = factors([PARTS])
     assert found.computing == pytest.approx(1 / 0.95, rel=1e-3)
     assert found.phases["matrix_update"] == found.phases["megatron/matrix_update"] == pytest.approx(1 / 1.1, rel=1e-3)
-    for phase in ("exchange", "adamw_update", "megatron/adamw_update", "param_gather", "megatron/param_gather"):
+    for phase in ("exchange", "adamw_update", "megatron/adamw_update"):
         assert found.phases[phase] == pytest.approx(1 / 0.95, rel=1e-3)
     # The last of the ranks that wait for one another there: 0.9 of their mean.
     assert found.phases["norm_clip"] == pytest.approx(0.9 / 0.95, rel=1e-3)
@@ -49,7 +49,7 @@ def test_who_waits_for_gradients_was_computing_less_than_the_others() -> None:
             phases[phase] = replace(phases[phase], mean_s=phases[phase].mean_s + more)
         uneven = with_measured(uneven, name, phases=phases)
     assert factors([uneven]).computing == pytest.approx(factors([PARTS]).computing, rel=1e-3)
-    assert "grad_reduce" not in factors([uneven]).phases
+    assert not {"grad_reduce", "param_gather"} & factors([uneven]).phases.keys()
 
 
 def test_ranks_are_benched_as_crowded_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
