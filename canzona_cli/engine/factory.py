@@ -109,7 +109,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
-            graph=bool(chosen.graph) and config.cluster.device == "cuda",
+            graph=how.graph,
             stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
             form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
             on_fallback=on_fallback,

@@ -17,7 +17,8 @@ from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel
 from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.cost import RULES, algorithm
+from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.work import RULES
 from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Shape = tuple[int, int]

@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import implementation, memory_rate, step_factor
+from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.plan import Share
@@ -118,6 +118,8 @@ class HostedPipeline:
     """Seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
     """Seconds to launch the copy of a fragment."""
+    replay_s: float = 0.0
+    """Seconds to launch a micro-group's updates as one graph; 0 where each operation has its own launch."""
     updating: float = 1.0
     exchanging: float = 1.0
     """Measured time of whole steps over that of their parts, of updates and of exchanges."""
@@ -136,6 +138,7 @@ class HostedPipeline:
             buffer=element_bytes(config)[1],
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
+            replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
             updating=step_factor(cluster, "matrix_update", own),
             exchanging=exchanging,
         )
@@ -170,6 +173,7 @@ class HostedPipeline:
         """Has `ranks` work through an owner's micro-groups."""
         if self.tp == 1:
             for group in groups:
+                ranks.work(0, "matrix_update", self.updating * self.replay_s)
                 for job in group:
                     ranks.work(0, "matrix_update", self.updating * job.seconds)
             return
@@ -194,7 +198,8 @@ class HostedPipeline:
             ranks.work(host, "exchange", self._copies(stored * self._sent, others))
         if stage == 1:
             ranks.work(host, "exchange", self._copies(elements * self._received, self.tp * matrices))
-            ranks.work(host, "matrix_update", self.updating * load.seconds[host])
+            replay_s = self.replay_s if matrices else 0.0
+            ranks.work(host, "matrix_update", self.updating * (replay_s + load.seconds[host]))
             # Other ranks' fragments, and its own: rounded, then taken where they are finite.
             ranks.work(host, "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices))
         if stage == 2:

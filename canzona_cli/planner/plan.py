@@ -30,7 +30,7 @@ from canzona_cli.config.schema.field import Count, CountOrZero, NotNegative, Ran
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.run.codec import parse
 
-VERSION = 5
+VERSION = 6
 """Changes with the content or its meaning; a plan of another version is not read."""
 Scalar = str | int | float | bool | None
 Difference = tuple[str, object, object]
@@ -70,6 +70,8 @@ class Algorithm:
     """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
     stack: Literal["auto"] | bool = False
     """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
+    graph: bool = False
+    """Muon: a micro-group's updates are replayed as one CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,10 @@ from functools import lru_cache
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import (
-    GRAM_MIN_SIDE,
-    RULES,
-    Work,
-    algorithm,
-    duration,
-    gram_scale,
-    rounded,
-    segments,
-)
+from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_scale, rounded
 from canzona_cli.planner.exchange import square_bytes
 from canzona_cli.planner.plan import HOSTED, Algorithm, Share
+from canzona_cli.planner.work import RULES, Work, segments
 
 _SUMMED = 8
 """Bytes of an fp32 sum that are moved for each contribution added to it."""
@@ -61,7 +53,7 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, width: int, cluster: C
 def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tuple[list[Work], list[Work]]:
     """Of every rank before each round and after the last, and of the host in each round.
 
-    Bytes: around the iteration as `cost.work` has it of Muon; an answer is applied to the fragment divided by what was
+    Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided by what was
     answered, a copy of it, and what it is added to. The host adds contributions up one by one, and copies its answer.
     """
     own = m * n // tp

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import RULES, algorithm, factored_sides, form_of, stack_of
+from canzona_cli.planner.cost import algorithm, form_of, stack_of
+from canzona_cli.planner.work import RULES, factored_sides
 
 Shape = tuple[int, int]
 """(rows, columns)."""

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
-from canzona_cli.planner.cost import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.planner.memory import GIB
+from canzona_cli.planner.work import RULES
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.plan_charts import iterations, load_map, memory, streams

@@ -233,7 +233,7 @@ class _Simulation:
         return _Step(
             iteration=iteration,
             cells=cells,
-            clipped=[normed + cell.team.elements * scaled_s for cell in cells],
+            clipped=[normed + cell.team.clipped * scaled_s for cell in cells],
             gather_s=[0.0 if overlap_gather or not gathers else _gathered(own) for own in chunks],
             early_s=early_s,
             agree_s=agree_s,

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
+from canzona_cli.planner.buckets import FP32
 from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
+from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.plan import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
@@ -25,7 +28,9 @@ class Team:
     ranks: int
     """How many ranks one host stands for, those of later owners that do the same among them."""
     elements: int
-    """Gradient elements each holds reduced, and clips."""
+    """Gradient elements each holds reduced."""
+    clipped: int
+    """Those of them that are clipped in a pass of their own: what travels to a host is scaled as it is put together."""
     groups: tuple[MicroGroup, ...] = ()
     """Hosted work, in order."""
     members: tuple[int, ...] = ()
@@ -90,6 +95,7 @@ class UpdatePhase:
                     hosts=1,
                     ranks=owners * tp,
                     elements=math.ceil(stored / owners) if sharded else stored,
+                    clipped=math.ceil(stored / owners) if sharded else stored,
                     members=() if sharded else tuple(matrix.index for matrix in own),
                 )
             ]
@@ -97,13 +103,24 @@ class UpdatePhase:
         cells = self._workload.assignment.cells
         members: list[list[int]] = [[] for _ in range(owners)]
         held = [math.ceil(weights.others / owners)] * owners
+        clipped = list(held)
         for matrix in own:
             owner = cells[matrix.index].owner
             members[owner].append(matrix.index)
             held[owner] += matrix.fragment_elements(tp)
+            if not self._scaled_on_its_way(matrix):
+                clipped[owner] += matrix.fragment_elements(tp)
         if self._execution is Execution.LAYERWISE:
             return [
-                Team(stage=stage, owner=o, hosts=1, ranks=tp, elements=held[o], members=tuple(members[o]))
+                Team(
+                    stage=stage,
+                    owner=o,
+                    hosts=1,
+                    ranks=tp,
+                    elements=held[o],
+                    clipped=clipped[o],
+                    members=tuple(members[o]),
+                )
                 for o in range(owners)
             ]
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
@@ -111,16 +128,31 @@ class UpdatePhase:
             if group.stage == stage:
                 groups[group.owner].append(group)
         return [
-            Team(stage=stage, owner=o, hosts=tp, ranks=1, elements=held[o], groups=tuple(groups[o]))
+            Team(
+                stage=stage,
+                owner=o,
+                hosts=tp,
+                ranks=1,
+                elements=held[o],
+                clipped=clipped[o],
+                groups=tuple(groups[o]),
+            )
             for o in range(owners)
         ]
+
+    def _scaled_on_its_way(self, matrix: Matrix) -> bool:
+        """Whether the copies that put a whole gradient together multiply it (`engine.hosted`), in its own precision."""
+        travels = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
+        shared = self._hosts is not None and matrix.index in self._hosts.shares
+        return travels and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _alike(self, teams: Iterable[Team]) -> list[Team]:
         """The first of all teams of a stage that do the same, with the ranks of them all: of thousands few differ."""
         found: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
-            found.setdefault((team.stage, team.elements, work, tuple(map(self._kind, team.members))), []).append(team)
+            key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members))
+            found.setdefault(key, []).append(team)
         return [replace(same[0], ranks=sum(team.ranks for team in same)) for same in found.values()]
 
     def _kind(self, index: int) -> Hashable:

@@ -24,9 +24,10 @@ from canzona_cli.optimizers.newton_schulz import (
     coefficients,
     newton_schulz,
 )
-from canzona_cli.planner.cost import MUON_AROUND, PROBE_ROWS, algorithm, flops, work
-from canzona_cli.planner.cost import segments as planned_segments
+from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.work import MUON_AROUND, PROBE_ROWS, flops, work
+from canzona_cli.planner.work import segments as planned_segments
 
 from . import reference
 from .adversarial import KINDS, adversarial
@@ -173,7 +174,7 @@ def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch
     assert 0 < 2 * elements < 0.01 * flops(how, rows, cols)
     without = work(replace(how, form="standard", ns_steps=0), rows, cols)[0].traffic
     assert 0 < moved < 0.01 * (update.bytes + without)
-    monkeypatch.setattr("canzona_cli.planner.cost.PROBE_ROWS", 0)
+    monkeypatch.setattr("canzona_cli.planner.work.PROBE_ROWS", 0)
     planned = work(how, rows, cols)[0].traffic - work.__wrapped__(how, rows, cols)[0].traffic
     assert planned == pytest.approx(moved, rel=0.02)
     assert PROBE_ROWS == gram_form.SAMPLES

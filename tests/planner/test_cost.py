@@ -28,18 +28,16 @@ from canzona_cli.planner.cost import (
     STACK_GAIN,
     adamw_seconds,
     algorithm,
-    flops,
     form_of,
     label,
     matmul_rate,
     matmul_seconds,
     peak_seconds,
     seconds,
-    segments,
     stack_of,
-    work,
 )
 from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.work import flops, segments, work
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = STANDARD = Algorithm(name="muon")
@@ -207,6 +205,22 @@ def test_every_launch_and_every_byte_counts() -> None:
     half = replace(H100, memory_gb_per_s=H100.memory_gb_per_s / 2)
     moved = work_of.traffic / (MEMORY_EFFICIENCY * H100.memory_gb_per_s * 1e9)
     assert seconds(MUON, 512, 512, half) - seconds(MUON, 512, 512, H100) == pytest.approx(moved)
+
+
+def test_replayed_launches_take_what_a_graph_takes_for_them() -> None:
+    """Of our own updates on GPUs, and never more than launching them one by one."""
+    replayed = replace(MUON, graph=True)
+    saved = seconds(MUON, 512, 512, H100) - seconds(replayed, 512, 512, H100)
+    assert saved == pytest.approx(work(MUON, 512, 512)[0].launches * (H100.launch_us - H100.graph_launch_us) * 1e-6)
+    quick = replace(H100, launch_us=0.5)
+    assert seconds(MUON, 512, 512, quick) == seconds(replayed, 512, 512, quick)
+    own = seconds(replayed, 512, 512, H100, "megatron")
+    assert own == seconds(MUON, 512, 512, H100, "megatron")
+    assert algorithm(run("8b", 8, strategy="asc", cluster=H100)).graph
+    assert not algorithm(run("8b", 8, strategy="sc", cluster=H100)).graph
+    assert not algorithm(run("8b", 8, strategy="asc", cluster=CPU)).graph
+    asked = compose_run(["recipe=8b", "optimizer.graph=false"]).config
+    assert not algorithm(asked).graph
 
 
 def test_rates_are_interpolated_between_measured_sizes() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import RULES
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
+from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
 
@@ -102,6 +102,8 @@ def test_the_copy_of_every_fragment_is_launched() -> None:
     # Of two matrices a rank hosts one. Gradients: one fragment packed, two unpacked. Weights: the other's fragment
     # packed, its own rounded and written; one unpacked.
     assert update.exchange_s == pytest.approx((1 + 2 + 3 + 1) * 10e-6)
+    # The updates themselves, without those of other operations: one graph.
+    assert update.matrix_update_s == pytest.approx(10e-6)
 
 
 def test_gradients_travel_in_the_exchanges_own_type() -> None:

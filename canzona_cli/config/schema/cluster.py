@@ -115,6 +115,9 @@ class ClusterConfig:
     launch_us: Annotated[NotNegative, "What launching one operation adds to its work.", Unit("microseconds"), PLAN] = (
         5.0
     )
+    graph_launch_us: Annotated[
+        NotNegative, "The same of an operation that is replayed in a CUDA graph.", Unit("microseconds"), PLAN
+    ] = 1.0
     grouped_collectives: Annotated[
         bool,
         "Whether all reductions to (broadcasts from) the owners of a bucket go out as one launch, as those of an NCCL "

@@ -127,9 +127,9 @@ class MomentumConfig(NewtonSchulzConfig):
     graph: Annotated[
         Literal["auto"] | bool,
         "On GPUs, capture the updates of a micro-group as one CUDA graph and replay it; where that fails, updates run"
-        " kernel by kernel, with a warning. auto: on GPUs. It changes no result, and no price: plans count launches one"
-        " by one unless updates were measured.",
-        NOTHING,
+        " kernel by kernel, with a warning. auto: on GPUs. It changes no result, but what plans take launches to cost:"
+        " cluster.graph_launch_us each, and launch_us for each micro-group.",
+        PLAN,
     ] = "auto"
 
 
