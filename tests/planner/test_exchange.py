@@ -224,7 +224,7 @@ def test_squares_and_numbers_of_shared_matrices_reach_their_hosts_and_come_back(
                     }
                     square = min(exchange_bytes(case.config)) if not back else width
                     size = -(-square * min(parcel.matrix.shape) ** 2 // 4) * 4
-                    assert width * parcel.elements == size + 4 * (3 if back else 2)
+                    assert width * parcel.elements == size + 4 * 3
             found = Counter(p.matrix.index for route in routes for p in route.square_receives)
             shared = [index for index in group.matrices if index in case.plan.assignment.shares]
             assert found == Counter(dict.fromkeys(shared, case.layout.tp - 1))
