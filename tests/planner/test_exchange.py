@@ -17,6 +17,7 @@ from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.engine.buffers import Messages
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED
 from canzona_cli.planner.exchange import (
     Route,
     exchange_bytes,
@@ -224,7 +225,7 @@ def test_squares_and_numbers_of_shared_matrices_reach_their_hosts_and_come_back(
                     }
                     square = min(exchange_bytes(case.config)) if not back else width
                     size = -(-square * min(parcel.matrix.shape) ** 2 // 4) * 4
-                    assert width * parcel.elements == size + 4 * 3
+                    assert width * parcel.elements == size + 4 * (ANSWERED if back else CONTRIBUTED)
             found = Counter(p.matrix.index for route in routes for p in route.square_receives)
             shared = [index for index in group.matrices if index in case.plan.assignment.shares]
             assert found == Counter(dict.fromkeys(shared, case.layout.tp - 1))
