@@ -10,7 +10,7 @@ from canzona_cli.simulate.simulate import StrategyResult
 LABELS: Final = {
     "compute_s": "compute",
     "recompute_s": "recomputation",
-    "tensor_s": "TP exchanges",
+    "tensor_s": "TP and CP exchanges",
     "pipeline_s": "pipeline",
     "reduce_s": "gradient reduction",
     "gather_s": "parameter gathering",
