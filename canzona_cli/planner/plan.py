@@ -204,7 +204,7 @@ class PlanSettings:
     """Of every bucket; null: chosen for each, see `planner.reduction`."""
     exchange_dtype: Precision = "fp32"
     """What gradients travel in between TP ranks."""
-    mode: Literal["auto"] | Mode = "hosted"
+    mode: Literal["auto"] | Mode = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

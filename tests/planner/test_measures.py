@@ -95,12 +95,12 @@ def test_memory_adds_up_and_agrees_with_the_estimate_that_chose_the_layout(layou
     assert memory.total == sum(memory.parts.values())
     stored = memory.parts["weights"] // 2
     assert memory.parts["gradients"] == 4 * stored
-    hosted = sum(
-        matrix.elements
-        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
-        if (cell.owner, cell.host) == (memory.worst.owner, memory.worst.host)
+    kept = sum(
+        matrix.elements if mode == "hosted" else matrix.elements // 4
+        for matrix, cell, mode in zip(plan.matrices, plan.assignment.cells, plan.modes, strict=True)
+        if cell.owner == memory.worst.owner and (mode == "shared" or cell.host == memory.worst.host)
     )
-    assert memory.parts["matrix_state"] == 4 * hosted
+    assert memory.parts["matrix_state"] == 4 * kept
     if layout_name != "aligned":
         assert memory.parts["padding"] < 1 << 20
         assert memory.total == pytest.approx(estimate(config, layout).total, rel=0.03)

@@ -305,7 +305,7 @@ def test_fewer_matrices_than_ranks(tp: int, dp: int, layout_name: str) -> None:
     config = replace(
         config,
         model=replace(config.model, num_layers=1),
-        engine=replace(config.engine, layout=layout_name),  # type: ignore[arg-type]
+        engine=replace(config.engine, layout=layout_name, mode="hosted"),  # type: ignore[arg-type]
         parallel=replace(config.parallel, bucket_elements=200_000),
     )
     config, layout = resolve(config)

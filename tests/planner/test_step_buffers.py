@@ -156,7 +156,7 @@ def test_padded_copies_are_counted_for_two_buckets_under_backward_and_under_forw
 def test_the_estimate_before_a_plan_counts_the_least_buffers_one_can_have(tp: int, splitting: str) -> None:
     """Those of groups of one large matrix a host."""
     config = sizes.run("8b", 64, strategy="canzona", tp=tp)
-    config = replace(config, engine=replace(config.engine, splitting=splitting))  # type: ignore[arg-type]
+    config = replace(config, engine=replace(config.engine, splitting=splitting, mode="hosted"))  # type: ignore[arg-type]
     config, layout = resolve(config)
     least = least_step_bytes(config, layout, 0)
     largest = max(rows * cols for rows, cols in layer_shapes(config.model, splitting))

@@ -84,7 +84,7 @@ class EngineConfig:
         "Who updates a matrix: hosted (its host, whole), shared (the owner's TP group together, wherever the optimizer "
         "and the matrix allow it), auto (by matrix, searched). asc: hosted.",
         SPREAD | PLAN,
-    ] = "hosted"
+    ] = "auto"
     c_max_mib: Annotated[
         Positive | None, "Largest fused exchange of one rank; null: chosen.", Unit("MiB"), Example("64"), SPREAD | PLAN
     ] = None
