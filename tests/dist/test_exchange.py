@@ -52,12 +52,12 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         ("engine.splitting=split",),
         ("engine.splitting=per_head",),
         ("optimizer.form=gram", "engine.mode=shared"),
-        ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16"),
+        ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
     ],
     ids=" ".join,
 )
 def test_a_step_sends_what_its_plan_says(settings: tuple[str, ...]) -> None:
-    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *settings, *SMALL_GROUPS)
+    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS, *settings)
     plan = make_plan(config, layout)
     assert len(plan.groups) > layout.dp
 
