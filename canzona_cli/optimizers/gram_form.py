@@ -80,25 +80,29 @@ def gram_newton_schulz(
         x, twin = twin, x
         done += count
         mean = mean_square(x)
-    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(tuple(steps)) ** 2)
+    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(steps) ** 2)
     return x, trusted.view(x.shape[:-2])
 
 
-@cache
-def most(steps: tuple[Step, ...]) -> float:
+def most(steps: Sequence[Step]) -> float:
     """Largest root mean square of singular values that a result to be trusted may have: the largest that the polynomial
     leaves of one in [0, 1], and a third of `DOUBT`.
 
     The error's estimate is one of many singular values. Of few, a single one may end up beyond the polynomials' range:
     of a Gaussian 3x3 it was 1.7 where 0.06 was estimated.
     """
+    return _largest(tuple(steps)) + DOUBT / 3
+
+
+@cache
+def _largest(steps: tuple[Step, ...]) -> float:
     largest = 0.0
     for point in range(1001):
         y = point / 1000
         for a, b, c in steps:
             y = a * y + b * y**3 + c * y**5
         largest = max(largest, abs(y))
-    return largest + DOUBT / 3
+    return largest
 
 
 def _segment(

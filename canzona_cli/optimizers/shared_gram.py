@@ -78,7 +78,7 @@ class Answers:
         if number + 1 < len(counts):
             self._errors[key] = error
         else:
-            trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(found.left() <= most(tuple(self._steps)) ** 2)
+            trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(found.left() <= most(self._steps) ** 2)
         out.square.copy_(found.q)
         for place, value in enumerate((found.gamma, whole, trusted)):
             out.numbers[place] = _scalar(value)
