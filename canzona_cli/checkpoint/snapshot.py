@@ -26,7 +26,7 @@ from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import EMBEDDING, fragment_blocks, matrix_blocks, unit_shape
+from canzona_cli.model.geometry import EMBEDDING, Block, fragment_blocks, matrix_blocks, unit_shape
 
 _LOG = logging.getLogger(__name__)
 
@@ -190,17 +190,22 @@ def held_pieces(items: list[Held], model: ModelConfig, world: World) -> list[Hel
             first = block.row * block.cols
             start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
             if start < end:
-                piece = Piece(
-                    unit=block.unit,
-                    row=block.unit_row,
-                    col=block.unit_col,
-                    rows=block.rows,
-                    cols=block.cols,
-                    start=start - first,
-                    end=end - first,
-                )
+                piece = _piece(block, start - first, end - first)
                 found.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
     return found
+
+
+def _piece(block: Block, start: int, end: int) -> Piece:
+    """Elements `start` to `end` of it."""
+    return Piece(
+        unit=block.unit,
+        row=block.unit_row,
+        col=block.unit_col,
+        rows=block.rows,
+        cols=block.cols,
+        start=start,
+        end=end,
+    )
 
 
 def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
@@ -211,15 +216,7 @@ def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
     for item in trainee.optimizer.matrices.fragments:
         blocks = matrix_blocks(item.matrix, trainee.config.model, tp=world.layout.tp, rank=world.tp_rank)
         for block in blocks:
-            piece = Piece(
-                unit=block.unit,
-                row=block.unit_row,
-                col=block.unit_col,
-                rows=block.rows,
-                cols=block.cols,
-                start=0,
-                end=block.rows * block.cols,
-            )
+            piece = _piece(block, 0, block.rows * block.cols)
             found.append(HeldPiece(piece=piece, held=item, offset=block.row * block.cols))
     return found
 

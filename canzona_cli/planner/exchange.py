@@ -81,6 +81,16 @@ def message_elements(matrix: Matrix, numbers: int, square: int, width: int) -> i
     return (-(-square * min(matrix.shape) ** 2 // FP32) + numbers) * FP32 // width
 
 
+def contribution_elements(matrix: Matrix, widths: tuple[int, int]) -> int:
+    """Of a shared matrix's contribution; `widths` are `exchange_bytes`."""
+    return message_elements(matrix, CONTRIBUTED, min(widths), widths[1])
+
+
+def answer_elements(matrix: Matrix, widths: tuple[int, int]) -> int:
+    """Of the answer to them."""
+    return message_elements(matrix, ANSWERED, widths[0], widths[0])
+
+
 def group_traffic(
     matrices: Sequence[Matrix],
     hosts: Sequence[int],
@@ -100,11 +110,10 @@ def group_traffic(
     """
     out, back, flags = [0] * tp, [0] * tp, [0] * tp
     homes: list[tuple[int, int, int]] = []
-    weight, gradient = widths
     for matrix, host in zip(matrices, hosts, strict=True):
         if matrix.index in shared:
-            out[host] += message_elements(matrix, CONTRIBUTED, min(widths), gradient)
-            back[host] += message_elements(matrix, ANSWERED, weight, weight)
+            out[host] += contribution_elements(matrix, widths)
+            back[host] += answer_elements(matrix, widths)
             continue
         if number:
             continue
@@ -196,11 +205,10 @@ def to_hosts(
         widths: `exchange_bytes`; it matters to shared ones alone.
         number: of the round; after the first, number 0, only shared matrices' contributions travel.
     """
-    contributed = min(widths), widths[1]
     moves = [
         _Move(matrix, source, host, size, squared)
         for matrix, host, squared in _travelling(matrices, hosts, shared, number)
-        for size in (message_elements(matrix, CONTRIBUTED, *contributed) if squared else matrix.held_elements(tp),)
+        for size in (contribution_elements(matrix, widths) if squared else matrix.held_elements(tp),)
         for source in (range(tp) if squared else senders(matrix, host, tp))
         if source != host
     ]
@@ -223,7 +231,7 @@ def from_hosts(
     moves = [
         _Move(matrix, host, target, size, squared)
         for matrix, host, squared in present
-        for size in (message_elements(matrix, ANSWERED, widths[0], widths[0]) if squared else matrix.held_elements(tp),)
+        for size in (answer_elements(matrix, widths) if squared else matrix.held_elements(tp),)
         for target in (range(tp) if squared else matrix.holders(tp))
         if target != host
     ]
