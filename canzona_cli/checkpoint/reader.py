@@ -4,7 +4,7 @@ Nothing of Megatron: commands that only want the weights do without it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -125,6 +125,15 @@ class Reader:
     def scalars(self, name: str) -> dict[str, Scalar]:
         """State other than tensors, by key."""
         return self._scalars.get(name, {})
+
+    def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
+        """Marks (`distrusted`) of any whole that has a part of one of these units, whatever they are stored in.
+
+        Raises:
+            CheckpointInvalid: one is not stored.
+        """
+        wholes = {source.name for unit in units for source in self._stored(unit)}
+        return {key: True for name in wholes for key, value in self.scalars(name).items() if value is True}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Of a rank of the run that saved."""

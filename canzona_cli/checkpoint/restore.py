@@ -137,7 +137,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
     if isinstance(item, HeldFragment) and not weights_only:
-        item.replace_marks({key: value for key, value in reader.scalars(unit).items() if not key.startswith(GROUP)})
+        item.replace_marks(reader.marks(found.piece.unit for found in pieces))
 
 
 def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
@@ -147,11 +147,12 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
     for group in optimizer.groups:
         for matrix in group.hosted:
             fields, held_master = reader.fields(matrix.name), optimizer.masters[matrix.index]
+            scalars = reader.scalars(matrix.name)
             if fields:
                 wanted = [MASTER] if weights_only else fields
                 tensors = {field: reader.whole(matrix.name, field) for field in wanted}
             elif weights_only or manifest.optimizer in ELEMENTWISE:
-                tensors = _from_units(matrix, reader, weights_only=weights_only)
+                tensors, scalars = _from_units(matrix, reader, weights_only=weights_only)
             else:
                 problems.append(_other_splitting(matrix, manifest))
                 continue
@@ -162,7 +163,6 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             if weights_only:
                 held_master.copy_(master)
                 continue
-            scalars = reader.scalars(matrix.name)
             counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
             shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
             assert group.optimizer is not None
@@ -210,8 +210,10 @@ def unlike(
     return ""
 
 
-def _from_units(matrix: Matrix, reader: Reader, *, weights_only: bool) -> dict[str, torch.Tensor]:
-    """State of a matrix that was split differently when it was saved."""
+def _from_units(
+    matrix: Matrix, reader: Reader, *, weights_only: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """State and marks of a matrix that was split differently when it was saved."""
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}
@@ -222,7 +224,7 @@ def _from_units(matrix: Matrix, reader: Reader, *, weights_only: bool) -> dict[s
                 block.unit, field, row=block.unit_row, rows=block.rows, col=0, cols=block.cols
             )
         tensors[field] = whole
-    return tensors
+    return tensors, reader.marks(block.unit for block in blocks)
 
 
 def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:

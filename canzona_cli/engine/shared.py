@@ -65,25 +65,33 @@ class SharedMatrix:
         self.left = False
         """Whether its last update is still to be made `alone`; the same on all ranks."""
 
+    @property
+    def excluded(self) -> bool:
+        """Whether it is always updated `alone`; the same on all ranks. What travels of it then means nothing."""
+        return self._optimizer.excluded(self.master)
+
     def contribute(self, number: int, scale: float) -> None:
         """This rank's part of round `number`; `scale` multiplies the gradient, which the first one takes."""
         if number == 0:
             self._take_gradient(scale)
             if self._in_place and scale != 1.0:
                 self._gradient.mul_(scale)
-        self._optimizer.contribute(
-            self.master,
-            self.x,
-            self.contributions[number],
-            whole=self.matrix.shape,
-            answer=self.answers[number - 1] if number else None,
-        )
+        if not self.excluded:
+            self._optimizer.contribute(
+                self.master,
+                self.x,
+                self.contributions[number],
+                whole=self.matrix.shape,
+                answer=self.answers[number - 1] if number else None,
+            )
         self.master.grad = None
 
     def finish(self) -> None:
         """Update the fragment, or say that the matrix is `left`."""
         answer = self.answers[-1]
-        self.left = not self._optimizer.finish(self.master, self.x, whole=self.matrix.shape, answer=answer)
+        self.left = self.excluded or not self._optimizer.finish(
+            self.master, self.x, whole=self.matrix.shape, answer=answer
+        )
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
         """Update it in the same step without the iteration that went wrong. Collective."""
@@ -195,8 +203,9 @@ class SharedGroup(HostedGroup):
         if bound.asked:
             with self._wiring.timer.phase("matrix_update"):
                 back.wait_for_memory()
-                for matrix, contributions, answer in bound.asked:
-                    self._optimizer.answer(matrix.index, contributions, answer, number=number)
+                for one, contributions, answer in bound.asked:
+                    if not one.excluded:
+                        self._optimizer.answer(one.matrix.index, contributions, answer, number=number)
         if number == 0:
             self.send_weights()
             return
@@ -249,7 +258,7 @@ class _Round:
         """Numbers of contributions into messages."""
         self.hear: list[Copy] = []
         """And out of them."""
-        self.asked: list[tuple[Matrix, list[Message], Message]] = []
+        self.asked: list[tuple[SharedMatrix, list[Message], Message]] = []
         """Of each matrix hosted here: all ranks' contributions, in their order, and where the answer goes."""
         self.answered: list[Copy] = []
         """Answers into messages."""
@@ -283,7 +292,7 @@ class _Round:
         for matrix in here:
             theirs[matrix.index, wiring.rank] = shared[matrix.index].contributions[-1]
             everyone = [theirs[matrix.index, rank] for rank in range(wiring.fragments.tp)]
-            self.asked.append((matrix, everyone, answers[matrix.index]))
+            self.asked.append((shared[matrix.index], everyone, answers[matrix.index]))
         for parcel, square, bits in _parts(back.receive, back.route.square_receives, ANSWERED, back.send.dtype):
             answers[parcel.matrix.index] = learnt = message(square, ANSWERED)
             self.learn.append(Copy(learnt.numbers.view(bits.dtype), bits))

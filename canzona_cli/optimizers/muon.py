@@ -276,6 +276,9 @@ class Muon(MatrixOptimizer):
     def rounds(self) -> int:
         return len(segments(len(self.steps)))
 
+    def excluded(self, p: torch.Tensor) -> bool:
+        return bool(self.state[p].get(DISTRUSTED))
+
     def contribute(
         self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
     ) -> None:
@@ -313,9 +316,9 @@ class Muon(MatrixOptimizer):
     def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
         """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
         trusted, on_host = answer.numbers[2] > 0, _by_blocks(p)
-        if self.state[p].get(DISTRUSTED) or (on_host and not bool(trusted)):
+        if on_host and not bool(trusted):
             self._norms.pop(p, None)
-            if on_host and self.on_fallback is not None:
+            if self.on_fallback is not None:
                 self.on_fallback(p, LOST)
             return False
         group = self._settings(p)
@@ -330,7 +333,8 @@ class Muon(MatrixOptimizer):
         return True
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """In standard form: the sum of Gram matrices of every step goes to all fragments."""
+        """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
+        was one, has updated the momentum."""
         assert p.grad is not None
         group = self._settings(p)
         x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
@@ -341,7 +345,8 @@ class Muon(MatrixOptimizer):
             gram.copy_(exact)
 
         with products("fp32"):
-            norm = torch.as_tensor(self._direction(p, p.grad, group["momentum"], x, again=True), device=p.device)
+            norm = self._direction(p, p.grad, group["momentum"], x, again=not self.excluded(p))
+            norm = torch.as_tensor(norm, device=p.device)
             square = norm.double().square().view(1)
             total(square)
             x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
@@ -374,7 +379,7 @@ class Muon(MatrixOptimizer):
         return found
 
     def _form(self, p: torch.Tensor) -> Form:
-        if self.state[p].get(DISTRUSTED):
+        if self.excluded(p):
             return "standard"
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 

@@ -51,6 +51,10 @@ class SharedForm(Protocol):
         """Of the products, in which squares should travel back at least."""
         ...
 
+    def excluded(self, p: torch.Tensor) -> bool:
+        """Whether `alone` updates the fragment's matrix in every step: it contributes nothing, and nobody answers."""
+        ...
+
     def contribute(
         self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
     ) -> None:

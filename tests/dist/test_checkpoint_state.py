@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from canzona_cli.checkpoint.contents import content_problems
+from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.geometry import EMBEDDING
 from canzona_cli.optimizers.muon import DISTRUSTED
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
@@ -320,6 +322,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form(
     monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
+    fused = resolve("gpus=1", "optimizer.form=gram", "engine.splitting=fused")
     case = Case(settings=("gpus=1", "optimizer.form=gram"), steps=1)
 
     def forms(trainee: Trainee) -> set[object]:
@@ -334,6 +337,13 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form(
         assert content_problems(start, manifest_of(start), gram[0].model) == []
         train(second, tmp_path, replace(case, steps=0), start)
         assert forms(second) == saved
+        # Cut otherwise, as by another splitting, or in fragments by other ranks.
+        third = assemble(fused[0], world, planned(*fused))
+        with Reader(start, manifest_of(start), gram[0].model) as reader:
+            assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: True}
+            assert reader.marks([EMBEDDING]) == {}
+        train(third, tmp_path, replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0), start)
+        assert forms(third) == saved
         with monkeypatch.context() as never:
             never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
             samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import muon
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Message
+from canzona_cli.optimizers.shared import Message, Shape
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -30,9 +30,9 @@ SETTINGS = (
 )
 HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
 STEPS = 3
-Fault = Literal["none", "nan", "doubt", "doubt on a device"]
+Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]
 """In the second step: a momentum that is no number on one rank; an answer not to be trusted, which a GPU's host does
-not learn in this step."""
+not learn in this step; the mark that such an answer leaves, as a checkpoint brings it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Faulted:
     fallbacks: list[int]
     log: list[str]
     groups: int
+    worked: list[int]
+    """In each step: how often this rank contributed to `HIT`, or answered for it."""
 
 
 @contextmanager
@@ -70,6 +72,35 @@ def _break(trainee: Trainee, fault: Fault) -> None:
         average = fragment.state["momentum_buffer"]
         assert isinstance(average, torch.Tensor)
         average[0, 0] = torch.nan
+    if fault == "marked":
+        fragment.replace_marks({muon.DISTRUSTED: True})
+
+
+@contextmanager
+def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
+    """Grows by a number for each contribution to `HIT`, and each answer."""
+    (sharing,) = matrices.sharing
+    form, found = sharing.optimizer, list[int]()
+    assert isinstance(form, Muon)
+    index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
+    contribute, answer = form.contribute, form.answer
+
+    def contributing(
+        p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
+    ) -> None:
+        if p is matrices.masters[index]:
+            found.append(0)
+        contribute(p, x, out, whole=whole, answer=answer)
+
+    def answering(key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+        if key == index:
+            found.append(1)
+        answer(key, contributions, out, number=number)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(form, "contribute", contributing)
+        patched.setattr(form, "answer", answering)
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +115,21 @@ def faulted() -> dict[Fault, list[Faulted]]:
             trainee = assemble_trainee(config, world, plan)
             matrices = engine_of(trainee).matrices
             assert isinstance(matrices, PlannedOptimizer)
-            parts, fallbacks = [part_of(trainee.chunks, world)], []
+            parts, fallbacks, worked = [part_of(trainee.chunks, world)], [], []
             for step in range(STEPS):
-                if step == 1 and fault.startswith("doubt"):
-                    with _doubted(matrices):
-                        optimizer_step(trainee, step)
-                else:
-                    if step == 1:
-                        _break(trainee, fault)
+                if step == 1:
+                    _break(trainee, fault)
+                doubted = step == 1 and fault.startswith("doubt")
+                with _counted(matrices) as counted, _doubted(matrices) if doubted else nullcontext():
                     optimizer_step(trainee, step)
+                worked.append(len(counted))
                 fallbacks.append(round(float(matrices.fallbacks())))
                 parts.append(part_of(trainee.chunks, world))
                 if step == 1 and fault == "doubt on a device":
                     matrices.repair()
-        return Faulted(parts=parts, fallbacks=fallbacks, log=log, groups=len(matrices.groups))
+        return Faulted(parts=parts, fallbacks=fallbacks, log=log, groups=len(matrices.groups), worked=worked)
 
-    faults: tuple[Fault, ...] = ("none", "nan", "doubt", "doubt on a device")
+    faults: tuple[Fault, ...] = ("none", "nan", "doubt", "doubt on a device", "marked")
     return on_ranks(dict.fromkeys(faults, (config, layout)), work)
 
 
@@ -156,6 +186,22 @@ def test_on_a_device_it_is_left_out_and_made_in_standard_form_from_then_on(
     assert (moved - meant).abs().max() < 1e-4 * 0.01
     assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0]
     assert any(line.startswith(f"{HIT} keeps its weight") for rank in found for line in rank.log)
+
+
+@pytest.mark.parametrize(("fault", "since"), [("doubt on a device", 2), ("marked", 1)])
+def test_what_is_always_updated_alone_is_no_fallback_and_nobody_works_for_it_else(
+    faulted: dict[Fault, list[Faulted]], fault: Fault, since: int
+) -> None:
+    """Two ranks contribute in each of two rounds, and one answers."""
+    found, healthy = faulted[fault], _steps(faulted["none"])
+    assert [sum(rank.worked[step] for rank in found) for step in range(STEPS)] == [6] * since + [0] * (STEPS - since)
+    assert sum(rank.fallbacks[step] for rank in found for step in range(since, STEPS)) == 0
+    if fault == "marked":
+        steps = _steps(found)
+        for step in (2, 3):
+            assert (steps[step][NAME] - healthy[step][NAME]).abs().max() < 1e-4 * 0.01
+        _others_are_untouched(steps, healthy, since=2)
+        assert not [line for rank in found for line in rank.log]
 
 
 def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
