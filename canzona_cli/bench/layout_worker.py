@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -119,7 +120,7 @@ def _measure(files: RunFiles, record: RankRecord, rank: int, number: int, name: 
             line = {"step": record.step, "loss": loss, "layout": name, "round": number + 1, "rounds": turns.rounds}
             append_json_line(files.metrics, {**line, "time": time.time()})
 
-    once = Turns(names=(name,), rounds=1, steps_per_turn=turns.steps_per_turn)
+    once = replace(turns, names=(name,), rounds=1)
     if not take_turns(once, running, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell):
         return False
     found = gather_samples(running)

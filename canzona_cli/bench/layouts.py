@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from canzona_cli.bench.launching import Say, busy, corpus_of, create, in_folder,
 from canzona_cli.bench.layout_results import LayoutBench, TuneResult, content_of, layout_name, was_fitted
 from canzona_cli.bench.lineup import PreparedStrategy, prepare_strategy
 from canzona_cli.bench.results import Predicted
-from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
+from canzona_cli.bench.sitting import BenchFiles, Turns, last_steps, read_samples
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.cluster.machine import profile_warnings
@@ -32,6 +32,10 @@ ROOT = "tune"
 """Where the directories of tunings go unless run.root says otherwise."""
 WARM_UP_STEPS = 2
 """First steps of a process, which make buffers and optimizer state, and gather nothing under their forward."""
+SETTLING_STEPS = 4
+"""And as many more at most while Muon's Gram form is not trusted yet: momentum of few gradients has hardly any small
+singular values. Of qwen3-mini with a batch of two sequences 36 of 84 updates took twice as long in the first three
+steps, ten in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """About what a turn takes before its first step."""
 
@@ -112,7 +116,7 @@ def prepare(
         config,
         # The rates of the recipe's own first steps, however short a turn is.
         schedule=config.schedule.complete(config.train.steps),
-        train=replace(config.train, steps=WARM_UP_STEPS + steps, eval_interval=0),
+        train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
     entrants, notes = {}, []
     for layout in wanted:
@@ -153,7 +157,13 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
     prepared = {name: one.prepared for name, one in entrants.items()}
     first = next(iter(entrants.values()))
     files = create(first.prepared.config, prepared)
-    turns = Turns(names=tuple(entrants), rounds=tuning.rounds, steps_per_turn=WARM_UP_STEPS + tuning.steps)
+    turns = Turns(
+        names=tuple(entrants),
+        rounds=tuning.rounds,
+        steps_per_turn=WARM_UP_STEPS + tuning.steps,
+        warm_up_steps=WARM_UP_STEPS,
+        settling=SETTLING_STEPS,
+    )
     say(
         f"{config.name}: {len(entrants)} of {plural(tuning.legal, 'layout')} on {plural(config.gpus, 'rank')}, "
         f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} to warm up; about "
@@ -179,12 +189,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         name: LayoutBench(
             layout=one.layout,
             measured=tuple(
-                measured(
-                    read_samples(BenchFiles.turn(left, number, name))[name],
-                    warm_up_rounds=0,
-                    steps_per_turn=turns.steps_per_turn,
-                    skipped=WARM_UP_STEPS,
-                )
+                last_steps(read_samples(BenchFiles.turn(left, number, name))[name], tuning.steps)
                 for number in range(tuning.rounds)
             ),
             predicted=one.predicted,
@@ -211,10 +216,22 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         chosen=tuning.chosen,
         layouts=layouts,
         failed=failed,
-        notes=(*tuning.notes, *busy(machine)),
+        notes=(*tuning.notes, *busy(machine), *_unsettled(layouts, turns)),
     )
     write_text_atomic(files.root / "tune.json", json_text(content_of(result, None)) + "\n")
     return result, files.root
+
+
+def _unsettled(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
+    """A note on layouts whose updates were replaced for as long as their first steps were looked at."""
+    most = turns.steps_per_turn + turns.settling
+    named = [name for name, one in layouts.items() if any(len(turn.losses) == most for turn in one.measured)]
+    if named:
+        steps = turns.warm_up_steps + turns.settling - 1
+        yield (
+            f"for {steps} steps or more some updates were replaced (Muon's Gram form by its standard form), which "
+            f"takes longer than a plan says: {', '.join(named)}"
+        )
 
 
 def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:

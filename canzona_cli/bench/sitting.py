@@ -61,6 +61,11 @@ class Turns:
     rounds: int
     """Warm-up included."""
     steps_per_turn: int
+    warm_up_steps: int = 0
+    """The first steps of a turn. A turn in processes of its own repeats the last one of them,"""
+    settling: int = 0
+    """at most so often, as long as updates of the step before were replaced (`Muon`'s Gram form in standard form), as
+    those of first steps are: that takes longer than the update that a plan prices."""
 
     def order(self, round_: int) -> Sequence[str]:
         shift = round_ % len(self.names)
@@ -130,6 +135,12 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
         tensor_bytes=samples.tensor_bytes,
         update_s=tuple(updates),
     )
+
+
+def last_steps(samples: Samples, count: int) -> Measured:
+    """Summarise a turn in processes of its own by its last `count` steps, however many it took to warm up."""
+    taken = len(samples.losses)
+    return measured(samples, warm_up_rounds=0, steps_per_turn=taken, skipped=taken - count)
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:

@@ -52,7 +52,7 @@ def take_turns(
             for name in turns.order(number):
                 strategy = strategies[name]
                 try:
-                    if not _take_turn(strategy, turns.steps_per_turn, stop_requested):
+                    if not _take_turn(strategy, turns, stop_requested):
                         return False
                 except Diverged as error:  # an optimizer does not know which strategy it belongs to
                     named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
@@ -120,18 +120,23 @@ def tensor_bytes(trainee: Trainee) -> int:
     return extra + sum(storages.values())
 
 
-def _take_turn(strategy: RunningStrategy, steps: int, stop_requested: Callable[[], bool]) -> bool:
+def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable[[], bool]) -> bool:
     """A few training steps between two barriers; False after a request to stop."""
     trainee = strategy.trainee
     gc.collect()  # what the turns before have left; what is older is not looked at
     torch.distributed.barrier()
-    for _ in range(steps):
+    settling, number = turns.settling, 1
+    while number <= turns.steps_per_turn:
         worked = time.process_time()
         step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
         strategy.processor_s.append(time.process_time() - worked)
         strategy.losses.append(step.loss)
         if step.stop:
             return False
+        if number == turns.warm_up_steps and step.fallbacks and settling:
+            settling -= 1
+        else:
+            number += 1
     # Otherwise it would run during the next strategy's steps.
     finish_gathering(trainee.chunks)
     torch.distributed.barrier()

@@ -132,7 +132,8 @@ def calibrate(
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        workers = min(config.gpus, cores()) if config.cluster.device == "cpu" else 1
+        # A GPU is no faster while others idle; CPU ranks share caches and cores, so all of them compute as in a run.
+        workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()

@@ -9,13 +9,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.calibrate.measurement import Effort, Measurement, Quantity, Recorder
-from canzona_cli.calibrate.team import LEAST, Team, wait
+from canzona_cli.calibrate.team import LEAST, Team, clock, wait
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron import model, optimizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
 from canzona_cli.planner.cost import MEMORY_EFFICIENCY
-from canzona_cli.run.machine import cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +92,8 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
     """Time micro-batches of random tokens through the recipe's model, shortened to a few layers. Collective.
 
-    On all ranks at once: those that share a core are timed as the even share of it that each has, for ranks that take
-    turns find caches, and the processor's own of instructions, full of each other's.
+    On all ranks at once: ranks that take turns on a core find caches, and the processor's own of instructions, full of
+    each other's.
 
     Of two sizes: what a pass takes however small it is, and what more of it takes, are two numbers. Gradients are added
     to Megatron's buffers and nothing is sent.
@@ -103,12 +102,11 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
         config: `profile.shortened`.
     """
     [wrapped] = optimizer.wrap_data_parallel(model.build_model(config, world), config, world)
-    share = min(1.0, cores() / team.size) if team.device.type == "cpu" else 1.0
     sizes = (1, max(2, world.layout.micro_batch_size))
     for size in sizes:
         samples = _passes(team, config, wrapped, size, _MODEL_BUDGET / len(sizes) * effort.item_s)
-        recorder.add(Measurement.of("forward", [share * forward for forward, _ in samples], size))
-        recorder.add(Measurement.of("backward", [share * backward for _, backward in samples], size))
+        recorder.add(Measurement.of("forward", [forward for forward, _ in samples], size))
+        recorder.add(Measurement.of("backward", [backward for _, backward in samples], size))
 
 
 def _passes(
@@ -121,13 +119,13 @@ def _passes(
 
     def step() -> tuple[float, float]:
         wait(team.device)
-        begin = time.perf_counter()
+        begin = clock(team.device)
         loss = wrapped(tokens, positions, None, labels=labels).float().mean()
         wait(team.device)
-        between = time.perf_counter()
+        between = clock(team.device)
         loss.backward()
         wait(team.device)
-        return between - begin, time.perf_counter() - between
+        return between - begin, clock(team.device) - between
 
     with wrapped.no_sync():
         step()

@@ -102,11 +102,25 @@ def profile_of(
         nodes=None,
         **measured,  # type: ignore[arg-type]
     )
-    if base.device == "cpu" and products != base.matmul_tflops:
-        # No datasheet has the peak of this many threads on this processor.
-        profile = replace(profile, bf16_tflops=max(rate for _, rate in products))
+    if products != base.matmul_tflops:
+        profile = with_peak(profile)
     profile = _with_link(profile, record)
-    return _with_factors(replace(config, cluster=profile), layout, record)
+    found = _with_factors(replace(config, cluster=profile), layout, record)
+    return with_peak(found) if "forward" in (m.quantity for m in record.measurements) else found
+
+
+def with_peak(profile: ClusterConfig) -> ClusterConfig:
+    """A CPU rank's peak as what was measured of it: its fastest product, or what passes come to that were faster.
+
+    No datasheet has the peak of this many threads on this processor, so it is a measurement like those that would be
+    judged by it, each of another moment of a machine that may be faster in the next one. A product of a pass is said to
+    take its factor times as long as by itself: at the peak over the smallest factor no pass is beyond it.
+    """
+    if profile.device != "cpu":
+        return profile
+    fastest = max((rate for _, rate in profile.matmul_tflops), default=profile.bf16_tflops)
+    least = min(1.0, profile.forward_factor, profile.backward_factor)
+    return replace(profile, bf16_tflops=significant(fastest / least))
 
 
 def _those(record: Record, quantity: Quantity) -> Iterable[Measurement]:

@@ -15,7 +15,7 @@ _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Of one run, not of a machine."""
 _MEANING = {
     "cores": "processor cores the ranks share",
-    "bf16_tflops": "the fastest of matmul_tflops: no datasheet tells a processor's peak",
+    "bf16_tflops": "what the fastest product or pass reached: no datasheet tells a processor's peak",
     "forward_factor": "measured forward over what the model of it says on this profile",
     "backward_factor": "the same of the backward",
     "forward_module_us": "what of it does not grow with the micro-batch, by module",

@@ -19,7 +19,7 @@ from canzona_cli.bench.launching import Say
 from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.session import prepare, run
 from canzona_cli.calibrate.calibrate import Calibration
-from canzona_cli.calibrate.profile import significant
+from canzona_cli.calibrate.profile import significant, with_peak
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import ClusterConfig, RunConfig
@@ -93,7 +93,8 @@ class ShortBenches:
 
 
 def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
-    """`found` with the factors of whole steps; marked as lacking them where the benches failed or were stopped.
+    """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one before it,
+    and marked as lacking the rest.
 
     Args:
         write: writes a calibration to the profile that the benches run on, so that they predict from it.
@@ -105,32 +106,40 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
         measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
         return replace(found, seconds=seconds, profile=replace(profile, measured_on=measured_on))
 
-    before = found.profile
-    try:
-        results = [benches.bench(benches.ranks, tp) for tp in dict.fromkeys((1, min(RANKS, benches.ranks)))]
-        found_factors = factors(results)
-        result = with_profile(
-            replace(
-                before,
-                forward_factor=significant(before.forward_factor * found_factors.computing),
-                forward_module_us=significant(before.forward_module_us * found_factors.computing),
-                backward_factor=significant(before.backward_factor * found_factors.computing),
-                backward_module_us=significant(before.backward_module_us * found_factors.computing),
-                step_factors=dict(found_factors.phases),
-                measured_on={**before.measured_on, "fitted_on": fitted_on(results)},
+    profile, outcome = found.profile, found.outcome
+    results: list[BenchResult] = []
+    for tp in dict.fromkeys((1, min(RANKS, benches.ranks))):
+        try:
+            results.append(benches.bench(benches.ranks, tp))
+        except (KeyboardInterrupt, CanzonaError) as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            outcome = replace(
+                outcome,
+                status="interrupted" if stopped else "failed",
+                exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
+                message="" if stopped else f"whole steps of TP {tp}: {error}",
             )
-        )
-    except (KeyboardInterrupt, CanzonaError) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        outcome = replace(
-            found.outcome,
-            status="interrupted" if stopped else "failed",
-            exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
-            message="" if stopped else f"whole steps: {error}",
-        )
-        result = replace(with_profile(replace(before, not_measured=(*before.not_measured, "steps"))), outcome=outcome)
+            profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
+            break
+    result = replace(with_profile(_fitted(profile, results) if results else profile), outcome=outcome)
     write(result)
     return result
+
+
+def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
+    """The profile with the factors of its benches, at least one."""
+    found = factors(results)
+    return with_peak(
+        replace(
+            profile,
+            forward_factor=significant(profile.forward_factor * found.computing),
+            forward_module_us=significant(profile.forward_module_us * found.computing),
+            backward_factor=significant(profile.backward_factor * found.computing),
+            backward_module_us=significant(profile.backward_module_us * found.computing),
+            step_factors=dict(found.phases),
+            measured_on={**profile.measured_on, "fitted_on": fitted_on(results)},
+        )
+    )
 
 
 def fitted_on(results: Sequence[BenchResult]) -> str:

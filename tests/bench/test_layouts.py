@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.layout_results import layout_name
-from canzona_cli.bench.layouts import Tuning, prepare, tuned_recipe
+from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, prepare, tuned_recipe
 from canzona_cli.calibrate.profile_file import profile_text
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import candidates
@@ -51,7 +51,7 @@ def test_each_trains_the_runs_own_batch_at_its_own_rates_in_its_own_layout() -> 
         run = found.prepared.config
         assert layout_name(resolve(run)[1]) == name, "what a worker makes of the configuration"
         assert found.layout.global_batch_size * run.train.seq_length == config.train.batch_tokens
-        assert (run.train.steps, run.schedule.decay_steps) == (3, config.train.steps)
+        assert (run.train.steps, run.schedule.decay_steps) == (3 + SETTLING_STEPS, config.train.steps)
         assert found.prepared.plan is not None
 
 

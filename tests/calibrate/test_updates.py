@@ -78,11 +78,31 @@ def test_a_number_is_repeated_within_its_budget(monkeypatch: pytest.MonkeyPatch)
         nonlocal now
         now += 0.01
 
-    monkeypatch.setattr("canzona_cli.calibrate.team.time", SimpleNamespace(perf_counter=lambda: now))
+    clocks = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now)
+    monkeypatch.setattr("canzona_cli.calibrate.team.time", clocks)
     assert len(repeat(work, CPU, 0.002)) == 1, "a call that is four times its budget is not repeated"
     assert len(repeat(work, CPU, 0.015)) == LEAST
     assert len(repeat(work, CPU, 0.055)) == 6
     assert len(repeat(work, CPU, 100.0)) == MOST
+
+
+@pytest.mark.parametrize(("threads", "of"), [(1, "processor"), (4, "wall clock")])
+def test_of_ranks_that_take_turns_on_a_core_the_time_of_the_processor_counts(
+    monkeypatch: pytest.MonkeyPatch, threads: int, of: str
+) -> None:
+    """Calls of 2 ms between which the rank sometimes sleeps for 30 while another one runs."""
+    wall = worked = 0.0
+
+    def work() -> None:
+        nonlocal wall, worked
+        worked += 0.002
+        wall += 0.032 if round(worked / 0.002) % 4 == 0 else 0.002
+
+    clocks = SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: worked)
+    monkeypatch.setattr("canzona_cli.calibrate.team.time", clocks)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    found = repeat(work, CPU, 1.0)
+    assert sum(found) / len(found) == pytest.approx(0.002 if of == "processor" else 0.0095, rel=0.05)
 
 
 def test_orders_reach_the_ranks(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from canzona_cli.calibrate import whole_steps
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.whole_steps import ShortBenches, factors, with_steps
 from canzona_cli.config.compose import compose_run
-from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.config.physics import physics_problems
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.simulate.predict import simulate_run
 from tests.bench.benches import bench, with_measured
-from tests.calibrate.calibrations import cut_off
+from tests.calibrate.calibrations import MEASUREMENTS, RECORD, calibration, cut_off, number, run
 
 PARTS = bench(("canzona", "sc", "adamw"))
 """Predicted: matrix updates 1.1 times what was measured, everything else 0.95 times."""
@@ -98,11 +100,45 @@ def test_whole_steps_scale_what_the_profile_said() -> None:
 )
 def test_without_whole_steps_a_calibration_is_marked(error: BaseException, status: str, code: int) -> None:
     before, written = cut_off(), list[Calibration]()
-    found = with_steps(before, _Benches([PARTS, error]), written.append)
+    found = with_steps(before, _Benches([error]), written.append)
     assert (found.outcome.status, found.outcome.exit_code) == (status, code)
     assert found.profile.not_measured == (*before.profile.not_measured, "steps")
     assert (found.profile.step_factors, found.profile.forward_factor) == ({}, before.profile.forward_factor)
     assert written == [found]
+
+
+def test_a_bench_that_fails_takes_nothing_from_the_one_before_it() -> None:
+    before, written = cut_off(), list[Calibration]()
+    error = EnvironmentProblem(Problem(key="x", reason="is full"))
+    found = with_steps(before, _Benches([PARTS, error]), written.append)
+    whole = with_steps(before, _Benches([PARTS, PARTS]), written.append).profile
+    assert (found.outcome.status, found.outcome.exit_code) == ("failed", 70)
+    assert found.outcome.message.startswith("whole steps of TP 2: "), "which part it was"
+    assert found.profile.not_measured == (*before.profile.not_measured, "steps")
+    assert replace(found.profile, not_measured=whole.not_measured, measured_on=whole.measured_on) == whole
+    assert written[0] == found
+
+
+def test_no_measurement_of_a_calibration_is_beyond_another_one() -> None:
+    """Products of a moment when the processor was slow, passes of a faster one: a profile of both is possible, one with
+    a number typed over it is not."""
+    slow = replace(RECORD, measurements=tuple(
+        number(m.quantity, m.spread.median / 20, *m.key) if m.quantity == "matmul_tflops" else m
+        for m in MEASUREMENTS
+    ))  # fmt: skip
+    faster = bench(("canzona", "sc", "adamw"), scale=0.5)
+    faster = replace(faster, strategies={
+        name: replace(one, predicted=PARTS.strategies[name].predicted) for name, one in faster.strategies.items()
+    })  # fmt: skip
+    found = with_steps(calibration(slow), _Benches([faster, faster]), lambda _: None).profile
+    typed = replace(found, forward_factor=0.001, backward_factor=0.001, forward_module_us=0.0, backward_module_us=0.0)
+    config, layout = run("optimizer=adamw")
+    for size in (1, 8, 64):
+        mesh = replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp)
+        simulate_run(replace(config, cluster=found), mesh, None)
+        with pytest.raises(ConfigError, match="makes model FLOP utilisation"):
+            simulate_run(replace(config, cluster=typed), mesh, None)
+    assert not list(physics_problems(found))
 
 
 def test_the_benches_keep_the_users_model_and_set_their_own_mesh() -> None:
