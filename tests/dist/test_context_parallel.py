@@ -1,14 +1,21 @@
 """Sequences cut over context-parallel ranks train the model that whole ones train."""
 
 import math
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.simulate.model_time import CUT_STARTS
 from tests.dist import compared, jobs
 from tests.dist.compared import Found
+from tests.dist.ranks import run_ranks
 from tests.dist.trained import FIXED, different
 
 LAYOUTS = {
@@ -64,3 +71,61 @@ def test_cut_sequences_train_what_whole_ones_train(how: str, where: str) -> None
     assert (*found.losses, found.validation) == pytest.approx((*one.losses, one.validation), rel=bounds.loss)
     assert found.grad_norms == pytest.approx(one.grad_norms, rel=bounds.grad_norm)
     assert compared.apart(found, one) < bounds.weights
+
+
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of operations, how many are started."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
+    """Beside those of its modules, by torch's own count."""
+    config, layout = jobs.resolve("recipe=tiny", "optimizer=adamw", "gpus=2", "parallel.tp=1", "parallel.cp=1",
+                                  "parallel.pp=1", "train.seq_length=64", "train.micro_batch_size=1")  # fmt: skip
+
+    def rank() -> tuple[list[int], list[int]]:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from canzona_cli.megatron.attention import CausalAttention
+        from canzona_cli.megatron.model import build_model
+        from canzona_cli.training.assemble import join
+
+        def both(forward: Callable[[], torch.Tensor]) -> tuple[int, int]:
+            torch.autograd.backward(forward().float().sum())  # what is made once
+            with _Counted() as counted:  # type: ignore[no-untyped-call]
+                found = forward().float().sum()
+                ahead = counted.count
+                torch.autograd.backward(found)
+            return ahead, counted.count - ahead
+
+        world = join(config, layout)
+        tokens, places = torch.zeros(1, 64, dtype=torch.long), torch.arange(64).expand(1, 64)
+        of_model = []
+        for layers in (1, 2):
+            [model] = build_model(replace(config, model=replace(config.model, num_layers=layers)), world)
+            of_model.append(both(partial(model, tokens, places, None, labels=tokens)))
+        of_attention = []
+        for size in (1, 2):
+            groups = [torch.distributed.new_group([number]) for number in range(2)]
+            group = torch.distributed.group.WORLD if size == 2 else groups[world.rank]
+            attention = CausalAttention(softmax_scale=None, attn_mask_type=AttnMaskType.causal,
+                                        pg_collection=SimpleNamespace(cp=group))  # fmt: skip
+            query, key, value = (
+                torch.randn(64 // size, 1, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+            )
+            of_attention.append(both(partial(attention, query, key, value)))
+        return (
+            [two - one for one, two in zip(*of_model, strict=True)],
+            [cut - whole for whole, cut in zip(*of_attention, strict=True)],
+        )
+
+    layer, more = run_ranks(2, rank)[0]
+    for of_layer, besides in zip(layer, more, strict=True):
+        assert 4 * besides / of_layer == pytest.approx(CUT_STARTS, rel=0.1)
