@@ -48,6 +48,8 @@ class StageWork:
     """Before the first forward."""
     tail_s: float
     """What follows the gradient reduction before its result is complete."""
+    meets: bool = False
+    """Whether it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
 
 
 class IterationTimeline:
@@ -90,7 +92,11 @@ class IterationTimeline:
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
-        self.reduced_s = [self._reduced(stage) + stages[stage].tail_s for stage in range(layout.pp)]
+        reduced = [self._reduced(stage) for stage in range(layout.pp)]
+        met = max((end for end, work in zip(reduced, stages, strict=True) if work.meets), default=0.0)
+        self.reduced_s = [
+            (max(end, met) if work.meets else end) + work.tail_s for end, work in zip(reduced, stages, strict=True)
+        ]
         """By stage: when its gradients are reduced."""
 
     def phases(self, stage: int) -> dict[str, float]:
@@ -102,7 +108,7 @@ class IterationTimeline:
         for phase, ran in self._on(("data", stage)):
             moved[phase] += ran.end - ran.start
         found["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
-        found["grad_reduce_total"] = moved["grad_reduce"] + self._stages[stage].tail_s
+        found["grad_reduce_total"] = max(found["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
         found["param_gather_total"] = moved["param_gather"]
         return found
 

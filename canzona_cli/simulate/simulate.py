@@ -148,8 +148,9 @@ class _Step:
     def optimizer(self) -> tuple[float, float]:
         """The optimizer step without and with the exchange that hides under updates.
 
-        Waiting for another stage's backward is measured under norm_clip, but no part of it. The rank that waits longest
-        in all decides: another stage may gather longer than the one that updates last.
+        Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a tied
+        embedding under grad_reduce, and no part of it. The rank that waits longest in all decides: another stage may
+        gather longer than the one that updates last.
         """
         waited = [end + found["param_gather"] for end, found in zip(self.updated, self.phases, strict=True)]
         longest = self._last(waited)
@@ -218,6 +219,7 @@ class _Simulation:
                     chunks=own,
                     begin_s=self._zero_s(stage),
                     tail_s=after_reduction(config, layout, stage),
+                    meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
                 for stage, own in enumerate(chunks)
             ],

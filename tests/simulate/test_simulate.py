@@ -202,10 +202,12 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
-def pipeline(seconds: Sequence[tuple[float, float]], hop_s: float = 0.0, *, vpp: int, count: int) -> IterationTimeline:
+def pipeline(
+    seconds: Sequence[tuple[float, float]], hop_s: float = 0.0, *, vpp: int, count: int, tied: bool = False
+) -> IterationTimeline:
     """`seconds`: by stage, of a model chunk's forward and backward."""
     works = []
-    for forward, backward in seconds:
+    for stage, (forward, backward) in enumerate(seconds):
         module = Module(
             part="qkv",
             layer=0,
@@ -217,9 +219,19 @@ def pipeline(seconds: Sequence[tuple[float, float]], hop_s: float = 0.0, *, vpp:
         )
         hop = Transfer(latency_s=hop_s)
         time_of = StageTime(chunks=((module,),) * vpp, hop=hop, pass_s=0.0)
-        works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.0))
+        meets = tied and stage in (0, len(seconds) - 1)
+        works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.5 if meets else 0.0, meets=meets))
     mesh = layout(pp=len(seconds), vpp=vpp, count=count)
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
+
+
+def test_a_tied_embeddings_gradient_is_summed_once_both_ends_have_it() -> None:
+    apart, tied = (pipeline([(1.0, 2.0)] * 3, vpp=1, count=4, tied=tied) for tied in (False, True))
+    first, between, last = apart.reduced_s
+    assert last < between < first
+    assert tied.reduced_s == pytest.approx([first + 0.5, between, first + 0.5])
+    assert tied.phases(2)["grad_reduce"] == pytest.approx(first - last + 0.5)
+    assert tied.phases(0)["grad_reduce"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("chunks", "count"), [(1, 6), (2, 8), (4, 4)])
