@@ -8,7 +8,7 @@ folders are whole, hidden ones are on their way in or out.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -153,14 +153,14 @@ class Buffer:
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | Callable[[], memoryview]
-    """Unsigned bytes, or what reads them when they are to be written."""
+    data: memoryview | Callable[[], Iterator[memoryview]]
+    """Unsigned bytes, or what reads them piece by piece when they are to be written."""
     piece: Piece | None = None
     """As of the `StoredTensor` it becomes."""
 
-    def read(self) -> memoryview:
-        """Its bytes."""
-        return self.data() if callable(self.data) else self.data
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes; a piece is good until the next is asked for."""
+        return self.data() if callable(self.data) else iter((self.data,))
 
 
 @dataclass(frozen=True, kw_only=True)

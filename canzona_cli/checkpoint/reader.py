@@ -59,6 +59,10 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.unmap()
+
+    def unmap(self) -> None:
+        """Let go of the files, as what was read of them counts as this process' memory. Reading opens them again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
@@ -96,6 +100,17 @@ class Reader:
             return self.whole(unit, MASTER)
         shape = unit_shape(unit, self.model)
         return self.region(unit, MASTER, row=0, rows=shape[0], col=0, cols=shape[1])
+
+    def master_rows(self, unit: str, rows: range) -> torch.Tensor:
+        """Rows of a unit's fp32 weight, or elements of a vector, whatever it is stored in.
+
+        Raises:
+            CheckpointInvalid: as of `master`.
+        """
+        shape = unit_shape(unit, self.model)
+        if len(shape) == 1:
+            return self.master(unit)[rows.start : rows.stop]
+        return self.region(unit, MASTER, row=rows.start, rows=len(rows), col=0, cols=shape[1])
 
     def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
         """A rectangle of a unit, (rows, cols), on the host.
@@ -151,7 +166,7 @@ class Reader:
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
         if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
             what = "infinite or no numbers" if field == MASTER else "no numbers"
-            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements of {name}/{field} are {what}"
+            reason = f"{int(bad.sum()):,} of {tensor.numel():,} elements read of {name}/{field} are {what}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor
 

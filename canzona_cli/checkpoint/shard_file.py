@@ -42,7 +42,7 @@ def write_shard(
     """Write a new safetensors file and have it on the disk. Nothing is copied, so the buffers must not change.
 
     Args:
-        tensors: those whose data is still to be read are read one after another, each when the one before is written.
+        tensors: those whose data is still to be read are read piece by piece, each when the one before is written.
         metadata: what else its header says.
 
     Returns:
@@ -61,7 +61,7 @@ def write_shard(
             written = _Written(descriptor, beside)
             written.add(header)
             for name, buffer in ordered.items():
-                written.add(_data(name, buffer))
+                _add(name, buffer, written)
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -76,22 +76,28 @@ def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
     if not callable(buffer.data):
-        _check(name, buffer, buffer.data)
+        _check_size(name, buffer, buffer.data.nbytes)
+        _check_flat(name, buffer.data)
     return ITEM_BYTES[buffer.dtype]
 
 
-def _check(name: str, buffer: Buffer, data: memoryview) -> None:
+def _check_size(name: str, buffer: Buffer, size: int) -> None:
     wanted = tensor_bytes(buffer.dtype, buffer.shape)
-    if data.nbytes != wanted:
-        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {data.nbytes}")
+    if size != wanted:
+        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {size}")
+
+
+def _check_flat(name: str, data: memoryview) -> None:
     if data.nbytes != len(data):
         raise ValueError(f"{name}: its data is not a flat view of bytes")
 
 
-def _data(name: str, buffer: Buffer) -> memoryview:
-    data = buffer.read()
-    _check(name, buffer, data)
-    return data
+def _add(name: str, buffer: Buffer, written: "_Written") -> None:
+    before = written.bytes
+    for data in buffer.pieces():
+        _check_flat(name, data)
+        written.add(data)
+    _check_size(name, buffer, written.bytes - before)
 
 
 def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -> memoryview:

@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face folder: sharded safetensors, one tensor in memory at a time."""
+"""A checkpoint as a Hugging Face folder: sharded safetensors, a piece of one tensor in memory at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from canzona_cli.huggingface.config_json import FILE, config_json
 from canzona_cli.huggingface.folder import DTYPES, INDEX, WEIGHTS, Dtype
 from canzona_cli.huggingface.names import tensor_names
 from canzona_cli.huggingface.staging import copy_file, staged
+from canzona_cli.huggingface.streaming import raw_bytes, row_ranges
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import write_json_atomic, write_text_atomic
 
@@ -108,11 +109,14 @@ def _file(number: int, count: int) -> str:
     return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _read(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> memoryview:
+def _read(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
     """A weight as the bytes of its type."""
-    tensor = reader.master(unit).to(kind).contiguous()
-    if kind is torch.float16 and not bool(tensor.isfinite().all()):
-        reason = "has weights beyond 65,504, the largest number of fp16"
-        raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
-    on_bytes(tensor.nbytes)
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    for rows in row_ranges(unit_shape(unit, reader.model)):
+        data = reader.master_rows(unit, rows).to(kind)
+        if kind is torch.float16 and not bool(data.isfinite().all()):
+            reason = "has weights beyond 65,504, the largest number of fp16"
+            raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
+        on_bytes(data.nbytes)
+        yield raw_bytes(data)
+        del data  # before the next is read
+        reader.unmap()

@@ -6,7 +6,7 @@ Every layout, optimizer and splitting can start from it, as from the weights of 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +26,7 @@ from canzona_cli.huggingface.config_json import FILE
 from canzona_cli.huggingface.folder import BESIDE, HuggingFaceFolder, Stored
 from canzona_cli.huggingface.names import TIED_OUTPUT, tensor_names
 from canzona_cli.huggingface.staging import copy_file
+from canzona_cli.huggingface.streaming import raw_bytes, row_ranges
 from canzona_cli.run.files import RunFiles, sync_folder
 
 _PATIENCE_S: Final = 60.0
@@ -49,7 +50,7 @@ def import_weights(
 ) -> Path:
     """Write the checkpoint of step 0 into a run directory, and what lies beside the weights next to it.
 
-    The checkpoint is there whole or not at all. One tensor is in memory at a time.
+    The checkpoint is there whole or not at all. A piece of one tensor is in memory at a time.
 
     Args:
         config: of the run; its model has been compared with the folder (`HuggingFaceFolder.check`).
@@ -96,21 +97,23 @@ def import_weights(
     return finish(folder, len(parts), header, texts, _PATIENCE_S)
 
 
-def _read(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> memoryview:
+def _read(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
     """A tensor as the bytes of its master."""
-    tensor = _tensor(stored, name).to(torch.float32).contiguous()
-    if not all(bound.isfinite() for bound in torch.aminmax(tensor)):  # isfinite() of all makes another as large
-        bad = int((~tensor.isfinite()).sum())
-        reason = f"{bad:,} of its {tensor.numel():,} elements are infinite or no numbers"
-        raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again"))
-    on_bytes(tensor.nbytes)
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    for rows in row_ranges(stored.shape):
+        data = _rows(stored, name, rows).to(torch.float32)
+        if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all makes others as large
+            bad = int((~data.isfinite()).sum())
+            where = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or no numbers"
+            raise ConfigError(Problem(key=name, value=stored.file, reason=where, fix="download it again"))
+        on_bytes(data.nbytes)
+        yield raw_bytes(data)
+        del data  # before the next is read
 
 
-def _tensor(stored: Stored, name: str) -> torch.Tensor:
-    with safe_open(stored.file, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-    return tensor
+def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
+    with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
+        found: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
+    return found
 
 
 def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
@@ -118,8 +121,9 @@ def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
     if not config.model.tied_embeddings or TIED_OUTPUT not in found.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
-    pair = [_tensor(found.tensors[name], name) for name in (embedding, TIED_OUTPUT)]
-    if not torch.equal(*pair):
+    pair = [(found.tensors[name], name) for name in (embedding, TIED_OUTPUT)]
+    ranges = row_ranges(pair[0][0].shape)
+    if not all(torch.equal(*(_rows(stored, name, rows) for stored, name in pair)) for rows in ranges):
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings of its config.json is probably false"
         raise ConfigError(Problem(key=TIED_OUTPUT, value=found.tensors[TIED_OUTPUT].file, reason=reason, fix=fix))

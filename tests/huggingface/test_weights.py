@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -86,6 +87,25 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
         for at in (tmp_path / "run" / "checkpoints" / "step-00000000", again)
     )
     assert [file.blake3 for file in first.values()] == [file.blake3 for file in second.values()]
+
+
+def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
+    """In a process that has done the same with a small model before, so that nothing is left to be imported."""
+    large = replace(SHAPE, vocab_size=1 << 19)
+    tensor_bytes = 4 * large.vocab_size * large.hidden_size
+    for name, shape in (("small", SHAPE), ("large", large)):
+        random_folder(tmp_path / name / "in", shape)
+
+    def peak(name: str) -> int:
+        from canzona_cli.commands.checkpoint import import_
+
+        import_(tmp_path / name / "in", tmp_path / name / "run")
+        export(tmp_path / name / "run", tmp_path / name / "out", shard_bytes=10**9)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    [(before, after)] = run_ranks(1, lambda: (peak("small"), peak("large")))
+    assert after - before < tensor_bytes / 2, f"{after - before:,} of {tensor_bytes:,} bytes"
+    assert same(stored(tmp_path / "large" / "out"), stored(tmp_path / "large" / "in"))
 
 
 def test_several_files_have_an_index_and_are_one_model(run: Path, tmp_path: Path) -> None:
