@@ -7,7 +7,7 @@ took 0.35 to 0.65 of its processor time forward and backward (one thread, AVX512
 import torch
 from torch.autograd.function import FunctionCtx
 
-_SCORES, _QUERIES = 1 << 21, 256
+_SCORES, _QUERIES = 1 << 21, 128
 """At most so many scores, and queries, in a block."""
 
 
