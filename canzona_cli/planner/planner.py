@@ -25,12 +25,16 @@ from canzona_cli.planner.micro_groups import Grouped, micro_groups
 from canzona_cli.planner.modes import best_of
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import HOSTED, Assignment, Cell, Mesh, Plan, PlanSettings, Scalar, Share, Subject
+from canzona_cli.planner.plan import HOSTED, Assignment, Bucket, Cell, Mesh, Plan, PlanSettings, Scalar, Share, Subject
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares
+from canzona_cli.planner.travel import few_owners, slowest, travel
 
 SHARING_GAIN = 1.03
 """Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
+
+ALIKE = 0.001
+"""Of assignments whose steps are longer by at most this part the one is taken whose buckets travel for least."""
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -223,6 +227,17 @@ def _plan(
             members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=possible
         )
 
+    model, grouped = ReductionModel(config, layout), Grouped(frugal, width, pipeline)
+
+    def bucketed(assignment: Assignment) -> tuple[Bucket, ...]:
+        return model.choose(buckets(members, assignment, layout, asked, limit), asked, scratch=True)
+
+    def price(assignment: Assignment) -> tuple[float, float]:
+        """Seconds that nothing hides, and of all buckets' travel."""
+        unhidden, whole = travel(bucketed(assignment), model)
+        busy = slowest(members, costs, assignment, grouped)
+        return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
+
     possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
     assignment = assigned(possible if asked.mode == "shared" else HOSTED)
     busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
@@ -231,17 +246,24 @@ def _plan(
         and possible
         and any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, bounds, strict=True))
     ):
-        grouped = Grouped(frugal, width, pipeline)
         balanced = assigned(possible)
         assignment = best_of(members, costs, assignment, balanced, possible, layout.tp, grouped, memory_cap)
+    if asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and mesh.owners > 1:
+        ways = [assignment, few_owners(members, costs, assignment, layout, limit)]
+        if memory_cap is None and asked.mode != "shared":
+            # Balanced for its own sake an assignment may travel for longer than that gains.
+            natural = replace(asked, strategy="asc")
+            ways.append(assign(members, costs, layout, natural, bucket_elements=limit, bytes_per_element=width))
+        prices = [price(way) for way in ways]
+        least = min(seconds for seconds, _ in prices)
+        _, best = min((whole, n) for n, (seconds, whole) in enumerate(prices) if seconds <= (1 + ALIKE) * least)
+        assignment = ways[best]
     return Plan(
         subject=about,
         matrices=members,
         costs=costs,
         assignment=assignment,
-        buckets=ReductionModel(config, layout).choose(
-            buckets(members, assignment, layout, asked, limit), asked, scratch=True
-        ),
+        buckets=bucketed(assignment),
         groups=micro_groups(members, costs, assignment, frugal, width, pipeline),
         lower_bounds=bounds,
     )

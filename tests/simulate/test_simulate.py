@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, Splitting
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
@@ -20,11 +20,12 @@ from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import micro_groups
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
+from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import Module, StageTime, passes, stage_time
-from canzona_cli.simulate.predict import layerwise
+from canzona_cli.simulate.predict import layerwise, simulate_plan
 from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
@@ -200,6 +201,19 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     # Where there is nothing to balance, a bucket of asc's has fewer owners, and fewer collectives to launch.
     assert times["canzona"] <= times["asc"] * (1 + 1e-3)
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh"),
+    [("0.6b", layout(dp=64, count=4)), ("1.7b", layout(tp=4, dp=256, count=1)), ("4b", layout(tp=4, dp=256, count=1))],
+)
+def test_a_plan_is_never_slower_than_that_of_asc_which_it_could_take(size: Size, mesh: Layout) -> None:
+    """Where there are more ranks than matrices, or little to balance; asc's buckets have fewer owners, it is not
+    balanced, and was faster here."""
+    config = config_of(size, mesh)
+    own, asc = (simulate_plan(run, mesh, plan_unbounded(run, mesh)) for run in (config, with_strategy(config, "asc")))
+    assert own.iteration_s <= asc.iteration_s * (1 + 1e-9)
+    assert own.optimizer_exposed_s <= asc.optimizer_exposed_s * (1 + 1e-9)
 
 
 def pipeline(
