@@ -138,10 +138,10 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
 
     Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
-    4, the copy of the weight for the model 4 + w.
+    4, the copy of the weight for the model 4 + w; in Gram form leaving out what is not trusted, 2 w.
     """
     iteration = _iteration(a, rows, cols)
-    traffic = iteration.traffic + (56 + 3 * _width(a)) * rows * cols
+    traffic = iteration.traffic + (56 + (5 if a.form == "gram" else 3) * _width(a)) * rows * cols
     return replace(iteration, traffic=traffic, launches=iteration.launches + MUON_AROUND), Work()
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
 from canzona_cli.errors import ConfigError
-from canzona_cli.optimizers import Muon, Workspace, gram_form
+from canzona_cli.optimizers import Muon, Workspace, gram_form, muon
 from canzona_cli.optimizers.gram_form import gram_newton_schulz, segments
 from canzona_cli.optimizers.newton_schulz import (
     COEFFICIENTS,
@@ -24,6 +24,7 @@ from canzona_cli.optimizers.newton_schulz import (
     coefficients,
     newton_schulz,
 )
+from canzona_cli.planner import work as planned_work
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.plan import Algorithm
 from canzona_cli.planner.work import MUON_AROUND, PROBE_ROWS, flops, work
@@ -178,6 +179,40 @@ def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch
     planned = work(how, rows, cols)[0].traffic - work.__wrapped__(how, rows, cols)[0].traffic
     assert planned == pytest.approx(moved, rel=0.02)
     assert PROBE_ROWS == gram_form.SAMPLES
+
+
+class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes that operations read and write, what they work on in place both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        given = kwargs or {}
+        found = func(*args, **given)
+        read = tree_leaves((args, {key: value for key, value in given.items() if key != "out"}))
+        if not func.is_view:
+            self.bytes += sum(value.nbytes for value in (*read, found) if isinstance(value, torch.Tensor))
+        return found
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+def test_a_gpu_moves_around_the_iteration_what_plans_count(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, besides the engine's part: whether weights are finite, 4 bytes, and their rounded copy, 6."""
+    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "newton_schulz", lambda x, *_: x)
+    monkeypatch.setattr(muon, "gram_newton_schulz", lambda x, *_: (x, torch.ones(x.shape[:-2], dtype=torch.bool)))
+    p, how = torch.nn.Parameter(torch.ones(256, 512)), Algorithm(name="muon", form=form)
+    optimizer = Muon([p], 0.01, form=form)
+    p.grad = torch.ones(256, 512)
+    optimizer.step()  # makes state and scratch
+    with Moved() as moved:
+        optimizer.step()
+    planned = work(how, 256, 512)[0].traffic - planned_work._iteration(how, 256, 512).traffic
+    assert moved.bytes == pytest.approx(planned - 10 * p.numel(), rel=1e-3)
 
 
 def test_alphas_are_numbers_of_bf16_near_to_any_mean_wherever_they_are_looked_up() -> None:
