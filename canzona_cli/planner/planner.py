@@ -229,8 +229,13 @@ def _plan(
 
     model, grouped = ReductionModel(config, layout), Grouped(frugal, width, pipeline)
 
+    laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
+
     def bucketed(assignment: Assignment) -> tuple[Bucket, ...]:
-        return model.choose(buckets(members, assignment, layout, asked, limit), asked, scratch=True)
+        if assignment.cells not in laid_out:
+            found = buckets(members, assignment, layout, asked, limit)
+            laid_out[assignment.cells] = model.choose(found, asked, scratch=True)
+        return laid_out[assignment.cells]
 
     def price(assignment: Assignment) -> tuple[float, float]:
         """Seconds that nothing hides, and of all buckets' travel."""
