@@ -28,7 +28,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(config=runs)
 def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     try:
@@ -54,7 +54,7 @@ def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     assert fit.resolve(config) == (resolved, layout)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     config=st.builds(
         run,

@@ -66,6 +66,7 @@ def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:
     assert found.proven
 
 
+@pytest.mark.sweep
 def test_beyond_a_thousand_gpus_the_most_promising_are_simulated() -> None:
     found = search.search(run("32b", 2048, strategy="canzona"))
     assert found.best

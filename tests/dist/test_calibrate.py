@@ -225,6 +225,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "interrupted" in warning
 
 
+@pytest.mark.sweep  # another way into the end that Ctrl-C comes to
 def test_a_crash_keeps_what_was_measured_and_the_logs(tmp_path: Path) -> None:
     out = tmp_path / "cut.yaml"
     process = launched(out, "crash")

@@ -20,7 +20,10 @@ LAYOUTS = {
 NORMS = ("norm.weight", "layernorm.weight")
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize(
+    "where",
+    ["tp2 dp2", "tp2 pp2, tied", *(pytest.param(where, marks=pytest.mark.sweep) for where in ("tp4", "pp2 dp2, tied"))],
+)
 def test_replicas_are_equal_to_the_last_bit(where: str) -> None:
     """Norms and q/k norms on all TP ranks, everything on all DP ranks, tied embeddings on the first and last stage."""
     config, layout = resolve("optimizer.lr=0.02", *LAYOUTS[where])

@@ -42,6 +42,7 @@ LAYOUTS = {
     "cp2": ("gpus=2", "parallel.cp=2", "model.tied_embeddings=false"),
     "tp2 pp2 bf16": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.precision=bf16", "train.recompute=full"),
 }
+EVERYWHERE = [pytest.param(where, marks=[pytest.mark.sweep] if "bf16" in where else []) for where in LAYOUTS]
 PROMPT = (100, 101, 102, 32, 109)
 TOKENS = 40
 """More than the sequence has room for."""
@@ -108,7 +109,7 @@ def _found(where: str) -> Found:
     return Found(config=config, looked=ranks[True], other=ranks[False])
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_all_ranks_write_what_hugging_face_writes_with_the_same_weights(where: str) -> None:
     found = _found(where)
     written = found.looked[0].written
@@ -133,7 +134,7 @@ def test_all_ranks_write_what_hugging_face_writes_with_the_same_weights(where: s
         assert run_ranks(1, theirs) == [text]
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_looking_changes_nothing_of_training(where: str) -> None:
     found = _found(where)
     for looked, other in zip(found.looked, found.other, strict=True):

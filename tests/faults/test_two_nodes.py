@@ -95,6 +95,7 @@ def _free_port() -> int:
             continue
 
 
+@pytest.mark.sweep
 def test_two_launchers_train_one_job_of_two_by_two_ranks_and_nothing_listens_beyond_loopback(
     two_nodes: Callable[..., TwoNodes],
 ) -> None:

@@ -53,7 +53,7 @@ def _busiest(found: Assignment, matrices: tuple[Matrix, ...], costs: Sequence[fl
 
 
 @given(matrices=MODELS, mesh=GRIDS, plan=PLANS, bucket=BUCKET)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_matrix_has_a_cell_and_every_unit_one_owner(
     matrices: tuple[Matrix, ...], mesh: Layout, plan: PlanSettings, bucket: int | None
 ) -> None:
@@ -69,7 +69,7 @@ def test_every_matrix_has_a_cell_and_every_unit_one_owner(
 
 
 @given(matrices=MODELS, mesh=GRIDS, layout=st.sampled_from(get_args(BufferLayout)), bucket=BUCKET)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_alpha_trades_bytes_for_compute_monotonically(
     matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
 ) -> None:
@@ -211,7 +211,9 @@ def test_every_process_finds_the_same_assignment() -> None:
     assert len(digests.pop().strip()) == len(hashlib.sha256().hexdigest())
 
 
-@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+@pytest.mark.parametrize(
+    "size", ["0.6b", "8b", "32b", *(pytest.param(size, marks=pytest.mark.sweep) for size in ("1.7b", "4b", "14b"))]
+)
 def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: Size) -> None:
     """The promise: 1.03 of the bound in four cells of five, 1.10 in all, and nowhere worse than what it replaces."""
     gaps = []

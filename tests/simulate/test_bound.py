@@ -30,7 +30,7 @@ def simulated(config: RunConfig, layout: Layout) -> float:
     return simulate_run(resolved, layout, plan).iteration_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     config=st.builds(
         run,

@@ -96,7 +96,7 @@ MESHES = (
 runs = st.tuples(st.sampled_from(("0.6b", "4b", "8b")), st.sampled_from(MESHES), st.sampled_from(STRATEGIES))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(of=runs, overlap=st.booleans(), ahead=st.booleans())
 def test_phases_add_up_and_nothing_is_exposed_longer_than_it_takes(
     of: tuple[Size, Layout, AnyStrategy], overlap: bool, ahead: bool

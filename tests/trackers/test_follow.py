@@ -125,7 +125,11 @@ READERS: dict[TrackerName, Callable[[RunFiles, str], Curves]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    # MLflow's first database takes it five seconds of a core.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] if name == "mlflow" else []) for name in READERS],
+)
 def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: TrackerName) -> None:
     """Steps 1 to 3, then from the checkpoint of step 2 to step 4 with another loss in step 3."""
     for event in ("sample", "loss_spike"):
