@@ -88,7 +88,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
     """Beside those of its modules, by torch's own count."""
     config, layout = jobs.resolve("recipe=tiny", "optimizer=adamw", "gpus=2", "parallel.tp=1", "parallel.cp=1",
-                                  "parallel.pp=1", "train.seq_length=64", "train.micro_batch_size=1")  # fmt: skip
+                                  "parallel.pp=1", "train.seq_length=256", "train.micro_batch_size=1")  # fmt: skip
 
     def rank() -> tuple[list[int], list[int]]:
         from megatron.core.transformer.enums import AttnMaskType
@@ -106,7 +106,7 @@ def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
             return ahead, counted.count - ahead
 
         world = join(config, layout)
-        tokens, places = torch.zeros(1, 64, dtype=torch.long), torch.arange(64).expand(1, 64)
+        tokens, places = torch.zeros(1, 256, dtype=torch.long), torch.arange(256).expand(1, 256)
         of_model = []
         for layers in (1, 2):
             [model] = build_model(replace(config, model=replace(config.model, num_layers=layers)), world)
@@ -118,7 +118,7 @@ def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
             attention = CausalAttention(softmax_scale=None, attn_mask_type=AttnMaskType.causal,
                                         pg_collection=SimpleNamespace(cp=group))  # fmt: skip
             query, key, value = (
-                torch.randn(64 // size, 1, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+                torch.randn(256 // size, 1, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
             )
             of_attention.append(both(partial(attention, query, key, value)))
         return (
