@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron.attention import CausalAttention
+from canzona_cli.megatron.cpu_norm import use_processor_norms
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import Weight, weight_of
 
@@ -117,6 +118,8 @@ def _build_chunk(
     )
     if config.cluster.transformer_engine:
         fuse_weight_gradients(model)
+    if world.device.type == "cpu":
+        use_processor_norms(model)
     model = model.to(world.device)
     initialize_weights(model, config.model, world, seed=config.train.seed)
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model

@@ -63,34 +63,23 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d / t, in
       place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are joined;
     - SwiGLU: gate and up 2 T f / t, their product T f / t.
-    On CPU nothing is fused: norms keep their input and its normalised form in fp32, SwiGLU keeps silu(gate) and a
-    copy of up. selective recomputes core attention, full keeps only the layer's input.
+    On CPU SwiGLU is not fused, and keeps silu(gate) and a copy of up. selective recomputes core attention, full keeps
+    only the layer's input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     if recompute == "full":
         return width * stream
-    on_cpu, bf16 = config.cluster.device == "cpu", width < FP32
+    on_cpu = config.cluster.device == "cpu"
     heads, groups = (
         count * model.head_dim * tokens // t for count in (model.num_attention_heads, model.num_query_groups)
     )
     fused_qkv, rotated_q, rotated_k, context = heads + 2 * groups, heads, groups, heads
     attention = width * (fused_qkv + heads + rotated_q + rotated_k + context)
-    if on_cpu:
-        # Inputs of the q and k norms in fp32, which are the queries and keys themselves with fp32 weights.
-        attention += FP32 * (heads + groups) + (FP32 * (heads + groups) - width * heads if bf16 else 0)
     if layout.cp > 1 and not config.cluster.transformer_engine and recompute == "none":
         attention += width * (2 * layout.cp * groups - rotated_k + (0 if on_cpu else context))
-        # Gathering copied v, so nothing holds the fused qkv unless a norm kept its input there.
-        attention -= width * fused_qkv if on_cpu and bf16 else 0
     mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
-    return 2 * _norm(config, stream) + attention + mlp
-
-
-def _norm(config: RunConfig, elements: int) -> int:
-    """Bytes an RMSNorm keeps, with its output, which the linear layer behind it keeps."""
-    width = element_bytes(config)[0]
-    return elements * (2 * FP32 + width if config.cluster.device == "cpu" else 2 * width)
+    return 4 * width * stream + attention + mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +132,7 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     activations = in_flight * layers * layer
     logits = 0
     if stage == layout.pp - 1:
-        activations += _norm(config, stream_elements(config, layout))
+        activations += 2 * element_bytes(config)[0] * stream_elements(config, layout)
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
