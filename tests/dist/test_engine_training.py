@@ -87,11 +87,12 @@ PRECISIONS = {
     "bf16": ("train.precision=bf16",),
     "bf16 reduced in bf16": ("train.precision=bf16", "train.grad_reduce_dtype=bf16"),
 }
-REDUCTIONS = ["reduce", "all_to_all", "ring"]
+USUALLY = [("fp32", "reduce"), ("fp32", "all_to_all"), ("bf16", "ring"), ("bf16 reduced in bf16", "all_to_all")]
+"""Each of both once; `test_owner_buckets` has all of them without training."""
 ON_ONE = {name: _run(*TWO, *precision, steps=EXACT) for name, precision in PRECISIONS.items()}
 ON_TWO = {
     (reduction, name): _run(*TWO, "gpus=2", f"engine.reduction={reduction}", *precision, steps=EXACT)
-    for reduction in (*REDUCTIONS, "padded")
+    for reduction in ("reduce", "all_to_all", "ring", "padded")
     for name, precision in PRECISIONS.items()
 }
 UNTIED = {
@@ -119,6 +120,8 @@ USUAL, *OTHERWISE = (
         ("parallel.overlap_param_gather=false",),
     )
 )
+OVERLAPPED = OTHERWISE[-2:]
+"""What only a real backward and forward pass could tell; `test_engine_exact` has the others without."""
 IN_BF16, REDUCED_IN_BF16 = (
     _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
     for name in ("bf16", "bf16 reduced in bf16")
@@ -134,9 +137,9 @@ RUNS = Runs(
         *(run for case in NORMAL for run in (*_one_rank(*case), _there(*case))),
         *(_run(*DEFAULTS[optimizer], *MESHES[where]) for optimizer, where in AT_DEFAULTS),
         *ON_ONE.values(),
-        *(run for (reduction, _), run in ON_TWO.items() if reduction in REDUCTIONS),
+        *(ON_TWO[reduction, precision] for precision, reduction in USUALLY),
         *UNTIED.values(),
-        *(TIED, *FIRST_STEP, USUAL, *OTHERWISE, IN_BF16, REDUCED_IN_BF16),
+        *(TIED, *FIRST_STEP, USUAL, *OVERLAPPED, IN_BF16, REDUCED_IN_BF16),
     ],
     lambda run: ranks_of(run[0]),
     lambda runs: run_trainings([(*_resolve(*settings), steps) for settings, steps in runs]),
@@ -189,8 +192,10 @@ def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
     assert different(found.after, expected) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("reduction", [*REDUCTIONS, pytest.param("padded", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("reduction", "precision"),
+    [pytest.param(*each, marks=[] if each[::-1] in USUALLY else pytest.mark.sweep) for each in ON_TWO],
+)
 def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, precision: str) -> None:
     """Two numbers have one sum, and halving them first is exact."""
     one, two = RUNS[ON_ONE[precision]], RUNS[ON_TWO[reduction, precision]]
@@ -222,7 +227,13 @@ def test_all_to_all_adds_up_in_the_order_of_ranks() -> None:
     assert different(found.after, matrices) == []
 
 
-@pytest.mark.parametrize("run", OTHERWISE, ids=lambda run: " ".join(run[0][-2:]))
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=[] if run in OVERLAPPED else pytest.mark.sweep, id=" ".join(run[0][-2:]))
+        for run in OTHERWISE
+    ],
+)
 def test_who_owns_what_and_what_overlaps_changes_no_bit(run: Run) -> None:
     """Each of two data-parallel ranks accumulates two micro-batches; every sum of two ranks is the same."""
     usual, found = RUNS[USUAL], RUNS[run]

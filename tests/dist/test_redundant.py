@@ -67,6 +67,8 @@ def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
 
 
 EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
+USUALLY = {"soap": tuple(LAYOUTS), "shampoo": ("tp2 dp2",)}
+"""The layouts of each that are not left to the sweep."""
 IN_TURN = {optimizer: (*runs["one rank"], "optimizer.stagger=true") for optimizer, runs in EVERYWHERE.items()}
 SPLIT = {
     splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}")
@@ -88,7 +90,8 @@ def _run(runs: Sequence[tuple[str, ...]]) -> list[Weights]:
 
 AFTER = Runs(
     [
-        *(run for runs in EVERYWHERE.values() for run in (*runs.values(), _canzona(runs["tp2 dp2"]))),
+        *(runs[where] for name, runs in EVERYWHERE.items() for where in ("one rank", *USUALLY[name])),
+        *(_canzona(runs["tp2 dp2"]) for runs in EVERYWHERE.values()),
         *IN_TURN.values(),
         *(run for split in SPLIT.values() for run in (split, _canzona(split))),
     ],
@@ -97,13 +100,25 @@ AFTER = Runs(
 )
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [
+        pytest.param(optimizer, where, marks=[] if where in USUALLY[optimizer] else pytest.mark.sweep)
+        for optimizer in EVERYWHERE
+        for where in LAYOUTS
+    ],
+)
+def test_every_layout_is_one_rank_bitwise(optimizer: str, where: str) -> None:
+    """Matrices and AdamW's parameters, with all refreshes in the same steps."""
+    runs = EVERYWHERE[optimizer]
+    assert _worst(AFTER[runs[where]], AFTER[runs["one rank"]]) == 0.0
+
+
 @pytest.mark.parametrize("optimizer", EVERYWHERE)
-def test_every_layout_is_canzona_and_one_rank_bitwise(optimizer: str) -> None:
-    """Matrices and AdamW's parameters, with all refreshes in the same steps; by default they take turns."""
+def test_it_is_canzona_bitwise_without_turns(optimizer: str) -> None:
+    """By default refreshes take turns."""
     runs = EVERYWHERE[optimizer]
     one = AFTER[runs["one rank"]]
-    for where in LAYOUTS:
-        assert _worst(AFTER[runs[where]], one) == 0.0, where
     assert _worst(AFTER[_canzona(runs["tp2 dp2"])], one) == 0.0
     assert _worst(AFTER[IN_TURN[optimizer]], one) > 0.0, "there were no turns"
 
