@@ -6,6 +6,7 @@ Written by ourselves, because the library's own writer needs all tensors at once
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -162,18 +163,24 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
         ValueError: it is no such file, in words for the user.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a safetensors file: it is no plain file")
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 <= length <= min(LARGEST_HEADER, os.fstat(file.fileno()).st_size - 8):
             raise ValueError("not a safetensors file: the length of its header is impossible")
         text = file.read(length)
     try:
-        entries = json.loads(text)
+        entries = json.loads(text.decode())  # of bytes json would take UTF-16 too, and the library does not
         metadata = entries.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):  # the library is as strict
             raise TypeError
         table = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
-        spans = sorted((*entry["data_offsets"], tensor_bytes(*table[name])) for name, entry in entries.items())
+        places = {name: entry["data_offsets"] for name, entry in entries.items()}
+        for numbers in (*places.values(), *(shape for _, shape in table.values())):
+            if not all(type(number) is int and number >= 0 for number in numbers):  # the library takes no 2.0
+                raise TypeError
+        spans = sorted((start, stop, tensor_bytes(*table[name])) for name, (start, stop) in places.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError("not a safetensors file: its header cannot be read") from None
     end = 0

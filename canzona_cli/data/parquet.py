@@ -44,11 +44,11 @@ def texts(path: Path, column: str, groups: tuple[int, int] | None = None) -> Ite
     try:
         with _open(path) as file:
             _check_column(path, file, column)
-            total, begin = file.metadata.num_rows, groups[0] if groups else 0
+            total, begin = max(1, file.metadata.num_rows), groups[0] if groups else 0
             chosen = range(begin, groups[1] if groups else file.num_row_groups)
             first = 1 + sum(file.metadata.row_group(group).num_rows for group in range(begin))
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[*chosen], columns=[column], use_threads=False):
-                found = batch.column(0).cast(large_binary()).to_pylist()  # as bytes: it need not be valid UTF-8
+                found = batch.column(column).cast(large_binary()).to_pylist()  # as bytes: it need not be valid UTF-8
                 yield Rows(texts=found, first=first, share=batch.num_rows / total)
                 first += batch.num_rows
     except ArrowException as error:
@@ -89,6 +89,8 @@ def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
     schema = file.schema_arrow
     if column not in schema.names:
         reason, fix = f"has no column {column!r}", f"--text-key NAME, one of {', '.join(schema.names[:20])}"
+    elif schema.names.count(column) > 1:
+        reason, fix = f"has several columns {column!r}", "write it again with a name of its own for each column"
     elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
         reason, fix = f"its column {column!r} holds {kind}, not text", "--text-key NAME of a column of text"
     else:

@@ -66,7 +66,9 @@ def saved_tokenizer_path(prefix: Path) -> Path:
 
 def dump_sidecar(sidecar: Sidecar) -> str:
     """The JSON text of `PREFIX.json`, which `load_sidecar` reads back."""
-    return json.dumps(asdict(sidecar), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(asdict(sidecar), indent=1, ensure_ascii=False)
+    # Names of files may be no UTF-8: what stands for their bytes is escaped as JSON does it.
+    return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def load_sidecar(pair: PairInfo) -> Sidecar | None:

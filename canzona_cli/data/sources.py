@@ -48,6 +48,9 @@ MOST_BAD_SHOWN = 5
 """Bad lines in an error message."""
 _LINES_TO_SEARCH = 10_000
 
+LONGEST_LINE = 128 << 20
+"""Bytes. A longer line is left out as one without text: read as JSON it takes several times as much memory."""
+
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
 
@@ -159,9 +162,9 @@ class Reader:
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
-            yield from self._documents(self._jsonl(source.label, stream))
+            yield from self._documents(self._jsonl(source.label, _lines(stream)))
         elif self.document == "line":
-            yield from self._documents(line.rstrip(b"\r\n") for line in stream)
+            yield from self._documents(self._plain(source.label, _lines(stream)))
         else:
             yield from self._counted(cut_stream(stream, self.piece))
 
@@ -176,19 +179,20 @@ class Reader:
             if source.format == "jsonl":
                 yield from self._documents(self._jsonl(source.label, lines))
             else:
-                yield from self._documents(line.rstrip(b"\r\n") for line in lines)
+                yield from self._documents(self._plain(source.label, lines))
 
     def _lines_in(self, stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
         number, position = 0, begin
         if begin > 0:
             stream.seek(begin - 1)
-            position += len(stream.readline()) - 1  # the rest of a line that begins before the cut
+            position += _pass_over(stream, end - begin + 1) - 1  # the rest of a line that begins before the cut
         elif stream.read(len(_UTF8_BOM)) == _UTF8_BOM:
             position = len(_UTF8_BOM)
         else:
             stream.seek(0)
-        while position < end and (line := stream.readline()):
-            position += len(line)
+        lines = _lines(stream)
+        while position < end and (line := next(lines, None)) is not None:
+            position = stream.tell() if len(line) > LONGEST_LINE else position + len(line)
             self.bytes_read += len(line)
             number += 1
             yield line
@@ -235,7 +239,7 @@ class Reader:
         for number, line in enumerate(lines, 1):
             if self._enough(number):
                 return
-            if line.isspace():
+            if self._too_long(label, number, line) or line.isspace():
                 continue
             try:
                 text = _text_of(line, self.text_key)
@@ -243,6 +247,19 @@ class Reader:
                 self._bad(BadLine(path=label, line=number, kind=error.kind, detail=error.detail))
             else:
                 yield self._encoded(text)
+
+    def _plain(self, label: str, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for number, line in enumerate(lines, 1):
+            if self._enough(number):
+                return
+            if not self._too_long(label, number, line):
+                yield line.rstrip(b"\r\n")
+
+    def _too_long(self, label: str, number: int, line: bytes) -> bool:
+        if len(line) <= LONGEST_LINE:
+            return False
+        self._bad(BadLine(path=label, line=number, kind="too long", detail=f": more than {LONGEST_LINE >> 20} MiB"))
+        return True
 
     def _encoded(self, text: str) -> bytes:
         try:
@@ -261,6 +278,24 @@ class Reader:
         if self._give_up is None:
             return False
         return number > self._give_up or self.tally.bad >= self.max_bad + MOST_BAD_SHOWN
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; of one that is too long, one byte more than is allowed."""
+    while line := stream.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            _pass_over(stream)
+        yield line
+
+
+def _pass_over(stream: BinaryIO, most: int = sys.maxsize) -> int:
+    """Read on behind the end of the line, or about `most` bytes; bytes read."""
+    passed = 0
+    while passed < most and (some := stream.readline(_SNIFF)):
+        passed += len(some)
+        if some.endswith(b"\n"):
+            break
+    return passed
 
 
 def splits(source: Source, document: DocumentUnit) -> bool:

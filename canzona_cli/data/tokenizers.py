@@ -43,6 +43,9 @@ EOD_CANDIDATES = (
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
+_MOST_IDS = 1 << 24
+"""A file may give any token any id of 32 bits, and tables have a place for each below it."""
+_FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
@@ -111,7 +114,10 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
         decoded = [self._text(text) for text in texts]
-        encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
+        try:
+            encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
+        except BaseException as error:  # a vocabulary without a token for what it does not know
+            raise _refused(error, self.name, "cannot tokenise this text") from error
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -203,19 +209,42 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
     Raises:
         ConfigError: no such file, not a tokenizer, or no end-of-document token.
     """
-    from tokenizers import Tokenizer as RustTokenizer
-
     path = tokenizer_file(spec)
-    try:
-        backend = RustTokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises bare Exception
-        reason = f"is not a tokenizer file: {str(error).splitlines()[0]}"
-        fix = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix)) from error
+    backend = read_backend(path)
     eos = _configured(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
     return JsonTokenizer(
         kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod or eos, path), backend=backend
     )
+
+
+def read_backend(path: Path) -> "RustTokenizer":
+    """What a tokenizer.json says.
+
+    Raises:
+        ConfigError: it says nothing of the kind, or ids that no corpus and no model has.
+    """
+    from tokenizers import Tokenizer as RustTokenizer
+
+    try:
+        backend = RustTokenizer.from_buffer(read_plain(path))
+    except Unreadable as error:
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_FORM)) from None
+    except BaseException as error:
+        raise _refused(error, str(path), "is not a tokenizer file") from error
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= _MOST_IDS:
+        reason = f"has a token with the id {largest:,}; of so many no embedding has a row"
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_FORM))
+    return backend
+
+
+def _refused(error: BaseException, value: str, what: str) -> ConfigError:
+    """What the library says of a tokenizer. Anything else is raised again."""
+    # It raises bare Exception; and where Rust itself gives up, what is none.
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {said}", fix=_FORM))
 
 
 def _configured(backend: "RustTokenizer", path: Path) -> str | None:

@@ -4,6 +4,7 @@ Nothing in it is executed, and no file outside of it is named by its index; file
 own cache.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,14 +123,17 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         problems.append(Problem(key=key, value=path, reason=f"its {FILE} {error}", fix="name a Hugging Face folder"))
     for file in _files(path, key, problems):
         try:
-            table, size = read_table(file.resolve())
+            table, size = read_table(Path(os.path.realpath(file)))  # which a link to itself does not end
             if size != file.stat().st_size:
                 raise ValueError("it is not as long as its header says: its download is not complete")
         except (OSError, ValueError) as error:
             problems.append(Problem(key=key, value=file, reason=str(error), fix="download it again"))
             continue
+        for name in table.keys() & tensors.keys():
+            reason = f"is in {tensors[name].file.name} too, and nobody can say which of both is meant"
+            problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         tensors |= {name: Stored(file=file, dtype=dtype, shape=shape) for name, (dtype, shape) in table.items()}
-    refuse(problems)
+    refuse(_first(iter(problems)))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 
 
@@ -146,7 +150,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Its files of weights, each once."""
+    """Its files of weights, each once, in order."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -158,12 +162,12 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
     except Unreadable as error:
         problems.append(Problem(key=key, value=path / INDEX, reason=str(error), fix="download it again"))
         return []
-    names = set(files.values()) if isinstance(files, dict) else set()
+    names = list(files.values()) if isinstance(files, dict) else []
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         reason = "its weight_map does not name files of this folder"
         problems.append(Problem(key=key, value=path / INDEX, reason=reason, fix="download it again"))
         return []
-    return [path / name for name in sorted(names)]
+    return [path / name for name in sorted({*names})]
 
 
 def _first(problems: Iterator[Problem]) -> list[Problem]:

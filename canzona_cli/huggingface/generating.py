@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.schema import Device
+from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.huggingface.beside import Beside
 from canzona_cli.huggingface.config_json import config_json
@@ -90,7 +91,7 @@ class Writer:
         """
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False) or self._end[:1]
         vocabulary = self._model.config.vocab_size
-        if not ids or max(ids) >= vocabulary:
+        if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
             reason = (
                 f"has a token beyond the model's {vocabulary:,}" if ids else "is empty, and no token ends documents"
             )
@@ -120,15 +121,15 @@ class Writer:
 def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
     """That of a run, and the ids that end a document."""
     path = next((path for path in beside.copies if path.name == TOKENIZER), None)
-    text = path.read_text(encoding="utf-8") if path is not None else beside.texts.get(TOKENIZER)
-    if text is None:
+    text = beside.texts.get(TOKENIZER, "")
+    if path is None and not text:
         reason = "the run's tokenizer is not known: another tool made its data, or the data has gone"
         raise ConfigError(
             Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
         )
     said = beside.settings.get("eos_token_id")
     ends = [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
-    whole = RustTokenizer.from_str(text)
+    whole = read_backend(path) if path is not None else RustTokenizer.from_str(text)
     return PreTrainedTokenizerFast(tokenizer_object=whole, clean_up_tokenization_spaces=False), ends
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
 from canzona_cli.checkpoint.contents import MASTER
@@ -111,8 +111,12 @@ def _read(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterato
 
 
 def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
-    with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
-        found: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
+    try:
+        with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
+            found: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
+    except SafetensorError as error:  # of a header that only we can read, or that has just changed
+        reason = f"safetensors cannot read it: {error}"
+        raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again")) from None
     return found
 
 
@@ -122,8 +126,10 @@ def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
         return
     [embedding, *_] = tensor_names(config.model).values()
     pair = [(found.tensors[name], name) for name in (embedding, TIED_OUTPUT)]
-    ranges = row_ranges(pair[0][0].shape)
-    if not all(torch.equal(*(_rows(stored, name, rows) for stored, name in pair)) for rows in ranges):
+    one, other = (stored.shape for stored, _ in pair)
+    if one != other or not all(
+        torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(one)
+    ):
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings of its config.json is probably false"
         raise ConfigError(Problem(key=TIED_OUTPUT, value=found.tensors[TIED_OUTPUT].file, reason=reason, fix=fix))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.errors import ConfigError, Problem, unwritable
 from canzona_cli.run.files import sync_folder
@@ -59,9 +60,15 @@ def copy_file(source: Path, target: Path) -> None:
     """A new copy, on the disk; of a link, of its target.
 
     Raises:
-        OSError: it cannot be read or written.
+        ConfigError: it is no plain file, cannot be read, or is larger than any that lies beside weights.
+        OSError: it cannot be written.
     """
-    with source.open("rb") as reading, target.open("xb") as writing:
-        shutil.copyfileobj(reading, writing)
+    try:
+        content = read_plain(source)
+    except Unreadable as error:
+        fix = "remove it, or download it again"
+        raise ConfigError(Problem(key=source.name, value=source, reason=str(error), fix=fix)) from None
+    with target.open("xb") as writing:
+        writing.write(content)
         writing.flush()
         os.fsync(writing.fileno())

@@ -118,6 +118,7 @@ def test_markup_in_names_and_events_is_text(tmp_path: Path) -> None:
     files.config.write_text(dump_resolved(config))
     append_json_line(files.events, Incident(time=1.0, event=HOSTILE, detail=HOSTILE, level="warning").line())
     append_json_line(files.events, {"time": 2.0, **vars(StageEvent(stage=HOSTILE, detail=HOSTILE)), "event": "stage"})
+    append_json_line(files.events, {"time": 3.0, "event": "sample", "step": 1, "prompt": HOSTILE, "text": HOSTILE})
     error = RankError(type=HOSTILE, message=HOSTILE, traceback=HOSTILE)
     save(files.rank(0), RankResult(rank=0, status="failed", error=error, time=1.0))
     write_json_atomic(files.environment, {"host": HOSTILE})
