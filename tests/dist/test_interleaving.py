@@ -32,6 +32,9 @@ SETTINGS = {
 }
 
 
+OFTEN, SELDOM = ("muon", "adamw"), ("layerwise", "sc")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """What adding up in another order may come to in four steps, relative."""
@@ -63,8 +66,9 @@ def _assert_close(found: dict[str, Found], reference: dict[str, Found]) -> None:
         assert compared.apart(other, one) < bounds.weights, how
 
 
-def test_two_stages_of_two_chunks_train_what_one_rank_trains() -> None:
-    _assert_close(_found("pp2 vpp2", *SETTINGS), _found("one rank", *SETTINGS))
+@pytest.mark.parametrize("hows", [OFTEN, pytest.param(SELDOM, marks=pytest.mark.sweep)], ids=" ".join)
+def test_two_stages_of_two_chunks_train_what_one_rank_trains(hows: tuple[str, ...]) -> None:
+    _assert_close(_found("pp2 vpp2", *hows), _found("one rank", *hows))
 
 
 @pytest.mark.sweep
@@ -74,7 +78,7 @@ def test_four_stages_of_two_chunks_train_what_one_rank_trains() -> None:
 
 def test_chunks_change_no_bit() -> None:
     """The same sums in the same order, but for the norm of all gradients, by which muon is not clipped here."""
-    interleaved, plain = _found("pp2 vpp2", *SETTINGS)["muon"], _found("pp2", "muon")["muon"]
+    interleaved, plain = _found("pp2 vpp2", *OFTEN)["muon"], _found("pp2", "muon")["muon"]
     assert interleaved.losses == plain.losses
     assert interleaved.validation == plain.validation
     assert interleaved.grad_norms == pytest.approx(plain.grad_norms, rel=1e-6)
