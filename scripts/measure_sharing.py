@@ -105,7 +105,7 @@ def one_matrix(side: int, rounds: int) -> Seconds:
         scratch, finite = torch.empty(matrix.elements), torch.ones(len(hosted))
         group: HostedGroup
         if shared:
-            sharing = Sharing(wiring, [[(matrix, 0)]], count, torch.bfloat16)
+            sharing = Sharing(wiring, [[(matrix, 0)]], (), count, torch.bfloat16)
             group = SharedGroup(
                 wiring, (), exchanges, scratch, finite,
                 shared=[(matrix, 0)], optimizer=sharing.form, memory=sharing.memory, number=0,

@@ -72,8 +72,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"data.tokenizer_vocab_size is ignored: the tokenizer is {config.data.tokenizer}"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
-    if strategy == "asc" and config.engine.mode == "shared" and not unplanned:
-        yield "engine.mode=shared is ignored: engine.strategy is asc, which updates every matrix on one host"
+    if strategy == "asc" and config.engine.mode in ("shared", "rows") and not unplanned:
+        asked = f"engine.mode={config.engine.mode}"
+        yield f"{asked} is ignored: engine.strategy is asc, which updates every matrix on one host"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"

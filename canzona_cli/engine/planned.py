@@ -56,8 +56,11 @@ class PlannedOptimizer(MasterOptimizer):
         self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
         stage, owner = world.pp_rank, world.owner
         batches = self._batches(plan, stage, owner)
-        self._rounds = [plan.assignment.rounds([matrix.index for matrix in batch]) for batch in batches]
         self._owned = tuple(matrix for batch in batches for matrix in batch)
+        modes = plan.modes
+        by_rows = [matrix for matrix in self._owned if modes[matrix.index] == "rows"]
+        batches = [tuple(matrix for matrix in batch if matrix not in by_rows) for batch in batches]
+        self._rounds = [plan.assignment.rounds([matrix.index for matrix in batch]) for batch in batches]
         self._whole = tuple(matrix for matrix in self._owned if matrix.index not in self._shares)
         """Those that are hosted."""
         exchange_dtype, dtype = _DTYPES[config.engine.exchange_dtype], _DTYPES[config.train.precision]
@@ -91,7 +94,7 @@ class PlannedOptimizer(MasterOptimizer):
         """Of `_finite`, among `_whole`."""
         shared = [[(matrix, self._hosts[matrix.index]) for matrix in self._shared(batch)] for batch in batches]
         squares = torch.bfloat16 if square_bytes(config) == 2 else torch.float32
-        self._sharing = Sharing(wiring, shared, max(self._rounds), squares) if any(shared) else None
+        self._sharing = Sharing(wiring, shared, by_rows, max(self._rounds), squares) if any(shared) or by_rows else None
         self.sharing = () if self._sharing is None else (self._sharing,)
         parts = self._finite.split([len(own) for own in hosted])  # type: ignore[no-untyped-call]
         self.groups: list[HostedGroup] = []
@@ -137,6 +140,7 @@ class PlannedOptimizer(MasterOptimizer):
         for number, stage in order(self._rounds):
             self.groups[number].run(stage, self._scale)
         if self._sharing is not None:
+            self._sharing.update_by_rows(self._scale)
             self._sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
             self._wiring.aside.join()

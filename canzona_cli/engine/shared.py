@@ -17,7 +17,7 @@ import torch
 from canzona_cli.engine.buffers import AllToAll
 from canzona_cli.engine.hosted import Copy, HostedGroup, Wiring, Write
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, SharedForm
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, SharedForm, Together
 from canzona_cli.planner.exchange import Parcel
 
 
@@ -42,15 +42,15 @@ class SharedMatrix:
     """A shared matrix on one rank of its owner's row.
 
     Args:
-        x: scratch of its own, flat, as long as the fragment.
+        x: scratch of its own, flat, as long as the fragment; None where it has no rounds.
         gradient: fp32, flat, at least as long as the fragment; several take turns at it.
     """
 
     def __init__(
-        self, wiring: Wiring, matrix: Matrix, optimizer: SharedForm, x: torch.Tensor, gradient: torch.Tensor
+        self, wiring: Wiring, matrix: Matrix, optimizer: SharedForm, x: torch.Tensor | None, gradient: torch.Tensor
     ) -> None:
         self.matrix, self.master, self._optimizer = matrix, wiring.masters[matrix.index], optimizer
-        self.x = x.view(self.master.shape)
+        self._x = x.view(self.master.shape) if x is not None else None
         self.weight = wiring.fragments.weight(matrix)
         reduced = wiring.fragments.gradient(matrix)
         self._in_place = lies_flat(reduced)
@@ -72,14 +72,13 @@ class SharedMatrix:
 
     def contribute(self, number: int, scale: float) -> None:
         """This rank's part of round `number`; `scale` multiplies the gradient, which the first one takes."""
+        assert self._x is not None
         if number == 0:
-            self._take_gradient(scale)
-            if self._in_place and scale != 1.0:
-                self._gradient.mul_(scale)
+            self._take_scaled(scale)
         if not self.excluded:
             self._optimizer.contribute(
                 self.master,
-                self.x,
+                self._x,
                 self.contributions[number],
                 whole=self.matrix.shape,
                 answer=self.answers[number - 1] if number else None,
@@ -88,10 +87,18 @@ class SharedMatrix:
 
     def finish(self) -> None:
         """Update the fragment, or say that the matrix is `left`."""
+        assert self._x is not None
         answer = self.answers[-1]
         self.left = self.excluded or not self._optimizer.finish(
-            self.master, self.x, whole=self.matrix.shape, answer=answer
+            self.master, self._x, whole=self.matrix.shape, answer=answer
         )
+
+    def together(self, scale: float, ranks: Together) -> None:
+        """The whole update, where squares are cut by rows; or the matrix is `left`. Collective."""
+        self._take_scaled(scale)
+        whole = self.matrix.shape
+        self.left = self.excluded or not self._optimizer.together(self.master, whole=whole, ranks=ranks)
+        self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
         """Update it in the same step without the iteration that went wrong. Collective."""
@@ -121,8 +128,13 @@ class SharedMatrix:
         """Take the weight as master."""
         self.master.detach().view(self.weight.shape).copy_(self.weight)
 
+    def _take_scaled(self, scale: float) -> None:
+        self._take_gradient(scale)
+        if self._in_place and scale != 1.0:
+            self._gradient.mul_(scale)
+
     def _take_gradient(self, scale: float) -> None:
-        """To where the optimizer reads it; what lies in place was scaled by the first contribution."""
+        """To where the optimizer reads it; what lies in place was scaled the first time."""
         if self._gathered is not None:
             self._gathered.run(scale)
         self.master.grad = self._gradient

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,7 @@ from canzona_cli.engine.hosted import Wiring, write_finite
 from canzona_cli.engine.masters import left_out, settle
 from canzona_cli.engine.shared import SharedMatrix, SharedMemory, lies_flat
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import SharedForm
+from canzona_cli.optimizers.shared import SharedForm, Together
 from canzona_cli.planner.pipeline import in_flight
 
 _log = logging.getLogger(__name__)
@@ -21,26 +22,51 @@ class Sharing:
     """The fragments of an owner's shared matrices that lie on this rank.
 
     Args:
-        groups: of each micro-group of the owner, its shared matrices and the ranks that host them.
-        rounds: of the iteration.
+        groups: of each micro-group of the owner, its shared matrices and the ranks that host their squares.
+        by_rows: those whose squares are cut by rows.
+        rounds: of the iteration, where the groups have any.
         dtype: of the squares that contributions have.
     """
 
     def __init__(
-        self, wiring: Wiring, groups: Sequence[Sequence[tuple[Matrix, int]]], rounds: int, dtype: torch.dtype
+        self,
+        wiring: Wiring,
+        groups: Sequence[Sequence[tuple[Matrix, int]]],
+        by_rows: Sequence[Matrix],
+        rounds: int,
+        dtype: torch.dtype,
     ) -> None:
         self._wiring, self.groups = wiring, groups
-        self.hosted = tuple(matrix for group in groups for matrix, _ in group)
+        self.hosted = (*by_rows, *(matrix for group in groups for matrix, _ in group))
         self.optimizer = wiring.make_optimizer(self.hosted, [wiring.masters[matrix.index] for matrix in self.hosted])
         assert isinstance(self.optimizer, SharedForm)
-        assert self.optimizer.rounds == rounds, "the plan is another optimizer's"
+        assert not any(groups) or self.optimizer.rounds == rounds, "the plan is another optimizer's"
         self.form: SharedForm = self.optimizer
         self.memory = self._memory(rounds, dtype)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
         """Of matrices, in their order: finite where the last update was."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
-        self.matrices: list[SharedMatrix] = []
-        """Those of all groups, once they are made."""
+        self._by_rows = [SharedMatrix(wiring, matrix, self.form, None, self.memory.gradient) for matrix in by_rows]
+        self.matrices = [*self._by_rows]
+        """As `hosted`, once those of all groups are made."""
+        self._ranks = Together(
+            place=wiring.rank,
+            count=wiring.fragments.tp,
+            total=self._travelling("all_reduce"),
+            swap=self._travelling("all_to_all_single"),
+            gather=self._travelling("all_gather_into_tensor"),
+        )
+
+    def _travelling(
+        self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
+    ) -> Callable[..., None]:
+        """That collective over the TP ranks, in the phase of what travels."""
+
+        def call(*tensors: torch.Tensor) -> None:
+            with self._wiring.timer.phase("exchange"):
+                getattr(torch.distributed, name)(*tensors, group=self._wiring.tp_group)
+
+        return call
 
     def _memory(self, rounds: int, dtype: torch.dtype) -> SharedMemory:
         wiring = self._wiring
@@ -61,6 +87,16 @@ class Sharing:
             ),
             gradient=torch.empty(max(copied, default=0), dtype=torch.float32, device=device),
         )
+
+    @torch.no_grad()
+    def update_by_rows(self, scale: float) -> None:
+        """Update those whose squares are cut by rows, one after another. Collective."""
+        for one in self._by_rows:
+            with self._wiring.timer.phase("matrix_update"):
+                one.together(scale, self._ranks)
+            if not one.left:
+                with self._wiring.timer.phase("exchange"):
+                    one.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:

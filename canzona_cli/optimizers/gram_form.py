@@ -166,12 +166,18 @@ class Polynomial:
 
     def left(self) -> Number:
         """Mean square of the singular values behind the steps, from some rows of the last step's Gram matrix."""
+        return self.left_of(slice(0, self.q.size(-1)))
+
+    def left_of(self, rows: slice) -> Number:
+        """What those in `rows` add to it."""
         p, value, r, alpha = self.last
-        every = _every(p.size(-1))
-        some = p[..., ::every, :].clone()
-        some[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
+        side = p.size(-1)
+        every = _every(side)
+        first = -(-rows.start // every) * every
+        some = p[..., first : rows.stop : every, :].clone()
+        some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
         behind = torch.matmul(some, r).float() + alpha * some.float()
-        return _number(behind.mul_(some.float()).sum((-2, -1)) / some.size(-2))
+        return _number(behind.mul_(some.float()).sum((-2, -1)) / -(-side // every))
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
@@ -191,11 +197,11 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
         if place:
             if place + 1 == len(steps):
                 before = norm_of_rows(q, turned)
-            symmetric.product(p, q, m, add=_blend(m, q, value, p, turned))
+            symmetric.product(p, q, m, add=blend(m, q, value, p, turned))
             q, m = m, q
         if place + 1 < len(steps):
-            symmetric.product(p, r, m, add=_blend(m, p, alpha, r, value))
-            symmetric.product(p, m, r, add=_blend(r, m, value, p, both))
+            symmetric.product(p, r, m, add=blend(m, p, alpha, r, value))
+            symmetric.product(p, m, r, add=blend(r, m, value, p, both))
     return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
 
 
@@ -270,7 +276,7 @@ def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *,
     fused(torch.mul(x, gamma, out=out), left, right, out=out)
 
 
-def _blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Number) -> torch.Tensor:
+def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Number) -> torch.Tensor:
     """out <- x a + y b."""
     torch.mul(a, x, out=out)
     return out.add_(b, alpha=y) if isinstance(y, float) else out.addcmul_(b, y)

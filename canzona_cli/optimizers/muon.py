@@ -13,8 +13,9 @@ from .gram_form import apply, gram_newton_schulz, mean_square, segments
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Message, Shape, Sum
+from .shared import Message, Shape, Sum, Together
 from .shared_gram import Answers, contribute
+from .shared_rows import gram_by_rows
 from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -315,29 +316,56 @@ class Muon(MatrixOptimizer):
 
     def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
         """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
-        trusted, on_host = answer.numbers[2] > 0, _by_blocks(p)
-        if on_host and not bool(trusted):
+        trusted = answer.numbers[2] > 0
+        if _by_blocks(p) and not bool(trusted):
             self._norms.pop(p, None)
-            if self.on_fallback is not None:
-                self.on_fallback(p, LOST)
-            return False
-        group = self._settings(p)
+            return self._declined(p)
         with products("fp32"):
             update = self.workspace.like("muon_x", x)
             self._answered(p, x, whole, answer, out=update)
-            if not on_host:
-                self._trusted[p] = trusted.clone()
-                update.masked_fill_(trusted.logical_not(), 0)
-                self._set_rates(p, group)
-            self._move(p, update, group, whole)
+            self._take(p, update, trusted.clone(), whole)
         return True
+
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+        """As `finish`."""
+        with products("fp32"):
+            x, square = self._whole_direction(p, ranks.total)
+            x, trusted = gram_by_rows(x, self.steps, ranks, self.workspace, wide=_is_wide(p, whole))
+            trusted |= square == 0  # nothing becomes nothing, whatever is estimated of it
+            if _by_blocks(p) and not bool(trusted):
+                return self._declined(p)
+            self._take(p, x, trusted, whole)
+        return True
+
+    def _declined(self, p: torch.Tensor) -> bool:
+        if self.on_fallback is not None:
+            self.on_fallback(p, LOST)
+        return False
+
+    def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
+        group = self._settings(p)
+        if not _by_blocks(p):
+            self._trusted[p] = trusted
+            update.masked_fill_(trusted.logical_not(), 0)
+            self._set_rates(p, group)
+        self._move(p, update, group, whole)
+
+    def _whole_direction(
+        self, p: torch.Tensor, total: Sum, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_direction` of a fragment, divided by the whole's norm; scratch. And that norm's square, ()."""
+        assert p.grad is not None
+        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
+        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, again=again)
+        norm = torch.as_tensor(own, device=p.device)
+        square = norm.double().square().view(1)
+        total(square)
+        return x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1)), square.view(())
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
         """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
         was one, has updated the momentum."""
-        assert p.grad is not None
         group = self._settings(p)
-        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
 
         def summed(gram: torch.Tensor) -> None:
             exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
@@ -345,11 +373,7 @@ class Muon(MatrixOptimizer):
             gram.copy_(exact)
 
         with products("fp32"):
-            norm = self._direction(p, p.grad, group["momentum"], x, again=not self.excluded(p))
-            norm = torch.as_tensor(norm, device=p.device)
-            square = norm.double().square().view(1)
-            total(square)
-            x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
+            x, _ = self._whole_direction(p, total, again=not self.excluded(p))
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
             if not _by_blocks(p):
                 self._set_rates(p, group)

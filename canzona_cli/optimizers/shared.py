@@ -4,6 +4,8 @@ A matrix X, a square or cut along its long side, needs nothing whole but squares
 of the fragments' own, and a polynomial of it multiplies every fragment from that side. So nothing as long as the matrix
 travels, and the part that one rank does alone, on squares, is the smaller one.
 
+Where whoever answers has nobody to share the work with, squares may be cut by rows instead (`Together`).
+
 An optimizer with this form does not know of ranks. Somebody (the engine) carries contributions of all fragments to one
 place, in the fragments' order, and the answer back to all of them.
 """
@@ -31,6 +33,26 @@ class Message:
     """(m, m), m being the side that is not cut; contiguous, of the type it travels in."""
     numbers: torch.Tensor
     """(CONTRIBUTED,) or (ANSWERED,), fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """What a fragment's optimizer is given to work with the other fragments' at the same time: collectives, which all
+    call alike. A square's rows are cut evenly among them."""
+
+    place: int
+    """Among the fragments."""
+    count: int
+    total: Sum
+    swap: Callable[[torch.Tensor, torch.Tensor], object]
+    """Of everyone's (m, m) the rows of this place into (count, m / count, m), in the fragments' order; contiguous."""
+    gather: Callable[[torch.Tensor, torch.Tensor], object]
+    """(m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
+
+    def rows(self, side: int) -> slice:
+        """Its own."""
+        height = side // self.count
+        return slice(self.place * height, (self.place + 1) * height)
 
 
 @runtime_checkable
@@ -84,6 +106,11 @@ class SharedForm(Protocol):
         Returns:
             False where `alone` is to be called, for all of the matrix's fragments alike.
         """
+        ...
+
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+        """Update the fragment without anybody who answers: what is worked out on squares is cut by rows. Arguments and
+        what is returned as of `contribute` and `finish`; m is a multiple of `ranks.count`."""
         ...
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:

@@ -64,8 +64,8 @@ def assign(
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it, see `micro_groups`.
-        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are, else as many
-            as make the busiest cell least busy.
+        shares: Of the matrices that may be shared, by index; with `settings.mode` shared or rows all of them are, else
+            as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -130,7 +130,7 @@ class _Stage:
             owners=ranks,
             tp=layout.tp,
             bound=lower_bound(matrices, costs, stage, ranks, layout.tp, shares),
-            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode == "shared"),
+            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode in ("shared", "rows")),
         )
 
     @cached_property
@@ -189,7 +189,7 @@ def _solve(
         elements = [matrix.elements for matrix in stage.matrices]
         # Where costs first strands a unit, size first may not.
         within = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-        if within is None or settings.mode == "shared":
+        if within is None or settings.mode in ("shared", "rows"):
             raise DoesNotFit(_too_much(stage, memory_cap))
         cells, shared = within, set()
     for index, cell in cells.items():

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.plan import Bucket, Mesh, MicroGroup, Place, Plan, Share
+from canzona_cli.planner.plan import Bucket, Cell, Mesh, MicroGroup, Place, Plan, Share
 from canzona_cli.planner.reduction import collectives, sent_elements
 from canzona_cli.planner.rings import shares
+from canzona_cli.planner.sharing import collectives_by_rows, sent_by_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Communication:
     gathered_by: Mapping[Gathering, int]
     """The same of weights."""
     tp_exchanges: int
-    """All-to-alls of the micro-groups, two each."""
+    """All-to-alls of the micro-groups, two each, and collectives of matrices whose squares are cut by rows."""
     dp_byte_balance: float
     """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
@@ -81,7 +83,7 @@ class UpdateKind:
     fragment_s: float
     """Then: of every rank, for one of them; 0 where none is."""
     host_s: float
-    """And of its host besides."""
+    """And of its host besides; 0 where squares are cut by rows."""
     form: Form | None
     """None where nothing is orthogonalised."""
     products: Literal["plain", "symmetric"]
@@ -203,20 +205,28 @@ def _traffic(plan: Plan, widths: tuple[int, int]) -> Iterator[tuple[MicroGroup, 
     """What each micro-group moves, round by round."""
     shared = plan.assignment.shares
     for group in plan.groups:
-        matrices, hosts = zip(
-            *((plan.matrices[index], plan.assignment.cells[index].host) for index in group.matrices), strict=True
-        )
+        travelling = [index for index in group.matrices if index not in shared or shared[index].rounds]
+        matrices = [plan.matrices[index] for index in travelling]
+        hosts = [plan.assignment.cells[index].host for index in travelling]
         for number in range(plan.assignment.rounds(group.matrices)):
             moved = group_traffic(matrices, hosts, plan.subject.layout.tp, shared=shared, widths=widths, number=number)
             yield group, moved
 
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
-    """All-to-alls in a step, by stage and owner."""
+    """All-to-alls in a step, and collectives of what is cut by rows, by stage and owner."""
     found: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan, (FP32, FP32)):
         found[group.stage, group.owner] += traffic.collectives
+    for matrix, cell in _by_rows(plan):
+        found[matrix.stage, cell.owner] += sum(collectives_by_rows(plan.subject.optimizer.ns_steps).values())
     return found
+
+
+def _by_rows(plan: Plan) -> Iterator[tuple[Matrix, Cell]]:
+    for index, share in plan.assignment.shares.items():
+        if share.mode == "rows":
+            yield plan.matrices[index], plan.assignment.cells[index]
 
 
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
@@ -228,6 +238,10 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
         first = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
             sent[first + host] += gradients * grad + weights * width
+    for matrix, cell in _by_rows(plan):
+        first = mesh.rank(matrix.stage, cell.owner * mesh.tp)
+        for rank in range(first, first + mesh.tp):
+            sent[rank] += sent_by_rows(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
     return sent
 
 

@@ -239,6 +239,7 @@ def lower_bound(
     dp: int,
     tp: int,
     shares: Mapping[int, Share] = HOSTED,
+    by_rows: Mapping[int, Share] = HOSTED,
 ) -> float:
     """Seconds that the slowest cell of a stage's dp x tp grid needs at least.
 
@@ -253,17 +254,18 @@ def lower_bound(
 
     A matrix that may be shared, in `shares`, is taken for what is less. It puts on one cell, whichever way it goes, its
     update or else its host's part (1, 3), and on that cell alone besides its part of every rank (4); on its owner's
-    cells together its update or else all parts (2), the mean of which no assignment can be below (5).
+    cells together its update or else all parts (2), the mean of which no assignment can be below (5). One of `by_rows`
+    may as well put its part of every rank on all cells, and no more.
     """
     pieces: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, float] = defaultdict(float)
     largest = 0.0
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
-            share = shares.get(matrix.index)
-            pieces[matrix.unit].append(cost if share is None else min(cost, share.hosts))
-            whole[matrix.unit] += cost if share is None else min(cost, tp * share.each + share.hosts)
-            largest = max(largest, cost if share is None else min(cost, share.each + share.hosts))
+            ways = [share for share in (shares.get(matrix.index), by_rows.get(matrix.index)) if share is not None]
+            pieces[matrix.unit].append(min([cost, *(share.hosts or share.each for share in ways)]))
+            whole[matrix.unit] += min([cost, *(tp * share.each + share.hosts for share in ways)])
+            largest = max(largest, min([cost, *(share.each + share.hosts for share in ways)]))
     if not pieces:
         return 0.0
     alone = [piece for members in pieces.values() for piece in members]

@@ -8,6 +8,8 @@ A group goes through stages, with an all-to-all between each two (`planner.excha
     3     hosts        answer
     4     every rank   applies the answers
 
+Matrices whose squares are cut by rows come behind all groups, one after another, and travel in none.
+
 Without shared matrices stage 2 is the last, with R rounds 2 R. Two groups are ahead in stage 0, and later stages follow
 one group behind each other, so that there is something to do while an exchange is on its way: 0 of groups 0 and 1; then
 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0; and so on. One communicator carries the exchanges
@@ -28,6 +30,7 @@ from canzona_cli.planner.cost import algorithm, implementation, memory_rate, ste
 from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.plan import Share
+from canzona_cli.planner.sharing import moved_by_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,13 @@ class Job:
 
     def received(self, tp: int) -> int:
         """Elements in its host's messages, and on the host: the whole, or squares."""
+        if self.by_rows:
+            return 0
         return self.matrix.elements if self.share is None else (tp - 1) * min(self.matrix.shape) ** 2
+
+    @property
+    def by_rows(self) -> bool:
+        return self.share is not None and not self.share.rounds
 
 
 def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -120,6 +129,8 @@ class HostedPipeline:
     """Seconds to launch the copy of a fragment."""
     replay_s: float = 0.0
     """Seconds to launch a micro-group's updates as one graph; 0 where each operation has its own launch."""
+    steps: int = 0
+    """Of Newton-Schulz."""
     updating: float = 1.0
     exchanging: float = 1.0
     """Measured time of whole steps over that of their parts, of updates and of exchanges."""
@@ -139,6 +150,7 @@ class HostedPipeline:
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
+            steps=algorithm(config).ns_steps,
             updating=step_factor(cluster, "matrix_update", own),
             exchanging=exchanging,
         )
@@ -177,7 +189,7 @@ class HostedPipeline:
                 for job in group:
                     ranks.work(0, "matrix_update", self.updating * job.seconds)
             return
-        loads = [_Load(self, group) for group in groups]
+        loads = [_Load(self, [job for job in group if not job.by_rows]) for group in groups]
         landed: dict[int, Moment] = {}
         for number, stage in order([load.rounds for load in loads]):
             load = loads[number]
@@ -189,6 +201,14 @@ class HostedPipeline:
                 moved = load.moved[stage // 2]
                 traffic, width = (moved.weights, self.width) if stage % 2 else (moved.gradients, self.grad)
                 landed[number] = ranks.exchange(self._travel(traffic, width))
+        for job in (job for group in groups for job in group if job.by_rows):
+            assert job.share is not None
+            for host in range(self.tp):
+                ranks.work(host, "matrix_update", self.updating * job.share.each)
+            moved_s = moved_by_rows(job.matrix, self.steps, self.width, self.links, self.group)
+            behind = ranks.exchange(moved_s.times(self.exchanging))
+            for host in range(self.tp):
+                ranks.wait(host, behind)
 
     def _work[Moment](self, load: "_Load", stage: int, host: int, ranks: Pipeline[Moment]) -> None:
         number, hosts = divmod(stage, 2)

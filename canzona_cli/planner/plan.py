@@ -95,12 +95,17 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Seconds of the update of a shared matrix, in its rounds: contributions go to the host, its answer comes back."""
+    """Seconds of the update of a shared matrix, in its rounds: contributions go to the host, its answer comes back.
+    Without rounds nobody is host: squares are cut by rows."""
 
     fragment: tuple[Seconds, ...]
     """Of every rank of the owner's TP group, on its fragment: before each round, and after the last."""
     host: tuple[Seconds, ...]
     """Of the host besides, in each round."""
+
+    @property
+    def mode(self) -> Mode:
+        return "shared" if self.host else "rows"
 
     @property
     def rounds(self) -> int:
@@ -131,7 +136,7 @@ class Assignment:
 
     def rounds(self, matrices: Iterable[int]) -> int:
         """Of the micro-group that consists of them."""
-        return max((self.shares[index].rounds for index in matrices if index in self.shares), default=1)
+        return max((self.shares[index].rounds for index in matrices if index in self.shares), default=1) or 1
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
@@ -308,7 +313,8 @@ class Plan:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """By matrix."""
-        return tuple("shared" if index in self.assignment.shares else "hosted" for index in range(len(self.matrices)))
+        shares = (self.assignment.shares.get(index) for index in range(len(self.matrices)))
+        return tuple("hosted" if share is None else share.mode for share in shares)
 
     def loads(self, stage: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
@@ -357,7 +363,7 @@ class Plan:
                     {
                         place: Share(fragment=entry.fragment, host=entry.rounds)
                         for place, entry in enumerate(read.matrices)
-                        if entry.execution == "shared"
+                        if entry.execution != "hosted"
                     }
                 ),
             ),
@@ -436,7 +442,7 @@ def _digest(content: Mapping[str, object]) -> str:
 def _executed(share: Share | None) -> dict[str, object]:
     if share is None:
         return {"execution": "hosted"}
-    return {"execution": "shared", "fragment": share.fragment, "rounds": share.host}
+    return {"execution": share.mode, "fragment": share.fragment, "rounds": share.host}
 
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
@@ -487,7 +493,8 @@ def _check(plan: Plan) -> None:
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
         share = plan.assignment.shares.get(index)
-        if share is not None and not (mesh.tp > 1 and matrix.cut_long and len(share.fragment) == share.rounds + 1):
+        possible = mesh.tp > 1 and matrix.cut_long and (share is None or len(share.fragment) == share.rounds + 1)
+        if share is not None and not (possible and (share.rounds or min(matrix.shape) % mesh.tp == 0)):
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):

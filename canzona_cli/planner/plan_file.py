@@ -10,7 +10,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
 from canzona_cli.planner.planner import make_plan, planned_matrices, subject, update_costs
-from canzona_cli.planner.sharing import shares
+from canzona_cli.planner.sharing import shares, shares_by_rows
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
@@ -56,10 +56,10 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             f"{_MAKE_ANEW} and this run's settings",
         )
     matrices = planned_matrices(config, layout, shapes)
-    possible = shares(config, layout, matrices)
+    possible, by_rows = shares(config, layout, matrices), shares_by_rows(config, layout, matrices)
     shared = plan.assignment.shares
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
-        possible.get(index) != share for index, share in shared.items()
+        share not in (possible.get(index), by_rows.get(index)) for index, share in shared.items()
     ):
         raise _refused(path, "has other matrices than this run, or other costs of them", _MAKE_ANEW)
     return plan

@@ -27,7 +27,7 @@ from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import HOSTED, Assignment, Bucket, Cell, Mesh, Plan, PlanSettings, Scalar, Share, Subject
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.sharing import shares
+from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.planner.travel import few_owners, slowest, travel
 
 SHARING_GAIN = 1.03
@@ -244,7 +244,7 @@ def _plan(
         return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
 
     possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
-    assignment = assigned(possible if asked.mode == "shared" else HOSTED)
+    assignment = assigned(possible if asked.mode in ("shared", "rows") else HOSTED)
     busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
     if (
         asked.mode == "auto"
@@ -252,10 +252,11 @@ def _plan(
         and any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, bounds, strict=True))
     ):
         balanced = assigned(possible)
-        assignment = best_of(members, costs, assignment, balanced, possible, layout.tp, grouped, memory_cap)
+        by_rows = shares_by_rows(config, layout, members)
+        assignment = best_of(members, costs, assignment, balanced, possible, by_rows, layout.tp, grouped, memory_cap)
     if asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and mesh.owners > 1:
         ways = [assignment, few_owners(members, costs, assignment, layout, limit)]
-        if memory_cap is None and asked.mode != "shared":
+        if memory_cap is None and asked.mode not in ("shared", "rows"):
             # Balanced for its own sake an assignment may travel for longer than that gains.
             natural = replace(asked, strategy="asc")
             ways.append(assign(members, costs, layout, natural, bucket_elements=limit, bytes_per_element=width))
@@ -276,13 +277,18 @@ def _plan(
 
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """What may be shared."""
-    return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
+    if config.engine.mode == "hosted":
+        return HOSTED
+    return (shares_by_rows if config.engine.mode == "rows" else shares)(config, layout, members)
 
 
 def _bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
     """By stage."""
     costs, possible = update_costs(config, members), _possible(config, layout, members)
-    return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
+    by_rows = shares_by_rows(config, layout, members) if config.engine.mode == "auto" else HOSTED
+    return tuple(
+        lower_bound(members, costs, stage, layout.owners, layout.tp, possible, by_rows) for stage in range(layout.pp)
+    )
 
 
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:

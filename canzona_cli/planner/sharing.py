@@ -2,21 +2,26 @@
 
 The optimizer is one with a shared form (`canzona_cli.optimizers.shared`), in which the Gram form of Newton-Schulz is
 divided between the ranks. With u = 2 m^3, r = long / short and s its segments, 2 r u of each segment's products are
-divided by tp, what is left of its (14 u in all of five steps) the host does alone.
+divided by tp, what is left of its (14 u in all of five steps) the host does alone. Or nobody is host: all ranks make
+their rows of each square, without a symmetric product's gain, and gather them between products.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_scale, rounded
 from canzona_cli.planner.exchange import square_bytes
+from canzona_cli.planner.links import Group, Links, Transfer
 from canzona_cli.planner.plan import HOSTED, Algorithm, Share
 from canzona_cli.planner.work import RULES, Work, segments
 
 _SUMMED = 8
 """Bytes of an fp32 sum that are moved for each contribution added to it."""
+_TOLD = 16
+"""Bytes of what fragments tell each other besides squares, at most."""
 _AROUND = (9, 9, 11)
 """Kernels of a fragment before the first round, between two, and after the last."""
 
@@ -32,6 +37,70 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
         for matrix in members
         if matrix.cut_long and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
     }
+
+
+def shares_by_rows(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+    """The same with squares cut by rows, where their side can be."""
+    how = algorithm(config)
+    return {
+        index: share_by_rows(how, members[index].rows, members[index].cols, layout.tp, config.cluster)
+        for index in shares(config, layout, members)
+        if min(members[index].shape) % layout.tp == 0
+    }
+
+
+@lru_cache(maxsize=1024)
+def share_by_rows(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
+    """As `share_of`, without the exchanges in between.
+
+    Bytes: as there, of a tp-th of each square; parts of a sum are read once.
+    """
+    m, n = sorted((rows, cols))
+    width = 2 if a.precision == "bf16" else 4
+    fragment, _ = _works(a.ns_steps, m, n, tp, width=width, sent=width)
+    work = Work(traffic=2 * width * m * n // tp, launches=4)  # divided by the whole's norm
+    for part in fragment:
+        work = _both(work, part)
+    for k in segments(a.ns_steps):
+        done = Work(
+            products=((4 * k - 3, m // tp, m, m),),
+            traffic=(width * (17 * k - 14) + (tp + 1) * width) * m * m / tp,
+            launches=11 * k + 5 + 7 * min(k, 2) + 15,
+        )
+        work = _both(work, done)
+    return Share(
+        fragment=(rounded(gram_scale(a, rows, cols, cluster) * duration(work, a.precision, cluster)),), host=()
+    )
+
+
+def collectives_by_rows(steps: int) -> Mapping[Literal["all_reduce", "all_to_all", "all_gather"], int]:
+    """Of one matrix's update: norms and what to trust, Gram matrices, and products' rows (`optimizers.shared_rows`)."""
+    parts = segments(steps)
+    return {
+        "all_reduce": 2 + len(parts),
+        "all_to_all": len(parts),
+        "all_gather": sum(max(2, 3 * k - 2) for k in parts),
+    }
+
+
+def sent_by_rows(matrix: Matrix, tp: int, steps: int, width: int) -> int:
+    """Bytes of squares that every rank sends and receives of one matrix, `width` bytes an element."""
+    found = collectives_by_rows(steps)
+    return (found["all_to_all"] + found["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
+
+
+def moved_by_rows(matrix: Matrix, steps: int, width: int, links: Links, group: Group) -> Transfer:
+    """All of them, one behind the other."""
+    square, found = width * min(matrix.shape) ** 2, collectives_by_rows(steps)
+    parts = [square * (group.size - 1) / group.size] * group.size
+    moved = Transfer()
+    for number, transfer in (
+        (found["all_reduce"], links.all_reduce(_TOLD, group)),
+        (found["all_to_all"], links.all_to_all(parts, parts, group)),
+        (found["all_gather"], links.all_gather(square, group)),
+    ):
+        moved = moved.then(transfer.times(number))
+    return moved
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ messages, two sets of each because two groups are in flight (one where an owner 
 rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
 together in fp32. What the ranks share needs messages for each round, two sets too; a place for what a host contributes
 to its own; the fragments that are worked on until the last round, of more groups (`pipeline.in_flight`); and an fp32
-gradient of one fragment that does not lie so.
+gradient of one fragment that does not lie so. What is cut by rows has its squares in scratch.
 
 With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
 for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
@@ -112,6 +112,8 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
         yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
         return
     widths = exchange_bytes(config)
+    by_rows = [one.matrix for group in groups for one in group if one.share is not None and not one.share.rounds]
+    groups = [[one for one in group if one.share is None or one.share.rounds] for group in groups]
     shared = [[one for one in group if one.share is not None] for group in groups]
     rounds = max((one.share.rounds for group in shared for one in group if one.share is not None), default=1)
     # By round, of each group.
@@ -131,7 +133,8 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
     ]
     product = element_bytes(config)[0]
     iterates = _most(product * sum(one.matrix.elements // tp for one in group) for group in shared)
-    in_order = _most(FP32 * _fragment_copied(config, one.matrix, tp) for group in shared for one in group)
+    fragments_of = [*(one.matrix for group in shared for one in group), *by_rows]
+    in_order = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in fragments_of)
     for rank in range(tp):
         exchange = 0
         for travelling in moved:
@@ -147,11 +150,12 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
         answered = [[min(one.matrix.shape) ** 2 for one in group if one.host == rank] for group in shared]
         exchange += rounds * min(2, len(groups)) * min(widths) * _most(sum(group) for group in answered)
         fragments = [
-            (one.matrix.elements // tp, side**2 * (one.host == rank))
+            (one.matrix.elements // tp, side**2 * (one.host == rank), side**2 * (one.host == rank))
             for group in shared
             for one in group
             for side in (min(one.matrix.shape),)
         ]
+        fragments += [(matrix.elements // tp, min(matrix.shape) ** 2, 0) for matrix in by_rows]
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,

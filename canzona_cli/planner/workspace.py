@@ -24,7 +24,7 @@ _CPU_BLOCK = 128 * 1024
 
 
 def workspace_bytes(
-    config: RunConfig, together: Iterable[Sequence[Shape]], shared: Iterable[tuple[int, int]] = ()
+    config: RunConfig, together: Iterable[Sequence[Shape]], shared: Iterable[tuple[int, int, int]] = ()
 ) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
@@ -35,8 +35,8 @@ def workspace_bytes(
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
-        shared: of each that the TP group shares, the elements of the fragment and of the square that the rank answers
-            with (0 where another one does), for which it adds up contributions in fp32.
+        shared: of each that the TP group shares, the elements of the fragment, of the squares that the rank works on (0
+            where another one does), and of those in which it adds up contributions in fp32.
     """
     if not keeps_workspace(config):
         return 0
@@ -62,7 +62,7 @@ def _muon(
     config: RunConfig,
     muon: MomentumConfig,
     together: Iterable[Sequence[Shape]],
-    shared: Iterable[tuple[int, int]],
+    shared: Iterable[tuple[int, int, int]],
 ) -> int:
     iterate = square = more = direction = block = summed = 0
     how = algorithm(config)
@@ -75,9 +75,9 @@ def _muon(
                 more = max(more, stacked * min(rows, cols) ** 2)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
-    for fragment, answered in shared:
+    for fragment, answered, added in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, more, summed = max(square, answered), max(more, answered), max(summed, answered)
+        square, more, summed = max(square, answered), max(more, answered), max(summed, added)
         block = max(block, min(fragment, _CPU_BLOCK))
     fp32 = (
         summed

@@ -180,7 +180,8 @@ def _shared(kind: UpdateKind) -> str:
     """` (120 shared: 2.8 ms each rank, 8.3 ms the host)`."""
     if not kind.shared:
         return ""
-    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank, {step_time(kind.host_s)} the host)"
+    host = f", {step_time(kind.host_s)} the host" if kind.host_s else ""
+    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank{host})"
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:

@@ -18,7 +18,7 @@ from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.plan import HOSTED
 from canzona_cli.planner.planner import update_costs
-from canzona_cli.planner.sharing import shares
+from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
 from canzona_cli.simulate.simulate import CLIP_BYTES, NORM_BYTES
@@ -212,13 +212,16 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
     model = UpdateModel(config, layout, members, costs)
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    possible = shares(config, layout, members) if planned and config.engine.mode != "hosted" else HOSTED
+    together = planned and config.engine.mode != "hosted"
+    possible = shares(config, layout, members) if together else HOSTED
+    by_rows = shares_by_rows(config, layout, members) if together else HOSTED
     everything, pieces, largest = 0.0, [], 0.0
     for matrix, cost in zip(members, costs, strict=True):
-        share, hosted = possible.get(matrix.index), factor * cost + matrix.elements * packing_s
-        everything += hosted if share is None else min(hosted, factor * (layout.tp * share.each + share.hosts))
-        pieces.append(cost if share is None else min(cost, share.hosts))
-        largest = max(largest, cost if share is None else min(cost, share.each + share.hosts))
+        ways = [one[matrix.index] for one in (possible, by_rows) if matrix.index in one]
+        hosted = factor * cost + matrix.elements * packing_s
+        everything += min([hosted, *(factor * (layout.tp * share.each + share.hosts) for share in ways)])
+        pieces.append(min([cost, *(share.hosts or share.each for share in ways)]))
+        largest = max(largest, min([cost, *(share.each + share.hosts for share in ways)]))
     return _Layer(
         whole_s=0.0 if planned else model.duplicated(range(len(members))).seconds,
         all_s=everything,

@@ -38,7 +38,7 @@ STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 Comparison = Literal["strategies", "layouts", "alpha", "form", "mode"]
 LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "auto")
+MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "rows", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 1
 """Of what `--json` prints; additions keep it."""

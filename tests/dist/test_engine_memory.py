@@ -39,6 +39,7 @@ STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_st
 MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: Muon(params, 0.01),
     "muon shared": lambda params: Muon(params, 0.01),
+    "muon rows": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
     "shampoo": lambda params: Shampoo(params, 0.01),
     "kl-shampoo": lambda params: KLShampoo(params, 0.01),
@@ -63,7 +64,7 @@ def _resolve(case: tuple[str, str]) -> tuple[RunConfig, Layout]:
     # Scratch included: for stacked updates it is that of all matrices of a shape together.
     stacked = ("optimizer.stack=true",) if case == ("muon", "tp1 dp4") else ()
     name, _, mode = optimizer.partition(" ")
-    shared = ("optimizer.form=gram", "engine.mode=shared") if mode else ()
+    shared = ("optimizer.form=gram", f"engine.mode={mode}") if mode else ()
     return resolve(f"optimizer={name}", *LAYOUTS[where], *stacked, *shared)
 
 
@@ -86,7 +87,7 @@ CASES = [
     for where in LAYOUTS
     for optimizer in MAKE
     if where == "tp2 dp2" or optimizer in EVERYWHERE
-    if where != "tp1 dp4" or not optimizer.endswith("shared")
+    if where != "tp1 dp4" or " " not in optimizer
 ]
 HELD = Runs(CASES, lambda case: case[1], _hold)
 

@@ -28,22 +28,28 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]:
-    """Bytes this rank sends to others, by all-to-all over `group`."""
+    """Bytes this rank sends to others, by all-to-all and all-gather over `group`."""
     sent: list[int] = []
     real: Callable[..., object] = torch.distributed.all_to_all_single
+    gather: Callable[..., object] = torch.distributed.all_gather_into_tensor
 
     def counting(output: torch.Tensor, given: torch.Tensor, *splits: list[int], **options: object) -> object:
         if options["group"] is group:
-            own = splits[1][torch.distributed.get_rank(group)]
+            rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+            own = splits[1][rank] if splits else given.numel() // ranks
             sent.append((given.numel() - own) * given.element_size())
-            assert sum(splits[1]) == given.numel()
+            assert not splits or sum(splits[1]) == given.numel()
         return real(output, given, *splits, **options)
 
-    torch.distributed.all_to_all_single = counting  # type: ignore[assignment]
-    try:
+    def gathering(output: torch.Tensor, given: torch.Tensor, **options: object) -> object:
+        if options["group"] is group:
+            sent.append((output.numel() - given.numel()) * given.element_size())
+        return gather(output, given, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "all_to_all_single", counting)
+        patched.setattr(torch.distributed, "all_gather_into_tensor", gathering)
         yield sent
-    finally:
-        torch.distributed.all_to_all_single = real  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +59,14 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         ("engine.splitting=per_head",),
         ("optimizer.form=gram", "engine.mode=shared"),
         ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
+        ("optimizer.form=gram", "engine.mode=rows"),
     ],
     ids=" ".join,
 )
 def test_a_step_sends_what_its_plan_says(settings: tuple[str, ...]) -> None:
     config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS, *settings)
     plan = make_plan(config, layout)
-    assert len(plan.groups) > layout.dp
+    assert len(plan.groups) > layout.dp or config.engine.mode == "rows"
 
     def rank() -> int:
         trainee = build(config, layout)

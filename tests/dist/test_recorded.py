@@ -147,6 +147,7 @@ CASES = {
     "padded": ("engine.reduction=padded",),
     "ring": ("engine.reduction=ring",),
     "shared": ("gpus=32", "train.batch_tokens=128", "optimizer.form=gram", "engine.mode=shared"),
+    "rows": ("gpus=32", "train.batch_tokens=128", "optimizer.form=gram", "engine.mode=rows"),
     "asc": ("engine.strategy=asc",),
     "soap": ("optimizer=soap",),
 }
@@ -160,6 +161,7 @@ NORMAL: list[Case] = [
     ("ring", 4, 4),
     ("many micro-groups", 12, 2),
     ("shared", 12, 2),
+    ("rows", 12, 2),
 ]
 
 
@@ -201,13 +203,13 @@ def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
         assert_nothing_waits_early(events, layout.dp, copying)
         reads = [(event.name, event.phase) for event in events if event.kind == "read"]
         # In Gram form numbers of a matrix are the host's where it computes (`test_cuda_order` looks at a device's).
-        assert [read for read in reads if case[0] != "shared" or read[1] != "matrix_update"] == READS
+        assert [read for read in reads if case[0] not in ("shared", "rows") or read[1] != "matrix_update"] == READS
     under = {rank: under_updates(events) for rank, events in found.items()}
     of_owners = exchanges(plan)
     assert all(len(each) == of_owners[0, rank // layout.tp] for rank, each in under.items())
     one_owners = [under[rank] for rank in range(layout.tp)]
-    # All but the first gradients out and the last weights back: somebody updates meanwhile.
-    assert all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
+    # All but the first gradients out and the last weights back: somebody updates meanwhile. For rows all wait.
+    assert case[0] == "rows" or all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
     assert case[0] != "many micro-groups" or len(one_owners[0]) >= 4
 
 

@@ -10,13 +10,14 @@ from typing import Literal
 import pytest
 import torch
 
+from canzona_cli.config.schema import Mode
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.optimizers import muon
+from canzona_cli.optimizers import muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Message, Shape
+from canzona_cli.optimizers.shared import Message, Shape, Together
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -25,9 +26,10 @@ from tests.dist.synthetic import noise, optimizer_step, single_process
 from tests.dist.whole import Part, Weights, assemble, part_of
 
 SETTINGS = (
-    *("gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer=muon", "optimizer.form=gram", "engine.mode=shared"),
+    *("gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer=muon", "optimizer.form=gram"),
     *("train.precision=fp32", "optimizer.clip_grad=0", "engine.grouping=greedy", "engine.c_max_mib=0.05"),
 )
+MODES: tuple[Mode, ...] = ("shared", "rows")
 HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
 STEPS = 3
 Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]
@@ -46,9 +48,12 @@ class Faulted:
     """In each step: how often this rank contributed to `HIT`, or answered for it."""
 
 
+Both = dict[tuple[Mode, Fault], list[Faulted]]
+
+
 @contextmanager
 def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
-    """The host's last answer for `HIT` says that it is not to be trusted."""
+    """The host's last answer for `HIT` says that it is not to be trusted; cut by rows, all ranks find that."""
     (sharing,) = matrices.sharing
     form = sharing.optimizer
     assert isinstance(form, Muon)
@@ -60,8 +65,17 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
         if key == index and number == form.rounds - 1:
             out.numbers[2] = 0.0
 
+    by_rows = form.together
+
+    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+        with pytest.MonkeyPatch.context() as within:
+            if p is matrices.masters[index]:
+                within.setattr(shared_rows, "DOUBT", -1.0)
+            return by_rows(p, whole=whole, ranks=ranks)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "answer", answer)
+        patched.setattr(form, "together", together)
         yield
 
 
@@ -78,12 +92,12 @@ def _break(trainee: Trainee, fault: Fault) -> None:
 
 @contextmanager
 def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
-    """Grows by a number for each contribution to `HIT`, and each answer."""
+    """Grows by a number for each contribution to `HIT`, each answer, and each update by rows."""
     (sharing,) = matrices.sharing
     form, found = sharing.optimizer, list[int]()
     assert isinstance(form, Muon)
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-    contribute, answer = form.contribute, form.answer
+    contribute, answer, by_rows = form.contribute, form.answer, form.together
 
     def contributing(
         p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
@@ -97,22 +111,29 @@ def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
             found.append(1)
         answer(key, contributions, out, number=number)
 
+    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+        if p is matrices.masters[index]:
+            found.append(2)
+        return by_rows(p, whole=whole, ranks=ranks)
+
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(form, "together", together)
         patched.setattr(form, "contribute", contributing)
         patched.setattr(form, "answer", answering)
         yield found
 
 
 @pytest.fixture(scope="module")
-def faulted() -> dict[Fault, list[Faulted]]:
-    config, layout = resolve(*SETTINGS)
-    plan = planned(config, layout)
+def both() -> Both:
+    made = {mode: resolve(*SETTINGS, f"engine.mode={mode}") for mode in MODES}
+    plans = {mode: planned(*made[mode]) for mode in MODES}
 
-    def work(fault: Fault, world: World) -> Faulted:
+    def work(case: tuple[Mode, Fault], world: World) -> Faulted:
+        mode, fault = case
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
             if fault == "doubt on a device":
                 patched.setattr(muon, "_by_blocks", lambda matrix: False)
-            trainee = assemble_trainee(config, world, plan)
+            trainee = assemble_trainee(made[mode][0], world, plans[mode])
             matrices = engine_of(trainee).matrices
             assert isinstance(matrices, PlannedOptimizer)
             parts, fallbacks, worked = [part_of(trainee.chunks, world)], [], []
@@ -130,7 +151,22 @@ def faulted() -> dict[Fault, list[Faulted]]:
         return Faulted(parts=parts, fallbacks=fallbacks, log=log, groups=len(matrices.groups), worked=worked)
 
     faults: tuple[Fault, ...] = ("none", "nan", "doubt", "doubt on a device", "marked")
-    return on_ranks(dict.fromkeys(faults, (config, layout)), work)
+    return on_ranks({(mode, fault): made[mode] for mode in MODES for fault in faults}, work)
+
+
+@pytest.fixture(params=MODES)
+def faulted(request: pytest.FixtureRequest, both: Both) -> dict[Fault, list[Faulted]]:
+    return {fault: found for (mode, fault), found in both.items() if mode == request.param}
+
+
+def test_cut_by_rows_it_comes_to_the_same(both: Both) -> None:
+    """To rounding in fp32: 1e-4 of a step, as of other kinds of Muon."""
+    assert both["shared", "none"][0].groups > 2, "groups share no memory: less is tested than meant"
+    one, other = (_steps(both[mode, "none"]) for mode in MODES)
+    moved = [name for name in one[0] if not torch.equal(one[0][name], one[-1][name])]
+    assert moved
+    for name in moved:
+        assert (one[-1][name] - other[-1][name]).abs().max() < 1e-4 * 0.01
 
 
 def _steps(found: list[Faulted]) -> list[Weights]:
@@ -147,7 +183,6 @@ def _others_are_untouched(found: list[Weights], healthy: list[Weights], since: i
 def test_a_momentum_that_is_no_number_on_one_rank_leaves_the_weight_on_all(faulted: dict[Fault, list[Faulted]]) -> None:
     found, healthy = faulted["nan"], _steps(faulted["none"])
     steps = _steps(found)
-    assert found[0].groups > 2, "groups share no memory: less is tested than meant"
     _others_are_untouched(steps, healthy, since=2)
     assert torch.equal(steps[2][NAME], steps[1][NAME])
     # The third step makes a new momentum of its gradient alone, on both ranks.
@@ -192,9 +227,11 @@ def test_on_a_device_it_is_left_out_and_made_in_standard_form_from_then_on(
 def test_what_is_always_updated_alone_is_no_fallback_and_nobody_works_for_it_else(
     faulted: dict[Fault, list[Faulted]], fault: Fault, since: int
 ) -> None:
-    """Two ranks contribute in each of two rounds, and one answers."""
+    """Two ranks contribute in each of two rounds, and one answers; or both update it by rows."""
     found, healthy = faulted[fault], _steps(faulted["none"])
-    assert [sum(rank.worked[step] for rank in found) for step in range(STEPS)] == [6] * since + [0] * (STEPS - since)
+    most = sum(rank.worked[0] for rank in faulted["none"])
+    assert most in (6, 2)
+    assert [sum(rank.worked[step] for rank in found) for step in range(STEPS)] == [most] * since + [0] * (STEPS - since)
     assert sum(rank.fallbacks[step] for rank in found for step in range(since, STEPS)) == 0
     if fault == "marked":
         steps = _steps(found)
@@ -206,7 +243,7 @@ def test_what_is_always_updated_alone_is_no_fallback_and_nobody_works_for_it_els
 
 def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
     """The launcher then names it, as any rank that is killed (`tests/faults/test_processes.py`)."""
-    config, layout = resolve(*SETTINGS)
+    config, layout = resolve(*SETTINGS, "engine.mode=shared")
     plan = planned(config, layout)
 
     def rank() -> None:

@@ -1,7 +1,7 @@
 """A matrix in fragments is updated as the whole is, in the same form, however it is cut."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
@@ -14,7 +14,7 @@ from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
 from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
@@ -56,23 +56,48 @@ class Cut:
             for p, x, optimizer in zip(self.fragments, xs, self.optimizers, strict=True)
         ]
 
+    def stepped(self, gradient: torch.Tensor, by_rows: bool) -> list[bool]:
+        return self.step_by_rows(gradient) if by_rows else self.step(gradient)
+
     def step_alone(self) -> None:
-        """All fragments at a time, as their sums wait for one another."""
+        def one(rank: int, ranks: Together) -> None:
+            self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=ranks.total)
+
+        self._at_once(one)
+
+    def step_by_rows(self, gradient: torch.Tensor) -> list[bool]:
+        """As `step`, with squares cut by rows."""
+        for p, part in zip(self.fragments, gradient.chunk(len(self.fragments), dim=self.axis), strict=True):
+            p.grad = part
+        return self._at_once(
+            lambda rank, ranks: self.optimizers[rank].together(self.fragments[rank], whole=self.whole, ranks=ranks)
+        )
+
+    def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
+        """All fragments at a time, as they wait for one another."""
         count = len(self.fragments)
         barrier, given = Barrier(count), [torch.empty(0)] * count
 
-        def one(rank: int) -> None:
-            def total(part: torch.Tensor) -> None:
-                given[rank] = part.clone()
-                barrier.wait(60)
-                part.copy_(torch.stack(given).sum(0))
-                barrier.wait(60)
+        def everyones(rank: int, part: torch.Tensor) -> torch.Tensor:
+            given[rank] = part.clone()
+            barrier.wait(60)
+            found = torch.stack(given)
+            barrier.wait(60)
+            return found
 
+        def fragment(rank: int) -> Done:
+            ranks = Together(
+                place=rank,
+                count=count,
+                total=lambda part: part.copy_(everyones(rank, part).sum(0)),
+                swap=lambda out, square: out.copy_(everyones(rank, square)[:, ranks.rows(square.size(0))]),
+                gather=lambda out, rows: out.copy_(everyones(rank, rows).flatten(0, 1)),
+            )
             with torch.no_grad():
-                self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=total)
+                return one(rank, ranks)
 
         with ThreadPoolExecutor(count) as pool:
-            list(pool.map(one, range(count)))
+            return list(pool.map(fragment, range(count)))
 
     def _message(self, numbers: int, dtype: torch.dtype) -> Message:
         side = min(self.whole)
@@ -105,9 +130,10 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> flo
     return float((found - wanted).norm() / (wanted - start).norm())
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("whole", SHAPES)
-def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
+def test_fragments_come_out_as_the_whole(whole: Shape, parts: int, by_rows: bool) -> None:
     """In fp32 up to the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients' scale grows by
     10 from step to step, from 1e-10."""
     start = gaussian(whole, 0)
@@ -116,17 +142,18 @@ def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
     for step in range(3):
         p.grad = gaussian(whole, step + 1) * 10.0 ** (step - 10)
         alone.step()
-        assert split.step(p.grad) == [True] * parts
+        assert split.stepped(p.grad, by_rows) == [True] * parts
     assert apart(split.gathered(), p, start) < 477 * 6e-8
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize(("ns", "steps"), [("simple", 1), ("polar_express", 4), ("quintic", 3), ("deepseekv4", 10)])
-def test_any_number_of_rounds(ns: CoefficientSet, steps: int) -> None:
+def test_any_number_of_rounds(ns: CoefficientSet, steps: int, by_rows: bool) -> None:
     """Within 20 times of what rounding does to the whole itself, which is in the same form."""
     whole, start = (40, 96), gaussian((40, 96), 0)
     split, p, exact = cut(start, 2, "fp32", ns, steps), parameter(start), parameter(start)
     p.grad = exact.grad = gaussian(whole, 1)
-    assert split.step(p.grad) == [True, True]
+    assert split.stepped(p.grad, by_rows) == [True, True]
     muon(p, "fp32", ns, steps).step()
     y = (p.grad * 0.05).double()  # (1 - momentum) G, and the look ahead: a multiple of G
     y /= y.norm()
@@ -137,9 +164,9 @@ def test_any_number_of_rounds(ns: CoefficientSet, steps: int) -> None:
     assert apart(split.gathered(), exact, start) < max(20 * apart(p, exact, start), 1e-5)
 
 
-@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16, "by rows"])
 @pytest.mark.parametrize("whole", SHAPES)
-def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torch.dtype) -> None:
+def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torch.dtype | Literal["by rows"]) -> None:
     """Twice: Gram matrices are rounded once more, and so are fragments when their norm becomes the whole's."""
     start, gradient = gaussian(whole, 0), gaussian(whole, 1)
     exact, p = parameter(start), parameter(start)
@@ -147,12 +174,14 @@ def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torc
     muon(exact, "fp32").step()
     muon(p, "bf16").step()
     split = cut(start, 4, "bf16")
-    split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=travels)
-    assert split.step(gradient) == [True] * 4
+    if travels != "by rows":
+        split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=travels)
+    assert split.stepped(gradient, travels == "by rows") == [True] * 4
     assert apart(split.gathered(), exact, start) < 2 * apart(p, exact, start)
 
 
-def test_scale_and_uneven_fragments_are_of_no_account() -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_scale_and_uneven_fragments_are_of_no_account(by_rows: bool) -> None:
     """One fragment of zeros, one 1e12 times another, all of it at 1e-30 and at 1e30."""
     whole, start = (32, 128), gaussian((32, 128), 0)
     gradient = gaussian(whole, 1)
@@ -161,7 +190,7 @@ def test_scale_and_uneven_fragments_are_of_no_account() -> None:
     found = []
     for size in (1e-30, 1.0, 1e30):
         split = cut(start, 4, "fp32")
-        assert split.step(gradient * size) == [True] * 4
+        assert split.stepped(gradient * size, by_rows) == [True] * 4
         found.append(split.gathered())
     p = parameter(start)
     p.grad = gradient
@@ -169,20 +198,22 @@ def test_scale_and_uneven_fragments_are_of_no_account() -> None:
     for one in found:
         assert apart(one, p, start) < 477 * 6e-8
     still = cut(start, 4, "bf16")
-    assert still.step(torch.zeros(whole)) == [True] * 4
+    assert still.stepped(torch.zeros(whole), by_rows) == [True] * 4
     torch.testing.assert_close(still.gathered(), start * (1 - LR * 0.1))
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_on_one_fragment_moves_none(bad: float) -> None:
+def test_what_is_not_finite_on_one_fragment_moves_none(bad: float, by_rows: bool) -> None:
     start, gradient = gaussian((32, 96), 0), gaussian((32, 96), 1)
     gradient[3, 90] = bad
-    split = cut(start, 3, "bf16")
-    assert split.step(gradient) == [False] * 3
+    split = cut(start, 2, "bf16")
+    assert split.stepped(gradient, by_rows) == [False] * 2
     torch.testing.assert_close(split.gathered(), start, rtol=0, atol=0)
 
 
-def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> None:
     """Singular values over three decades in bf16: the whole is doubted too, and comes out in standard form."""
     whole = (64, 128)
     u, _, v = torch.linalg.svd(gaussian(whole, 3), full_matrices=False)
@@ -191,7 +222,7 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
     assert not bool(gram_newton_schulz(doubted.bfloat16(), coefficients("quintic", 5), Workspace())[1])
     start = gaussian(whole, 0)
     split, exact, standard = cut(start, 4, "bf16"), parameter(start), parameter(start)
-    assert split.step(gradient) == [False] * 4
+    assert split.stepped(gradient, by_rows) == [False] * 4
     split.step_alone()
     exact.grad = standard.grad = gradient
     Muon([exact], LR, precision="fp32").step()

@@ -57,6 +57,10 @@ def test_bound_is_at_most_the_exact_optimum_of_hosted_and_shared_matrices(
     bound = lower_bound(matrices, costs, 0, dp, tp, may)
     assert bound <= least * (1 + 1e-9)
     assert bound <= lower_bound(matrices, costs, 0, dp, tp) * (1 + 1e-9), "sharing only adds possibilities"
+    by_rows = {index: Share(fragment=(share.each,), host=()) for index, share in may.items()}
+    nobodys = least_makespan(units, dp, tp, {cost: (each, 0) for cost, (each, _) in shares.items()})
+    assert lower_bound(matrices, costs, 0, dp, tp, by_rows=by_rows) <= nobodys * (1 + 1e-9)
+    assert lower_bound(matrices, costs, 0, dp, tp, may, by_rows) <= min(bound, nobodys) * (1 + 1e-9)
 
 
 def test_units_raise_the_bound_where_one_cell_is_an_owner() -> None:

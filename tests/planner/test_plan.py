@@ -12,7 +12,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import fill
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
+from canzona_cli.config.schema import Layout, Mode, MuonConfig, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import planner
@@ -65,12 +65,15 @@ def test_json_round_trip(layout_name: str, splitting: str) -> None:
     assert again.to_json() == plan.to_json()
 
 
-def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_be(tmp_path: Path) -> None:
-    config, layout = resolved(mode="shared")
+@pytest.mark.parametrize("together", ["shared", "rows"])
+def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_be(
+    tmp_path: Path, together: Mode
+) -> None:
+    config, layout = resolved(mode=together)
     assert isinstance(config.optimizer, MuonConfig)
     config = replace(config, optimizer=replace(config.optimizer, form="gram"))
     plan = make_plan(config, layout)
-    assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == "shared"} == {
+    assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == together} == {
         "q", "proj", "gate", "up", "down",
     }  # fmt: skip
     path = tmp_path / "plan.json"
@@ -79,6 +82,7 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
 
     for index, share in (
         (next(m.index for m in plan.matrices if m.kind == "k"), Share(fragment=(1.0, 1.0), host=(1.0,))),
+        (next(m.index for m in plan.matrices if m.kind == "v"), Share(fragment=(1.0,), host=())),
         (0, Share(fragment=(1.0,), host=(1.0,))),
     ):
         forged = replace(plan, assignment=replace(plan.assignment, shares={**plan.assignment.shares, index: share}))

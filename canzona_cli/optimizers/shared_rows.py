@@ -1,0 +1,128 @@
+"""The Gram form of Newton-Schulz (`gram_form`) of a matrix in fragments whose squares are cut by rows.
+
+Every rank adds up its rows of all Gram matrices, makes its rows of each product, and has the others' gathered where
+one needs the whole on its right. So nobody is alone with the squares, and all know the same. The norm of the whole is
+known before; else contributions are those of `shared_gram`: rounded without their alphas, and again where added up.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .gram_form import (
+    DOUBT,
+    Number,
+    Polynomial,
+    Step,
+    apply,
+    blend,
+    centred_gram,
+    follows,
+    mean_square,
+    most,
+    norm_of_rows,
+    segments,
+)
+from .shared import Together
+from .symmetric import plain
+from .workspace import Workspace
+
+
+def gram_by_rows(
+    x: torch.Tensor, steps: Sequence[Step], ranks: Together, workspace: Workspace, *, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthogonalise the whole that `x` is a fragment of, the whole being of Frobenius norm 1 or 0. Collective.
+
+    Args:
+        x: (rows, cols), contiguous; overwritten.
+        steps: (a, b, c) of each step.
+        wide: Whether rows are the side that is not cut, a multiple of `ranks.count`.
+
+    Returns:
+        `x` or the workspace's twin of it; and whether to trust it: (), the same for all fragments.
+    """
+    twin = workspace.like("ns_twin", x)
+    side, done = x.size(0 if wide else 1), 0
+    own = ranks.rows(side)
+    error: Number = 0.0
+    left = torch.zeros(1, dtype=torch.float64, device=x.device)
+    counts = segments(len(steps))
+    for number, count in enumerate(counts):
+        of_segment = steps[done : done + count]
+        done += count
+        r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
+        alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
+        centred_gram(x if wide else x.mT, alpha, r)
+        told = torch.cat([_told(alpha, x), _told(norm_of_rows(r), x).square()])
+        ranks.total(told)
+        mean = _number(told[0]) if number else 1 / side
+        known = follows(of_segment, mean)
+        _add_up(r, told[0] - _told(known[0], x), ranks, workspace)
+        rounded = _number((told[1] + _told(norm_of_rows(r), x).square()).sqrt())
+        found = _polynomial(r, of_segment, known, ranks, workspace)
+        apply(x, found.q, found.gamma, twin, wide=wide)
+        error = found.error(error, mean, rounded)
+        left = _told(found.left_of(own), x)
+        x, twin = twin, x
+    ranks.total(left)
+    trusted = torch.as_tensor(error <= DOUBT, device=x.device).view(()) & (left <= most(steps) ** 2).view(())
+    return x, trusted
+
+
+def _add_up(r: torch.Tensor, more: torch.Tensor, ranks: Together, workspace: Workspace) -> None:
+    """`r` <- everyone's, added up in their order and in fp32; and `more` on the diagonal, before it is rounded."""
+    side = r.size(0)
+    own = ranks.rows(side)
+    parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), r.dtype, r.device)
+    ranks.swap(parts, r)
+    rows = r[own]
+    diagonal = parts.diagonal(own.start, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
+    torch.sum(parts, 0, out=rows)
+    rows.diagonal(own.start).copy_(diagonal)
+    ranks.gather(r, rows)
+
+
+def _polynomial(
+    r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], ranks: Together, workspace: Workspace
+) -> Polynomial:
+    """As `gram_form.polynomial`. Of the last p only the own rows are there."""
+    own = ranks.rows(r.size(0))
+    s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
+    half = workspace.get("ns_half", r[own].shape, r.dtype, r.device)
+    before: Number = 0.0
+    p = q
+    for place, (_, _, c) in enumerate(steps):
+        alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
+        last = place + 1 == len(steps)
+        p = s if place else q
+        mine = p[own]
+        _multiply(r[own], r, torch.mul(r[own], factor, out=mine), c)
+        if place:
+            if last:
+                before = norm_of_rows(q, turned)
+            _multiply(mine, q, blend(half, q[own], value, mine, turned))
+            ranks.gather(q, half)
+        if not last:
+            _multiply(mine, r, blend(half, mine, alpha, r[own], value))
+        if not place or not last:
+            ranks.gather(p, mine)
+        if not last:
+            # The other way round than there: p is whole already.
+            _multiply(half, p, blend(r[own], half, value, mine, both))
+            ranks.gather(r, r[own])
+    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
+
+
+def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:
+    """`out` <- itself + alpha rows whole, `whole` being symmetric."""
+    plain(rows, whole.mT, out, out, 1.0, alpha)
+
+
+def _told(value: Number, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, float):  # filled in: a copy to a device would wait for it
+        return torch.full((1,), value, dtype=torch.float64, device=like.device)
+    return value.double().view(1)
+
+
+def _number(value: torch.Tensor) -> Number:
+    return float(value) if value.device.type == "cpu" else value.float().view(1, 1)
