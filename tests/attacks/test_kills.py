@@ -14,6 +14,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
+from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import ResumePoint
@@ -24,12 +25,15 @@ from tests.faults.support import TrainingRun, alive
 
 KILLS = 3
 """In every `make test`; the sweep has more, of whole launches."""
+SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
 SHORT = ("train.steps=12", "checkpoint.every_steps=2", "checkpoint.every_minutes=null", "schedule.warmup_steps=2")
 LONG = (
     *("train.steps=100", "train.eval_interval=25", "train.eval_batches=1", "schedule.warmup_steps=2"),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null"),
-    *("gpus=2", "parallel.tp=1", "train.global_batch_size=2", "model.num_layers=1"),
+    *("gpus=2", "train.global_batch_size=2", "model.num_layers=1"),
 )
+WAYS = (("parallel.tp=1",), ("parallel.tp=2", *SHARED))
+"""Runs of whole launches take turns at them."""
 Ending = tuple[dict[str, str], list[tuple[object, ...]], list[tuple[object, ...]]]
 
 
@@ -66,16 +70,25 @@ def seconds_of(root: Path) -> float:
 
 
 def test_ranks_killed_at_random_moments_cost_no_bit(
-    tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
+    tmp_path: Path,
+    corpus_cache: Path,
+    record_attack: RecordAttack,
+    chance: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    overrides = (*SHORT, f"data.cache_dir={corpus_cache}")
+    """The first one between two exchanges of matrices that TP ranks share."""
+    overrides = (*SHORT, *SHARED, f"data.cache_dir={corpus_cache}")
     assert forked_run(tmp_path / "whole", *overrides).exit_code == 0
     longest_s = seconds_of(tmp_path / "whole")
-    for _ in range(KILLS):
-        doomed, moment = chance.randrange(4), chance.uniform(0, longest_s / (2 * KILLS))
+    for number in range(KILLS):
+        doomed = chance.randrange(4)
+        moment = chance.uniform(0, longest_s / (2 * KILLS)) if number else None
 
-        def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float = moment) -> Batch:
-            if rank == doomed and not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+        def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float | None = moment) -> Batch:
+            if rank == doomed and moment is None and step == 3:
+                monkeypatch.setattr(SharedGroup, "_answer", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            timed = any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+            if rank == doomed and moment is not None and not timed:
                 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
             return batch
 
@@ -84,7 +97,8 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
     assert forked_run(tmp_path / "broken", *overrides).exit_code == 0
     assert ending(tmp_path / "broken") == ending(tmp_path / "whole")
     record_attack(
-        attack=f"SIGKILL of a rank at {KILLS} random moments, started again each time",
+        attack=f"SIGKILL of a rank between two exchanges of shared matrices, and at {KILLS - 1} random moments, started"
+        " again each time",
         answer="ended bit for bit as an unbroken run",
         exit_code=0,
     )
@@ -98,18 +112,21 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
     """The launcher, torchrun or a rank: a quarter of them at any moment of a launch, most of which is its start, the
     others while they train or save; a new run whenever one has come to its end."""
 
-    def begin(name: str) -> TrainingRun:
+    def begin(name: str, way: int) -> TrainingRun:
         (tmp_path / name).mkdir(exist_ok=True)
-        return TrainingRun(tmp_path / name, corpus_cache, *LONG)
+        return TrainingRun(tmp_path / name, corpus_cache, *LONG, *WAYS[way])
 
-    begun, whole = time.monotonic(), begin("whole")
-    code, output = whole.finish()
-    assert code == 0, output
-    longest_s = time.monotonic() - begun
+    endings = []
+    for way in range(len(WAYS)):
+        begun, whole = time.monotonic(), begin(f"whole-{way}", way)
+        code, output = whole.finish()
+        assert code == 0, output
+        longest_s = time.monotonic() - begun
+        endings.append(ending(whole.files.root))
     kills: list[str] = []
     runs = reached = 0
     while len(kills) < 20 or code != 0:
-        run = begin(f"broken-{runs}")
+        run = begin(f"broken-{runs}", runs % len(WAYS))
         if len(kills) < 20:
             begun, moment, target = time.monotonic(), chance.uniform(0.0, longest_s), reached + chance.randint(1, 25)
             anywhen = chance.random() < 0.25
@@ -131,7 +148,7 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
         else:
             code, output = run.finish()
         if code == 0:
-            assert ending(run.files.root) == ending(whole.files.root)
+            assert ending(run.files.root) == endings[runs % len(WAYS)]
             runs, reached = runs + 1, 0
     print("| run | launched for | killed | began at step | reached step |", "|---|---|---|---|---|", *kills, sep="\n")
     print(f"{runs} runs, each bit for bit as the unbroken one")
