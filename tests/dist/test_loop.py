@@ -291,16 +291,17 @@ def test_validation_does_not_change_training(tmp_path: Path) -> None:
             )
             for way in WAYS
             for name, settings in often.items()
+            if name != "two" or way == "canzona"
         ]
     )
+    numbers = {"two": [0, STEPS], "every": list(range(STEPS + 1))}
     for way in WAYS:
-        none, two, every = (tmp_path / f"{way} {name}" for name in often)
-        steps = [[line["step"] for line in _lines(RunFiles(root).validation)] for root in (two, every)]
-        assert steps == [[0, STEPS], list(range(STEPS + 1))]
-        losses = _losses(none)
+        losses = _losses(tmp_path / f"{way} none")
         assert len(set(losses)) == STEPS
-        assert _losses(two) == losses, way
-        assert _losses(every) == losses, way
+        for name in ("two", "every") if way == "canzona" else ("every",):
+            root = tmp_path / f"{way} {name}"
+            assert [line["step"] for line in _lines(RunFiles(root).validation)] == numbers[name]
+            assert _losses(root) == losses, way
 
 
 def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:

@@ -231,6 +231,8 @@ ENGINE = {
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "asc": (*TP2_DP2, "train.micro_batch_size=4", "engine.strategy=asc"),
 }
+USUALLY = ("tp2 dp2", "tp2 pp2")
+"""Where rules are compared that `test_engine_exact` compares with one process everywhere; the rest is swept."""
 Settings = tuple[str, ...]
 ADAMW: dict[str, Settings] = {
     name: ("optimizer=adamw", *layout)
@@ -263,6 +265,8 @@ SOAP: dict[str, Settings] = {
     where: ("optimizer=soap", CANZONA, *layout, EVERY_STEP[0], "optimizer.eps=1e-2", *SQUARE)
     for where, layout in ENGINE.items()
 }
+SELDOM = ("split tp1 dp4", "split asc")
+EVERYWHERE = [pytest.param(where, marks=[] if where in USUALLY else pytest.mark.sweep) for where in ENGINE]
 UNCLIPPED: Settings = ("optimizer=adamw", "gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0")
 
 
@@ -271,7 +275,12 @@ def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 
 
 RUNS = Runs(
-    [*(run for runs in (ADAMW, MEGATRONS_MUON, MUON, SHAMPOO, SOAP) for run in runs.values()), UNCLIPPED],
+    [
+        *(run for runs in (ADAMW, MEGATRONS_MUON) for run in runs.values()),
+        *(run for how, run in MUON.items() if how not in SELDOM),
+        *(runs[where] for runs in (SHAMPOO, SOAP) for where in USUALLY),
+        UNCLIPPED,
+    ],
     ranks_of,
     lambda runs: run_trainings([(*_resolve(*settings), STEPS) for settings in runs]),
 )
@@ -307,12 +316,12 @@ def test_megatrons_muon_is_muon_on_whole_matrices(how: str) -> None:
     _check(MEGATRONS_MUON[how], _muon)
 
 
-@pytest.mark.parametrize("how", MUON)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.sweep] if how in SELDOM else []) for how in MUON])
 def test_canzonas_muon_over_any_layout_is_muon_on_whole_matrices(how: str) -> None:
     _check(MUON[how], _muon)
 
 
-@pytest.mark.parametrize("where", SHAMPOO)
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_canzonas_shampoo_over_any_layout_is_shampoo_on_whole_matrices(where: str) -> None:
     """A factor of one gradient has a rank below its length: its root multiplies what is rounding there by up to
     (sqrt(192) epsilon)^(-1/4) = 28 for each side, 780 in all. Of gradients that differ by 1e-6 that leaves about 1e-3
@@ -320,7 +329,7 @@ def test_canzonas_shampoo_over_any_layout_is_shampoo_on_whole_matrices(where: st
     _check(SHAMPOO[where], _shampoo, bound=1e-2)
 
 
-@pytest.mark.parametrize("where", SOAP)
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_canzonas_soap_over_any_layout_is_nvidias_on_whole_matrices(where: str) -> None:
     """Of square matrices, as wide as the model: the longer side of another has a factor of lower rank, whose null space
     has whatever basis rounding gives it, and Adam's steps depend on the basis. A large epsilon does the same for small
