@@ -6,7 +6,7 @@ shapes are canonical: they do not depend on the tensor-parallel size, and neithe
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -56,6 +56,11 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     Raises:
         ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
     """
+    return _matrices(model, replace(layout.bare, dp=1, global_batch_size=1), splitting)
+
+
+@lru_cache(maxsize=16)
+def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
     return number((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
 
 

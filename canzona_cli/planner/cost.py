@@ -107,6 +107,7 @@ def implementation(config: RunConfig) -> Implementation:
     return "canzona" if execution_of(config).ours else "megatron"
 
 
+@lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """How many (rows, cols) matrices a host updates together at most; 1: one by one.
 
@@ -164,6 +165,7 @@ def seconds(
     return _seconds(_as_run(a, rows, cols, cluster), rows, cols, cluster)
 
 
+@lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     """How a (rows, cols) matrix is orthogonalised: as the run says or, by itself, what this device does faster.
 

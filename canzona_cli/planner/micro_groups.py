@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.pipeline import HostedPipeline, Job
+from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
@@ -30,9 +30,7 @@ def micro_groups(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     assignment: Assignment,
-    settings: PlanSettings,
-    bytes_per_element: int,
-    pipeline: HostedPipeline,
+    grouped: "Grouped",
 ) -> tuple[MicroGroup, ...]:
     """Micro-groups of every owner in order of execution.
 
@@ -46,8 +44,7 @@ def micro_groups(
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
     """
-    grouped = Grouped(settings, bytes_per_element, pipeline)
-    check_capacity(matrices, pipeline.tp, settings, bytes_per_element)
+    check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.bytes_per_element)
     found: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
         found += [
@@ -72,7 +69,7 @@ class Grouped:
     """Micro-groups of one owner after another; where several have the same costs on the same hosts, found once."""
 
     def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
-        self._settings, self._width, self._pipeline = settings, bytes_per_element, pipeline
+        self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
@@ -82,10 +79,10 @@ class Grouped:
             for job in jobs
         )
         if key not in self._known:
-            groups = _groups(jobs, self._settings, self._width, self._pipeline)
+            seconds, groups = _groups(jobs, self.settings, self.bytes_per_element, self.pipeline)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
             self._known[key] = (
-                self._pipeline.seconds(groups),
+                seconds,
                 [tuple(positions[job.matrix.index] for job in group) for group in groups],
             )
         seconds, places = self._known[key]
@@ -135,27 +132,35 @@ def _elements(c_max_bytes: int | None, bytes_per_element: int) -> int | None:
 
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
-) -> list[list[Job]]:
+) -> tuple[float, list[list[Job]]]:
+    """What they take, and the groups."""
     capacity, tp = _elements(settings.c_max_bytes, bytes_per_element), pipeline.tp
+    if settings.grouping == "auto" and tp > 1:
+        return _quickest(_searched(jobs, tp, capacity), pipeline)
     if tp == 1:
-        return [list(jobs)]
-    if settings.grouping == "greedy":
+        chosen = [list(jobs)]
+    elif settings.grouping == "greedy":
         groups = _rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
         kept = {job.matrix.index: job.host for group in groups for job in group}
         chosen = groups if kept == {job.matrix.index: job.host for job in jobs} else _cut(jobs, tp, capacity)
     elif settings.grouping == "registration":
         chosen = _cut(jobs, tp, capacity)
-    elif settings.grouping == "balanced":
-        chosen = _cut(_rounds(jobs, tp, descending=True), tp, capacity)
     else:
-        found = [(pipeline.seconds(groups), groups) for groups in _searched(jobs, tp, capacity)]
-        least = min(seconds for seconds, _ in found)
-        _, _, chosen = min(
-            ((len(groups), seconds, groups) for seconds, groups in found if seconds <= (1 + CLOSE) * least),
-            key=lambda one: one[:2],
-        )
-    return chosen
+        chosen = _cut(_rounds(jobs, tp, descending=True), tp, capacity)
+    return pipeline.seconds(chosen), chosen
+
+
+def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -> tuple[float, list[list[Job]]]:
+    # Several ways to cut come to the same groups, and most have some in common.
+    ways = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
+    known: Loads = {}
+    found = [(pipeline.seconds(groups, known), groups) for groups in ways.values()]
+    least = min(seconds for seconds, _ in found)
+    return min(
+        (one for one in found if one[0] <= (1 + CLOSE) * least),
+        key=lambda one: (len(one[1]), one[0]),
+    )
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:

@@ -43,12 +43,14 @@ def best_of(
         memory_cap: elements of matrices that a cell may keep.
     """
     packer = HostPacker(costs, tp, possible)
-    alone: dict[int, list[float]] = {}
+    limits: dict[int, float] = {}
     for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
-        alone.setdefault(stage, []).append(grouped.of(jobs)[0])
-    together: dict[int, list[float]] = {}
+        limits[stage] = max(limits.get(stage, 0.0), GAIN * grouped.of(jobs)[0])
     rows: dict[int, list[tuple[int, list[Job]]]] = {}
+    late: set[int] = set()
     for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
+        if stage in late:
+            continue
         ways = [
             way
             for way in _ways(jobs, packer, possible, by_rows)
@@ -56,11 +58,12 @@ def best_of(
         ]
         # Of equally long ones the first.
         seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
-        together.setdefault(stage, []).append(seconds)
         rows.setdefault(stage, []).append((owner, best))
+        if seconds > limits[stage]:
+            late.add(stage)
     cells, shares = list(hosted.cells), {}
     for stage, own in rows.items():
-        if max(together[stage]) > GAIN * max(alone[stage]):
+        if stage in late:
             continue
         for owner, jobs in own:
             for job in jobs:

@@ -32,6 +32,8 @@ from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.plan import Share
 from canzona_cli.planner.sharing import moved_by_rows
 
+Activity = Literal["matrix_update", "exchange"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -83,7 +85,7 @@ def in_flight(rounds: int) -> int:
 class Pipeline[Moment](Protocol):
     """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
 
-    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None: ...
+    def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
     def wait(self, host: int, moment: Moment) -> None: ...
 
@@ -99,7 +101,7 @@ class Clock:
         self.now = [0.0] * tp
         self._free = 0.0
 
-    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+    def work(self, host: int, phase: Activity, seconds: float) -> None:
         self.now[host] += seconds
 
     def wait(self, host: int, moment: float) -> None:
@@ -175,13 +177,19 @@ class HostedPipeline:
         """Of a weight, in front of its exchange and behind it."""
         return 2 * self.width
 
-    def seconds(self, groups: Sequence[Sequence[Job]]) -> float:
-        """From the first step to the last, for an owner's groups in this order."""
+    def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
+        """From the first step to the last, for an owner's groups in this order.
+
+        Args:
+            known: what groups of the very same jobs came to before; found ones are added.
+        """
         clock = Clock(self.tp)
-        self.run(groups, clock)
+        self.run(groups, clock, known)
         return max(clock.now)
 
-    def run[Moment](self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment]) -> None:
+    def run[Moment](
+        self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment], known: "Loads | None" = None
+    ) -> None:
         """Has `ranks` work through an owner's micro-groups."""
         if self.tp == 1:
             for group in groups:
@@ -189,18 +197,19 @@ class HostedPipeline:
                 for job in group:
                     ranks.work(0, "matrix_update", self.updating * job.seconds)
             return
-        loads = [_Load(self, [job for job in group if not job.by_rows]) for group in groups]
+        loads = [
+            self._load([job for job in group if not job.by_rows], {} if known is None else known) for group in groups
+        ]
         landed: dict[int, Moment] = {}
         for number, stage in order([load.rounds for load in loads]):
             load = loads[number]
-            for host in range(self.tp):
+            for host, parts in enumerate(load.work[stage]):
                 if stage:
                     ranks.wait(host, landed[number])
-                self._work(load, stage, host, ranks)
+                for phase, seconds in parts:
+                    ranks.work(host, phase, seconds)
             if stage < 2 * load.rounds:
-                moved = load.moved[stage // 2]
-                traffic, width = (moved.weights, self.width) if stage % 2 else (moved.gradients, self.grad)
-                landed[number] = ranks.exchange(self._travel(traffic, width))
+                landed[number] = ranks.exchange(load.exchanges[stage])
         for job in (job for group in groups for job in group if job.by_rows):
             assert job.share is not None
             for host in range(self.tp):
@@ -210,26 +219,47 @@ class HostedPipeline:
             for host in range(self.tp):
                 ranks.wait(host, behind)
 
-    def _work[Moment](self, load: "_Load", stage: int, host: int, ranks: Pipeline[Moment]) -> None:
+    def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
+        key = tuple(job.matrix.index for job in group)
+        if key not in known:
+            known[key] = self._told(_Asked(self, group))
+        return known[key]
+
+    def _told(self, asked: "_Asked") -> "Load":
+        stages = range(2 * asked.rounds + 1)
+        return Load(
+            rounds=asked.rounds,
+            work=tuple(
+                tuple(tuple(part for part in self._work(asked, stage, host) if part[1] > 0) for host in range(self.tp))
+                for stage in stages
+            ),
+            exchanges=tuple(
+                self._travel(moved.weights, self.width) if stage % 2 else self._travel(moved.gradients, self.grad)
+                for stage in stages[:-1]
+                for moved in (asked.moved[stage // 2],)
+            ),
+        )
+
+    def _work(self, asked: "_Asked", stage: int, host: int) -> Iterator[tuple[Activity, float]]:
         number, hosts = divmod(stage, 2)
-        elements, matrices = load.hosted[host], load.matrices[host]
-        stored, others = load.stored[host], load.fragments[host] - matrices
+        elements, matrices = asked.hosted[host], asked.matrices[host]
+        stored, others = asked.stored[host], asked.fragments[host] - matrices
         if stage == 0:
-            ranks.work(host, "exchange", self._copies(stored * self._sent, others))
+            yield "exchange", self._copies(stored * self._sent, others)
         if stage == 1:
-            ranks.work(host, "exchange", self._copies(elements * self._received, self.tp * matrices))
+            yield "exchange", self._copies(elements * self._received, self.tp * matrices)
             replay_s = self.replay_s if matrices else 0.0
-            ranks.work(host, "matrix_update", self.updating * (replay_s + load.seconds[host]))
+            yield "matrix_update", self.updating * (replay_s + asked.seconds[host])
             # Other ranks' fragments, and its own: rounded, then taken where they are finite.
-            ranks.work(host, "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices))
+            yield "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices)
         if stage == 2:
-            ranks.work(host, "exchange", self._copies(stored * self._written, others))
-        if hosts and load.answers[host]:
-            ranks.work(host, "matrix_update", self.updating * load.answer_s[host][number])
-            answers = load.answers[host] * (self.tp - 1)
-            ranks.work(host, "exchange", self._copies(2 * self.width * load.squares[host] * (self.tp - 1), answers))
-        if not hosts and load.fragment_s:
-            ranks.work(host, "matrix_update", self.updating * load.fragment_s[number])
+            yield "exchange", self._copies(stored * self._written, others)
+        if hosts and asked.answers[host]:
+            yield "matrix_update", self.updating * asked.answer_s[host][number]
+            answers = asked.answers[host] * (self.tp - 1)
+            yield "exchange", self._copies(2 * self.width * asked.squares[host] * (self.tp - 1), answers)
+        if not hosts and asked.fragment_s:
+            yield "matrix_update", self.updating * asked.fragment_s[number]
 
     def _copies(self, size: int, launches: int) -> float:
         return size * self.byte_s + launches * self.launch_s
@@ -240,7 +270,22 @@ class HostedPipeline:
         return self.links.all_to_all(sent, received, self.group).times(self.exchanging)
 
 
-class _Load:
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one micro-group comes to."""
+
+    rounds: int
+    work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
+    """By stage and host: seconds of each thing it does, in order."""
+    exchanges: tuple[Transfer, ...]
+    """By stage but the last: what travels behind it."""
+
+
+Loads = dict[tuple[int, ...], Load]
+"""By the group's matrices, for jobs that have the same hosts and shares every time."""
+
+
+class _Asked:
     """What one micro-group asks of each TP rank: elements, matrices, and seconds."""
 
     def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:

@@ -122,7 +122,7 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
     return replace(found, subject=subject(config, layout, shapes))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     return _plan(config, layout, shapes, planned_matrices(config, layout, shapes), None)
 
@@ -220,14 +220,14 @@ def _plan(
     costs = update_costs(config, members)
     width = max(exchange_bytes(config))
     frugal = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-    pipeline = HostedPipeline.of(planning(config), layout)
 
     def assigned(possible: Mapping[int, Share]) -> Assignment:
         return assign(
             members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=possible
         )
 
-    model, grouped = ReductionModel(config, layout), Grouped(frugal, width, pipeline)
+    model = ReductionModel(config, layout)
+    grouped = Grouped(frugal, width, HostedPipeline.of(planning(config), layout))
 
     laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
 
@@ -270,7 +270,7 @@ def _plan(
         costs=costs,
         assignment=assignment,
         buckets=bucketed(assignment),
-        groups=micro_groups(members, costs, assignment, frugal, width, pipeline),
+        groups=micro_groups(members, costs, assignment, grouped),
         lower_bounds=bounds,
     )
 

@@ -12,7 +12,7 @@ from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.plan import Bucket, PlanSettings
-from canzona_cli.planner.rings import handovers, padded_part, shares
+from canzona_cli.planner.rings import handed, handovers, padded_part, shares
 
 Native = Literal["reduce_scatter", "all_gather"]
 
@@ -138,10 +138,18 @@ class ReductionModel:
         plain = replace(bucket, reduction=asked or "reduce", gathering=GATHERED[asked or "reduce"])
         if asked or settings.strategy == "asc" or not scratch or self._group.size == 1:
             return plain
-        ways: list[Reduction] = [*self._native_ways, *(("all_to_all",) if self._alike(bucket) else ())]
-        reduced = _fastest(plain, [replace(plain, reduction=way) for way in ways], self.reduce)
-        gathered = _fastest(plain, [replace(plain, gathering=way) for way in self._native_ways], self.gather)
+        reduce_s, gather_s = self.reduce(plain).seconds, self.gather(plain).seconds
+        native = self._promising(bucket, "reduce_scatter", reduce_s)
+        ways: list[Reduction] = [*native, *(("all_to_all",) if self._alike(bucket) else ())]
+        reduced = _fastest(plain, reduce_s, [replace(plain, reduction=way) for way in ways], self.reduce)
+        native = self._promising(bucket, "all_gather", gather_s)
+        gathered = _fastest(plain, gather_s, [replace(plain, gathering=way) for way in native], self.gather)
         return replace(plain, reduction=reduced.reduction, gathering=gathered.gathering)
+
+    def _promising(self, bucket: Bucket, kind: Native, plain_s: float) -> list[Literal["padded", "ring"]]:
+        """Native ways without those that cannot be worth it: what a ring hands over is looked up only if it matters."""
+        ring_s = self._native(bucket.elements, kind).seconds
+        return [way for way in self._native_ways if way != "ring" or ring_s <= WORTH * plain_s]
 
     def _alike(self, bucket: Bucket) -> bool:
         found = shares(bucket)
@@ -199,13 +207,8 @@ class ReductionModel:
             return Transfer()
         width = self._bytes(kind)
         whole = self._native(bucket.elements, kind)
-        for runs in handovers(bucket, ranks):
-            there, owned = [0.0] * ranks, [0.0] * ranks
-            for rank, run in enumerate(runs):
-                for owner, start, end in run:
-                    if owner != rank:
-                        there[rank] += (end - start) * width
-                        owned[owner] += (end - start) * width
+        for runs in handed(bucket, ranks):
+            there, owned = ([elements * width for elements in side] for side in runs)
             sent, received = (there, owned) if kind == "reduce_scatter" else (owned, there)
             whole = whole.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
         return whole.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
@@ -219,12 +222,12 @@ class ReductionModel:
         return self._grad if kind == "reduce_scatter" else self._width
 
 
-def _fastest(plain: Bucket, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> Bucket:
+def _fastest(plain: Bucket, plain_s: float, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> Bucket:
     """The one of `others` that takes least, or `plain` where that is not worth its memory."""
     seconds, best = min(
         ((priced(one).seconds, one) for one in others), key=lambda found: found[0], default=(0.0, plain)
     )
-    return best if seconds <= WORTH * priced(plain).seconds else plain
+    return best if seconds <= WORTH * plain_s else plain
 
 
 def _native_ways(config: RunConfig) -> tuple[Literal["padded", "ring"], ...]:

@@ -62,6 +62,27 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
     )
 
 
+def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Of each of `handovers`: elements that every rank hands over of its part, and is handed of its share."""
+    return _handed(bucket.ranges, bucket.elements, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _handed(
+    ranges: tuple[Range, ...], elements: int, ranks: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    found = []
+    for runs in _handovers(ranges, elements, ranks):
+        there, owned = [0] * ranks, [0] * ranks
+        for rank, run in enumerate(runs):
+            for owner, start, end in run:
+                if owner != rank:
+                    there[rank] += end - start
+                    owned[owner] += end - start
+        found.append((tuple(there), tuple(owned)))
+    return tuple(found)
+
+
 def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
     """Segments of each rank's part, ascending."""
     part = elements // ranks

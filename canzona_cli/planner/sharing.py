@@ -32,11 +32,9 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
     if layout.tp == 1 or how.custom or not RULES[how.name].shared or how.form == "standard" or asked.strategy == "asc":
         return HOSTED
     width = square_bytes(config)
-    return {
-        matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, width, config.cluster)
-        for matrix in members
-        if matrix.cut_long and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
-    }
+    able = [one for one in members if one.cut_long and (how.form == "gram" or min(one.shape) >= GRAM_MIN_SIDE)]
+    by_shape = {shape: share_of(how, *shape, layout.tp, width, config.cluster) for shape in {one.shape for one in able}}
+    return {matrix.index: by_shape[matrix.shape] for matrix in able}
 
 
 def shares_by_rows(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:

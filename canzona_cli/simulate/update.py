@@ -20,7 +20,7 @@ from canzona_cli.planner.buckets import FP32
 from canzona_cli.planner.cost import algorithm, memory_rate
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.pipeline import Clock, HostedPipeline, Job, Pipeline
+from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.timeline import Ran, Timeline
@@ -125,7 +125,7 @@ class Alone(Clock):
         self._own: list[list[Segment]] = [[] for _ in range(tp)]
         self._transfers: list[Segment] = []
 
-    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+    def work(self, host: int, phase: Activity, seconds: float) -> None:
         begin = self.now[host]
         super().work(host, phase, seconds)
         if seconds > 0:
@@ -160,7 +160,7 @@ class Crowded:
         self._own: list[list[int]] = [[] for _ in range(hosts)]
         self._transfers: list[int] = []
 
-    def work(self, host: int, phase: Literal["matrix_update", "exchange"], seconds: float) -> None:
+    def work(self, host: int, phase: Activity, seconds: float) -> None:
         if seconds > 0:
             self._own[host].append(self._task(host, phase, seconds))
 

@@ -13,7 +13,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.links import EFFICIENCY, Group, Links
-from canzona_cli.planner.micro_groups import CLOSE, check_capacity, micro_groups
+from canzona_cli.planner.micro_groups import CLOSE, Grouped, check_capacity, micro_groups
 from canzona_cli.planner.pipeline import HostedPipeline, Job
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
@@ -49,7 +49,7 @@ def _plan(
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, plan, width, link(mesh.tp, width=width))
+    return found, micro_groups(matrices, costs, found, Grouped(plan, width, link(mesh.tp, width=width)))
 
 
 @given(
@@ -124,10 +124,10 @@ def test_what_nothing_hides_is_made_small() -> None:
     members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
     found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
     costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
-    groups = micro_groups(members, costs, found, plan, 4, quick)
+    groups = micro_groups(members, costs, found, Grouped(plan, 4, quick))
     assert [group.matrices for group in groups] == [(0, 2), (1, 3), (4,)]
     # Where a message costs more than it hides, there is one.
-    assert len(micro_groups(members, costs, found, plan, 4, link(2, 5000.0, 30.0))) == 1
+    assert len(micro_groups(members, costs, found, Grouped(plan, 4, link(2, 5000.0, 30.0)))) == 1
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:

@@ -1,5 +1,6 @@
 """Which matrices are shared: none is when that takes longer, and what a rank has memory for."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -8,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Mode, RunConfig
+from canzona_cli.planner import micro_groups, planner
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.micro_groups import held_jobs
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import Plan, Share
+from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
+from canzona_cli.planner.plan import Plan, PlanSettings, Share
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.sharing import shares
 from tests import sizes
@@ -97,3 +99,37 @@ def test_a_row_is_close_to_the_best_of_all_ways(
     assert rows[0].height >= best * (1 - 1e-9)
     hosted = HostPacker([float(cost) for cost in costs], tp).rows(range(len(costs)))[0]
     assert rows[0].height <= hosted.height * (1 + 1e-9)
+
+
+def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing modes makes micro-groups, most owners are alike, and most ways to cut come to the same groups."""
+    config = sizes.run("32b", 1024, strategy="canzona", tp=8)
+    mesh = layout(tp=8, dp=128)
+    searched: list[Hashable] = []
+    timed: list[list[Hashable]] = []
+    told: list[int] = []
+    search, seconds, load = micro_groups._groups, HostedPipeline.seconds, HostedPipeline._told
+
+    def groups_of(
+        jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline
+    ) -> tuple[float, list[list[Job]]]:
+        searched.append(tuple((job.host, job.seconds, job.matrix.shape, job.share) for job in jobs))
+        timed.append([])
+        return search(jobs, asked, width, pipeline)
+
+    def noted(self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None) -> float:
+        timed[-1].append(tuple(tuple(job.matrix.index for job in group) for group in groups))
+        return seconds(self, groups, known)
+
+    def told_of(self: HostedPipeline, asked: _Asked) -> Load:
+        told.append(1)
+        return load(self, asked)
+
+    monkeypatch.setattr(micro_groups, "_groups", groups_of)
+    monkeypatch.setattr(HostedPipeline, "seconds", noted)
+    monkeypatch.setattr(HostedPipeline, "_told", told_of)
+    plan = planner._plan(config, mesh, None, planner.planned_matrices(config, mesh, None), None)
+    assert {"hosted", "shared"} <= set(plan.modes)
+    assert len(searched) == len(set(searched)) > 3
+    assert all(len(ways) == len(set(ways)) for ways in timed)
+    assert len(told) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))

@@ -10,13 +10,15 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import Parameter, align, default_bucket_elements, stage_parameters
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.links import Groups, Links
+from canzona_cli.planner.memory import GIB, estimate
 from canzona_cli.planner.plan import Assignment, Bucket
 from canzona_cli.simulate.predict import layerwise, simulate_strategy
 from tests.planner.planning import grid, transformer
-from tests.sizes import run
+from tests.sizes import layout, run
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,6 +77,30 @@ def test_what_layerwise_reduces_behind_the_backward_is_megatrons_last_buckets() 
     late = sum(links.reduce_scatter(4 * size, group).seconds for size in sizes[-2:])
     found, adamw = (simulate_strategy(config, layout, name, matrices) for name in ("layerwise", "adamw"))
     assert found.phases["grad_reduce"] - adamw.phases["grad_reduce"] == pytest.approx(late, rel=0.1)
+
+
+def test_layerwise_stores_a_shard_as_long_as_the_largest_parameter_for_every_rank_and_model_chunk() -> None:
+    """32B at TP 4 x PP 2 x DP 128, a layer in each of 32 chunks: Megatron lays out every chunk's buffer by itself, so
+    four parameters are padded to 128 shards of the longest, 1.5 TiB a rank."""
+    config = run("32b", 1024, strategy="layerwise", tp=4)
+    mesh = layout(tp=4, pp=2, vpp=32, dp=128)
+    matrices = matrices_of(config.model, mesh, "qkv")
+    parameters = stage_parameters(matrices, 0, mesh.tp)
+    stored = 0
+    for chunk in range(mesh.vpp):
+        own = [parameter for parameter in parameters if parameter.chunk == chunk]
+        assert len(own) == 4
+        tensors = [torch.nn.Parameter(torch.empty(parameter.elements, device="meta")) for parameter in own]
+        theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+            tensors, default_bucket_elements(mesh.owners), mesh.owners, DistributedDataParallelConfig()
+        )
+        stored += theirs.bucket_indices[-1][1]
+    _, buckets = layerwise(matrices, mesh, default_bucket_elements(mesh.owners))
+    assert sum(bucket.elements for bucket in buckets if bucket.stage == 0) == stored
+    others = stage_weights(config, mesh, mesh.pp - 1).others  # with the final norm
+    parts = estimate(config, mesh).parts
+    assert (parts["weights"], parts["gradients"]) == (2 * (stored + others), 4 * (stored + others))
+    assert sum(parts.values()) > 1400 * GIB
 
 
 def placed(

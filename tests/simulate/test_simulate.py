@@ -17,7 +17,7 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import bucket_elements, buckets
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.micro_groups import micro_groups
+from canzona_cli.planner.micro_groups import Grouped, micro_groups
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.planner.planner import plan_unbounded
@@ -63,7 +63,7 @@ def inputs(
             costs=costs,
             assignment=assignment,
             buckets=buckets(members, assignment, mesh, wanted, limit),
-            groups=micro_groups(members, costs, assignment, wanted, 4, HostedPipeline.of(config, mesh)),
+            groups=micro_groups(members, costs, assignment, Grouped(wanted, 4, HostedPipeline.of(config, mesh))),
         )
     else:
         workload = Workload(strategy=strategy, matrices=members, costs=costs)
@@ -401,7 +401,7 @@ def test_matrices_of_another_model_find_a_module() -> None:
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted),
-        groups=micro_groups(members, costs, assignment, wanted, 4, HostedPipeline.of(config, mesh)),
+        groups=micro_groups(members, costs, assignment, Grouped(wanted, 4, HostedPipeline.of(config, mesh))),
     )
     result = simulate(config, mesh, workload)
     assert result.phases["matrix_update"] == pytest.approx(14e-3 + 5e-6), "and the launch of its graph"
