@@ -12,7 +12,7 @@ from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_scale, rounded
+from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.planner.exchange import square_bytes
 from canzona_cli.planner.links import Group, Links, Transfer
 from canzona_cli.planner.plan import HOSTED, Algorithm, Share
@@ -30,6 +30,8 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
     """Of every matrix that can be shared, by index."""
     how, asked = algorithm(config), config.engine
     if layout.tp == 1 or how.custom or not RULES[how.name].shared or how.form == "standard" or asked.strategy == "asc":
+        return HOSTED
+    if how.form == "auto" and not gram_holds(how, config.cluster):
         return HOSTED
     width = square_bytes(config)
     able = [one for one in members if one.cut_long and (how.form == "gram" or min(one.shape) >= GRAM_MIN_SIDE)]

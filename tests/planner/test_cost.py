@@ -106,6 +106,13 @@ def test_the_form_of_a_shape_is_the_one_that_takes_less() -> None:
         assert seconds(auto, *shape, theirs, "megatron") == seconds(STANDARD, *shape, H100, "megatron")
 
 
+def test_on_cpus_half_precision_has_too_few_digits_for_the_gram_form() -> None:
+    cpu, auto = replace(H100, device="cpu"), replace(STANDARD, form="auto")
+    forms = [form_of(replace(auto, precision=precision), 5120, 25600, cpu) for precision in ("bf16", "fp32")]
+    assert forms == ["standard", "gram"]
+    assert form_of(GRAM, 5120, 25600, cpu) == "gram"
+
+
 def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> None:
     shape = (512, 2560)
     profile = replace(H100, measured_updates=((label(STANDARD), *shape, 0.25),))
