@@ -166,7 +166,7 @@ class Reader:
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
         if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
             what = "infinite or no numbers" if field == MASTER else "no numbers"
-            reason = f"{int(bad.sum()):,} of {tensor.numel():,} elements read of {name}/{field} are {what}"
+            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements read of {name}/{field} are {what}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor
 

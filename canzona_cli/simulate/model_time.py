@@ -28,10 +28,10 @@ TORCH_ATTENTION = 1.6
 CPU_ATTENTION = 0.4
 """Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured 0.25 to
 0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
-CUT_STARTS = 0.54
+CUT_STARTS = 0.58
 """How many more modules' operations a layer starts without Transformer Engine where its sequence is cut: keys
 and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way: 157 instead
-of 138 forward, 273 instead of 241 backward, of four modules."""
+of 138 forward, 241 instead of 209 backward, of four modules."""
 ELEMENTWISE_PASSES = {True: 1.0, False: 3.0}
 """Memory traffic of elementwise work over what fused kernels need: with Transformer Engine, and without."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
