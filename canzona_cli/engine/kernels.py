@@ -6,6 +6,8 @@ anywhere, or that gains too little. All ranks take the same: strategy sc relies 
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -15,14 +17,13 @@ from canzona_cli.megatron.grouping import device_seconds
 from canzona_cli.megatron.messages import gather
 from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
-from canzona_cli.optimizers.symmetric import Kernel
+from canzona_cli.optimizers.gram_form import products_type
+from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.cost import algorithm
+from canzona_cli.planner.cost import algorithm, form_of
 from canzona_cli.planner.work import RULES
 from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
-Shape = tuple[int, int]
-"""(side, long) of X in X X^T."""
 Seconds = Callable[[Callable[[], None]], float]
 """How long an operation takes."""
 
@@ -31,15 +32,22 @@ LEAST_SIDE = 512
 GAIN = 0.97
 """A kernel is taken where it takes at most this share of cuBLAS's time: less is within the spread of a few samples."""
 _REPEATS = 9
+_NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def product_shapes(config: RunConfig) -> list[Shape]:
-    """What the run's updates multiply to symmetric results, smallest first; nothing where they do not."""
+def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
+    """What the run's updates multiply to symmetric results, smallest first, each in the type that its form has on
+    `device`; nothing where they do not."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
-    shapes = {(min(shape), max(shape)) for shape in matrix_shapes(config)}
-    return sorted(shapes | {(side, side) for side, _ in shapes}, key=lambda shape: (shape[0] ** 2 * shape[1], shape))
+    found: set[Shape] = set()
+    for rows, cols in matrix_shapes(config):
+        standard = form_of(how, rows, cols, config.cluster) == "standard"
+        dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
+        side = min(rows, cols)
+        found |= {(side, max(rows, cols), dtype), (side, side, dtype)}
+    return sorted(found, key=lambda one: (one[0] ** 2 * one[1], *one[:2], _NAMES[one[2]]))
 
 
 def choose_kernels(
@@ -55,7 +63,7 @@ def choose_kernels(
     Args:
         alive: called again and again meanwhile.
     """
-    shapes = product_shapes(config)
+    shapes = product_shapes(config, device)
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
@@ -65,12 +73,12 @@ def choose_kernels(
         alive()
     everyone = gather(Kernels(choices=tuple(own)))
     choices = tuple(_agreed(of_shape) for of_shape in zip(*(found.choices for found in everyone), strict=True))
-    symmetric.use({(c.side, c.long): loaded[c.kernel] for c in choices if c.kernel != PLAIN})
+    symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices)
 
 
 def _on_cpu(shape: Shape) -> KernelChoice:
-    side, long = shape
+    side, long, _ = shape
     return KernelChoice(side=side, long=long, kernel=STRIPS if symmetric.in_strips(side, long) > 1 else PLAIN)
 
 
@@ -90,13 +98,13 @@ def _tried(
     shape: Shape, device: torch.device, loaded: Mapping[str, Kernel], refused: Sequence[KernelTrial], seconds: Seconds
 ) -> KernelChoice:
     """Every kernel on this rank alone."""
-    side, long = shape
+    side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
         cases = list(_cases(shape, device))
         trials += [_trial(name, kernel, cases, seconds) for name, kernel in loaded.items()]
         trials.append(_trial(PLAIN, symmetric.plain, cases, seconds))
-    return KernelChoice(side=side, long=long, kernel=PLAIN, trials=tuple(trials))
+    return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
 def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
@@ -117,7 +125,7 @@ def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
         else trial
         for name, trial in trials.items()
     )
-    return KernelChoice(side=found[0].side, long=found[0].long, kernel=best, trials=tuple(said))
+    return replace(found[0], kernel=best, trials=tuple(said))
 
 
 class _Case:
@@ -135,24 +143,24 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Whether an element is off by more than two roundings to bf16, or by more than sums of terms of this size in
-        another order are. What is not written stays NaN."""
+        """Whether an element is off by more than two roundings to its type, or by more than sums of terms of this size
+        in another order are. What is not written stays NaN."""
         self._out.fill_(float("nan"))
         self.run(kernel)
         exact = self._exact.float()
-        near = (self._out.float() - exact).abs() <= 2.0**-7 * exact.abs() + 2.0**-12
+        near = (self._out.float() - exact).abs() <= torch.finfo(self._out.dtype).eps * exact.abs() + 2.0**-12
         return not bool(near.all())
 
 
 def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
     """X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one. Rows have
     norms near 1."""
-    side, long = shape
-    x = torch.randn(side, long, device=device).mul_(long**-0.5).bfloat16()
+    side, long, dtype = shape
+    x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
     tall = x.mT.contiguous().mT
     yield _Case(tall, tall.mT, None, 0.0, 1.0)
     if side == long:
-        a = (x.float() + x.float().mT).mul_(0.5).bfloat16()
+        a = (x.float() + x.float().mT).mul_(0.5).to(dtype)
         p = torch.addmm(a, a, a, beta=-0.5, alpha=2.0)
         yield _Case(p, a.mT, None, 0.0, 1.0)
         yield _Case(a, a.mT, a, -0.5, 2.0)

@@ -175,7 +175,7 @@ class SharedGroup(HostedGroup):
         known = {one.matrix.index: one for one in self.shared}
         here = [matrix for matrix, host in shared if host == wiring.rank]
         self._bound = [
-            _Round(wiring, here, known, *exchanges, squares[number % len(squares)])
+            _Round(wiring, here, known, *exchanges, squares[number % len(squares)], optimizer.dtype)
             for exchanges, squares in zip(rounds, memory.squares, strict=True)
         ]
         self._grad_pack += self._bound[0].told
@@ -255,7 +255,8 @@ class SharedGroup(HostedGroup):
 
 
 class _Round:
-    """Where one round's messages lie. Numbers travel as their bits, each in elements of the message's type."""
+    """Where one round's messages lie. Numbers travel as their bits, each in elements of the message's type, and so do
+    squares: nothing rounds what travels."""
 
     def __init__(
         self,
@@ -265,7 +266,9 @@ class _Round:
         out: AllToAll,
         back: AllToAll,
         squares: torch.Tensor,
+        products: torch.dtype,
     ) -> None:
+        answering = as_wide(products, back.send.dtype)
         self.told: list[Copy] = []
         """Numbers of contributions into messages."""
         self.hear: list[Copy] = []
@@ -295,7 +298,7 @@ class _Round:
             heard = theirs[parcel.matrix.index, parcel.peer] = message(square, CONTRIBUTED)
             self.hear.append(Copy(heard.numbers.view(bits.dtype), bits))
         answers: dict[int, Message] = {}
-        for parcel, square, bits in _parts(back.send, back.route.square_sends, ANSWERED, back.send.dtype):
+        for parcel, square, bits in _parts(back.send, back.route.square_sends, ANSWERED, answering):
             # Made where it lies for the first of its peers.
             answer = answers.setdefault(parcel.matrix.index, message(square, ANSWERED))
             if answer.square is not square:
@@ -305,7 +308,7 @@ class _Round:
             theirs[matrix.index, wiring.rank] = shared[matrix.index].contributions[-1]
             everyone = [theirs[matrix.index, rank] for rank in range(wiring.fragments.tp)]
             self.asked.append((shared[matrix.index], everyone, answers[matrix.index]))
-        for parcel, square, bits in _parts(back.receive, back.route.square_receives, ANSWERED, back.send.dtype):
+        for parcel, square, bits in _parts(back.receive, back.route.square_receives, ANSWERED, answering):
             answers[parcel.matrix.index] = learnt = message(square, ANSWERED)
             self.learn.append(Copy(learnt.numbers.view(bits.dtype), bits))
         for index, one in shared.items():
@@ -321,6 +324,11 @@ def _parts(
         whole = buffer[parcel.offset : parcel.offset + parcel.elements]
         bits = whole[whole.numel() - numbers * torch.float32.itemsize // whole.itemsize :]
         yield parcel, whole.view(dtype)[: side * side].view(side, side), bits
+
+
+def as_wide(products: torch.dtype, message: torch.dtype) -> torch.dtype:
+    """Of squares in messages: that of the products, where their bits are as many."""
+    return products if products.itemsize == message.itemsize else message
 
 
 def lies_flat(gradient: torch.Tensor) -> bool:

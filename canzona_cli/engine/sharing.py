@@ -10,7 +10,7 @@ import torch
 from canzona_cli.engine.buffers import SETS
 from canzona_cli.engine.hosted import Wiring, write_finite
 from canzona_cli.engine.masters import left_out, settle
-from canzona_cli.engine.shared import SharedMatrix, SharedMemory, lies_flat
+from canzona_cli.engine.shared import SharedMatrix, SharedMemory, as_wide, lies_flat
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.shared import SharedForm, Together
 from canzona_cli.planner.pipeline import in_flight
@@ -25,7 +25,7 @@ class Sharing:
         groups: of each micro-group of the owner, its shared matrices and the ranks that host their squares.
         by_rows: those whose squares are cut by rows.
         rounds: of the iteration, where the groups have any.
-        dtype: of the squares that contributions have.
+        dtype: of the messages' elements that contributions have; of as many bytes their squares are of the products'.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Sharing:
         assert isinstance(self.optimizer, SharedForm)
         assert not any(groups) or self.optimizer.rounds == rounds, "the plan is another optimizer's"
         self.form: SharedForm = self.optimizer
-        self.memory = self._memory(rounds, dtype)
+        self.memory = self._memory(rounds, as_wide(self.form.dtype, dtype))
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
         """Of matrices, in their order: finite where the last update was."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}

@@ -15,7 +15,8 @@ def emerging() -> Kernel:
     """emerging-optimizers' Triton kernel over the lower triangle's tiles.
 
     Of its two the one that writes where it is told to, and tries 24 tilings of a shape rather than 180. It multiplies
-    a matrix by its own transpose alone; two polynomials of one matrix are left to cuBLAS.
+    a matrix of bf16 by its own transpose alone; two polynomials of one matrix are left to cuBLAS, and in fp16, of the
+    Gram form, it is refused.
     """
     syrk = import_module("emerging_optimizers.triton_kernels.syrk")
     if not syrk.HAS_TRITON_340:

@@ -83,13 +83,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def products(precision: ProductPrecision) -> Iterator[None]:
-    """Run fp32 products so, whatever the process has set; on CPU always exactly. Products of bf16 add up in fp32."""
+    """Run fp32 products so, whatever the process has set; on CPU always exactly. Products of bf16 and fp16 add up in
+    fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = cuda.fp32_precision, cpu.fp32_precision, cuda.allow_bf16_reduced_precision_reduction
+    before = cuda.fp32_precision, cpu.fp32_precision
+    parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
     cuda.fp32_precision, cpu.fp32_precision = ("tf32" if precision == "tf32" else "ieee"), "ieee"
-    # Else cuBLAS may cut a long sum (25,600 terms of a Gram matrix) in parts, and add those up in bf16.
-    cuda.allow_bf16_reduced_precision_reduction = False
+    # Else cuBLAS may cut a long sum (25,600 terms of a Gram matrix) in parts, and add those up in their type.
+    cuda.allow_bf16_reduced_precision_reduction = cuda.allow_fp16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        cuda.fp32_precision, cpu.fp32_precision, cuda.allow_bf16_reduced_precision_reduction = before
+        cuda.fp32_precision, cpu.fp32_precision = before
+        cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction = parts

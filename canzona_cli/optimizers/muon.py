@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
-from .gram_form import apply, gram_newton_schulz, mean_square, segments
+from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
@@ -103,7 +103,8 @@ class Muon(MatrixOptimizer):
         scale_mode: See `scale`.
         scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
             arXiv:2502.16982).
-        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
+        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always. On CUDA
+            fp16 is what the Gram form has for bf16 (`gram_form.products_type`).
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
@@ -126,7 +127,8 @@ class Muon(MatrixOptimizer):
         self.steps = iteration.coefficients(coefficients, ns_steps)
         self.scale_mode = scale_mode
         self.scale_factor = scale_factor
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._standard = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.dtype = products_type(self._standard, next((p.device for p in self._matrices()), torch.device("cpu")))
         self.stack = stack
         self.form = form
         self.on_fallback = on_fallback
@@ -183,29 +185,41 @@ class Muon(MatrixOptimizer):
         return self.stack.get((rows, cols), 1)
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
-        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
-        self._direction(p, grad, group["momentum"], x)
+        x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
+        self._direction(p, grad, group["momentum"], x, side=min(p.shape))
         self._apply(p, self._orthogonalised(x, [p], group), group)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
-        x = self.workspace.get("muon_x", (len(matrices), *first.shape), self.dtype, first.device)
+        x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
         for p, one in zip(matrices, x, strict=True):
             assert p.grad is not None
-            self._direction(p, p.grad, group["momentum"], one)
+            self._direction(p, p.grad, group["momentum"], one, side=min(p.shape))
         x = self._orthogonalised(x, matrices, group)
         for p, one in zip(matrices, x, strict=True):
             self._apply(p, one, group)
 
     def _direction(
-        self, p: torch.Tensor, grad: torch.Tensor, momentum: float, out: torch.Tensor, *, again: bool = False
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        momentum: float,
+        out: torch.Tensor,
+        *,
+        side: int,
+        again: bool = False,
     ) -> float | torch.Tensor:
-        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of norm 1, or 0.
+        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of the norm that its
+        type is for, or 0.
+
+        Args:
+            side: The whole matrix's shorter one.
 
         Returns:
-            The norm it was divided by; on CUDA () in fp64, on the device.
+            The norm it had; on CUDA () in fp64, on the device.
         """
         average, weight = self._average(p), 0.0 if again else 1 - momentum
+        start = starting_norm(side, out.dtype)
         direction = self.workspace.like("muon_direction", p) if self.nesterov else average
         if not _by_blocks(p):
             average.lerp_(grad, weight)
@@ -213,7 +227,9 @@ class Muon(MatrixOptimizer):
                 torch.lerp(grad, average, momentum, out=direction)
             # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
             of_all: torch.Tensor = torch.linalg.vector_norm(direction, dtype=torch.float64)
-            torch.mul(direction, of_all.clamp_min(1e-300).reciprocal_().view(1, 1), out=out)
+            # By a number of the host's, for which nothing is launched.
+            factor = torch.div(torch.tensor(start, dtype=torch.float64), of_all.clamp_min(1e-300))
+            torch.mul(direction, factor.view(1, 1), out=out)
             return of_all
         square = 0.0
         for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
@@ -224,7 +240,7 @@ class Muon(MatrixOptimizer):
         norm = math.sqrt(square)
         exponent = 0 if SAFE_FACTORS[0] < norm < SAFE_FACTORS[1] or not math.isfinite(norm) else math.frexp(norm)[1]
         # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
-        inverse = 1 / math.ldexp(norm, -exponent) if norm else 0.0
+        inverse = start / math.ldexp(norm, -exponent) if norm else 0.0
         for block, low in zip(_blocks(direction), _blocks(out), strict=True):
             scaled = self._shifted(block, -exponent) if exponent else block
             low.copy_(torch.mul(scaled, inverse, out=self.workspace.like("muon_block", block)))
@@ -261,8 +277,9 @@ class Muon(MatrixOptimizer):
         for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
-                self._direction(p, p.grad, group["momentum"], one, again=True)
-                one.copy_(newton_schulz(one.clone(), self.steps, Workspace()))
+                again = torch.empty_like(one, dtype=self._standard)
+                self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
+                one.copy_(newton_schulz(again, self.steps, Workspace()))
                 if self.on_fallback is not None:
                     self.on_fallback(p, LOST)
         return result
@@ -287,7 +304,7 @@ class Muon(MatrixOptimizer):
         with products("fp32"):
             if answer is None:
                 assert p.grad is not None
-                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x)
+                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=min(whole))
                 out.numbers[1] = norm
                 # For the answer to come: then nobody knows any more what this fragment was divided by.
                 self._norms[p] = out.numbers[1].clone()
@@ -295,7 +312,9 @@ class Muon(MatrixOptimizer):
                 self._answered(p, x, whole, answer, out=x)
                 out.numbers[1] = 1.0
             wide = _is_wide(p, whole)
-            mean = mean_square(x, wide=wide) if answer is not None else 1 / out.square.size(0)
+            mean: Number = starting_norm(min(whole), x.dtype) ** 2 / min(whole)
+            if answer is not None:
+                mean = mean_square(x, wide=wide)
             contribute(x if wide else x.mT, mean, self.steps, out, self.workspace)
 
     def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
@@ -329,7 +348,7 @@ class Muon(MatrixOptimizer):
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
         """As `finish`."""
         with products("fp32"):
-            x, square = self._whole_direction(p, ranks.total)
+            x, square = self._whole_direction(p, self.dtype, min(whole), ranks.total)
             x, trusted = gram_by_rows(x, self.steps, ranks, self.workspace, wide=_is_wide(p, whole))
             trusted |= square == 0  # nothing becomes nothing, whatever is estimated of it
             if _by_blocks(p) and not bool(trusted):
@@ -351,12 +370,12 @@ class Muon(MatrixOptimizer):
         self._move(p, update, group, whole)
 
     def _whole_direction(
-        self, p: torch.Tensor, total: Sum, *, again: bool = False
+        self, p: torch.Tensor, dtype: torch.dtype, side: int, total: Sum, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_direction` of a fragment, divided by the whole's norm; scratch. And that norm's square, ()."""
+        """`_direction` of a fragment, by the whole's norm; scratch. And that norm's square, ()."""
         assert p.grad is not None
-        x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
-        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, again=again)
+        x = self.workspace.get("muon_x", p.shape, dtype, p.device)
+        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
         norm = torch.as_tensor(own, device=p.device)
         square = norm.double().square().view(1)
         total(square)
@@ -373,7 +392,7 @@ class Muon(MatrixOptimizer):
             gram.copy_(exact)
 
         with products("fp32"):
-            x, _ = self._whole_direction(p, total, again=not self.excluded(p))
+            x, _ = self._whole_direction(p, self._standard, min(whole), total, again=not self.excluded(p))
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
             if not _by_blocks(p):
                 self._set_rates(p, group)
@@ -406,6 +425,10 @@ class Muon(MatrixOptimizer):
         if self.excluded(p):
             return "standard"
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
+
+    def _type(self, p: torch.Tensor) -> torch.dtype:
+        """Of its iterate."""
+        return self.dtype if self._form(p) == "gram" else self._standard
 
     def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
         return tuple(p.shape), str(p.device), self._form(p)

@@ -70,7 +70,7 @@ class SharedForm(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products, in which squares should travel back at least."""
+        """Of a fragment's iterate, of the products and so of squares, on the device of the parameters."""
         ...
 
     def excluded(self, p: torch.Tensor) -> bool:

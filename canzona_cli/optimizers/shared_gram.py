@@ -1,8 +1,8 @@
 """The Gram form of Newton-Schulz (`gram_form`) of a matrix in fragments: their Gram matrices added up, and answered.
 
-A fragment X_r was divided by its own norm s_r, as nobody knows the whole's yet; with s the root of all s_r^2, the Gram
-matrix of the whole, divided by s, is the sum of (s_r / s)^2 X_r X_r^T. From the second round on fragments are parts of
-one matrix already.
+A fragment X_r was divided by its own norm s_r (in fp16 by s_r / t: `gram_form`), as nobody knows the whole's yet; with
+s the root of all s_r^2, the Gram matrix of the whole, divided by s, is the sum of (s_r / s)^2 X_r X_r^T. From the
+second round on fragments are parts of one matrix already.
 
 Error. Each X_r X_r^T = alpha_r I + R_r is rounded before it travels, and the sum is, in the products' type. Roundings
 being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r (s_r / s)^4 |R_r|^2)^0.5 here.
@@ -13,7 +13,19 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from .gram_form import DOUBT, Number, Step, centred_gram, follows, most, norm_of_rows, polynomial, segments
+from .gram_form import (
+    DOUBT,
+    Number,
+    Step,
+    centred_gram,
+    follows,
+    most,
+    norm_of_rows,
+    polynomial,
+    segments,
+    starting_norm,
+    undoing,
+)
 from .shared import Message
 from .workspace import Workspace
 
@@ -56,12 +68,14 @@ class Answers:
         trust it, which is known behind the last."""
         counts = segments(len(self._steps))
         done, count = sum(counts[:number]), counts[number]
-        steps = self._steps[done : done + count]
+        side = out.square.size(0)
+        start = starting_norm(side, self._dtype)
+        steps = undoing(start, self._steps)[done : done + count]
         alphas, norms, sizes = torch.stack([told.numbers for told in contributions]).double().unbind(1)
         if number == 0:
             whole = torch.linalg.vector_norm(norms)
             shares = (norms / whole.clamp_min(1e-300)).square_()
-            mean: Number = 1 / out.square.size(0)
+            mean: Number = start * start / side
         else:
             whole, shares = norms.new_ones(()), torch.ones_like(norms)
             mean = _number(alphas.sum(), out.square)

@@ -22,6 +22,8 @@ from .gram_form import (
     most,
     norm_of_rows,
     segments,
+    starting_norm,
+    undoing,
 )
 from .shared import Together
 from .symmetric import plain
@@ -31,7 +33,7 @@ from .workspace import Workspace
 def gram_by_rows(
     x: torch.Tensor, steps: Sequence[Step], ranks: Together, workspace: Workspace, *, wide: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthogonalise the whole that `x` is a fragment of, the whole being of Frobenius norm 1 or 0. Collective.
+    """Orthogonalise the whole that `x` is a fragment of, of Frobenius norm `starting_norm` or 0. Collective.
 
     Args:
         x: (rows, cols), contiguous; overwritten.
@@ -44,18 +46,19 @@ def gram_by_rows(
     twin = workspace.like("ns_twin", x)
     side, done = x.size(0 if wide else 1), 0
     own = ranks.rows(side)
+    norm = starting_norm(side, x.dtype)
     error: Number = 0.0
     left = torch.zeros(1, dtype=torch.float64, device=x.device)
     counts = segments(len(steps))
     for number, count in enumerate(counts):
-        of_segment = steps[done : done + count]
+        of_segment = undoing(norm, steps)[done : done + count]
         done += count
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
         alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
         told = torch.cat([_told(alpha, x), _told(norm_of_rows(r), x).square()])
         ranks.total(told)
-        mean = _number(told[0]) if number else 1 / side
+        mean = _number(told[0]) if number else norm * norm / side
         known = follows(of_segment, mean)
         _add_up(r, told[0] - _told(known[0], x), ranks, workspace)
         rounded = _number((told[1] + _told(norm_of_rows(r), x).square()).sqrt())

@@ -23,11 +23,14 @@ AMX_STRIPS, AMX_LEAST = 3, 1.5e9
 """The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and four strips
 are slower, and none gains at 512x2560 and 1024x1024."""
 
-_chosen: dict[tuple[int, int], Kernel] = {}
+Shape = tuple[int, int, torch.dtype]
+"""(side, long) of A, and its type."""
+
+_chosen: dict[Shape, Kernel] = {}
 
 
-def use(kernels: Mapping[tuple[int, int], Kernel]) -> None:
-    """From now on, multiply bf16 matrices A of these shapes (side, long) by these kernels."""
+def use(kernels: Mapping[Shape, Kernel]) -> None:
+    """From now on, multiply matrices A like these by these kernels."""
     _chosen.clear()
     _chosen.update(kernels)
 
@@ -92,12 +95,12 @@ def plain(
 def _multiply(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    if a.ndim == 2 and a.dtype == torch.bfloat16:
+    if a.ndim == 2:
         side, long = a.shape
-        if (chosen := _chosen.get((side, long))) is not None:
+        if (chosen := _chosen.get((side, long, a.dtype))) is not None:
             chosen(a, b, out, add, beta, alpha)
             return
-        if a.device.type == "cpu" and (strips := in_strips(side, long)) > 1:
+        if a.device.type == "cpu" and a.dtype is torch.bfloat16 and (strips := in_strips(side, long)) > 1:
             _in_strips(strips, a, b, out, add, beta, alpha)
             return
     plain(a, b, out, add, beta, alpha)

@@ -92,7 +92,7 @@ class UpdateKind:
     """How many a host updates at once at most, in batched products; 1: one by one."""
     error: float | None
     """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest, in exact
-    arithmetic; rounding in bf16 adds less than 0.01 in either form. None where that is not known."""
+    arithmetic; rounding adds less than 0.01 in either form, in bf16 or fp16. None where that is not known."""
 
 
 POLYNOMIAL_ERROR = {

@@ -1,7 +1,7 @@
 """Which kernels multiply to symmetric results in a run: kernels.json."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 PLAIN: Final = "plain"
 """As any product: cuBLAS, or oneDNN on CPUs."""
@@ -26,6 +26,7 @@ class KernelChoice:
 
     side: int
     long: int
+    dtype: Literal["bf16", "fp16"] = "bf16"
     kernel: str
     trials: tuple[KernelTrial, ...] = ()
     """Of GPUs alone: elsewhere it is known beforehand."""

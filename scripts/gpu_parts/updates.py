@@ -74,11 +74,11 @@ def updates(setup: Setup, seconds: float) -> Outcome:
 
 def chosen_kernels(team: Team, sizes: Sequence[str]) -> list[KernelChoice]:
     """What the ladder makes of the sizes' symmetric products, as their runs find it."""
-    found: dict[tuple[int, int], KernelChoice] = {}
+    found: dict[tuple[int, int, str], KernelChoice] = {}
     for size in sizes:
         for choice in choose_kernels(compose_run([f"recipe={size}", "optimizer=muon"]).config, team.device).choices:
-            found[choice.side, choice.long] = choice
-    for (side, long), choice in sorted(found.items()):
+            found[choice.side, choice.long, choice.dtype] = choice
+    for (side, long, dtype), choice in sorted(found.items()):
         # In full, though a kernel that knows of the symmetry does half of it.
         rates = ", ".join(
             f"{trial.kernel} {trial.refused}"
@@ -86,7 +86,7 @@ def chosen_kernels(team: Team, sizes: Sequence[str]) -> list[KernelChoice]:
             else f"{trial.kernel} {2 * side * side * long / trial.seconds / 1e12:.3g} TFLOP/s"
             for trial in choice.trials
         )
-        print(f"X X' of {side} x {long}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
+        print(f"X X' of {side} x {long} in {dtype}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
     return list(found.values())
 
 

@@ -169,6 +169,29 @@ def test_cut_by_rows_it_comes_to_the_same(both: Both) -> None:
         assert (one[-1][name] - other[-1][name]).abs().max() < 1e-4 * 0.01
 
 
+def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() -> None:
+    """On GPUs squares are fp16 (`optimizers.gram_form`). Updates of masters against those in fp32."""
+    precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+    settings = (*SETTINGS, "engine.mode=shared", "model.num_query_groups=8")
+    made = {dtype: resolve(*settings, f"train.precision={name}") for dtype, name in precisions.items()}
+    plans = {dtype: planned(*run) for dtype, run in made.items()}
+
+    def work(dtype: torch.dtype, world: World) -> list[list[float]]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(muon, "products_type", lambda *_: dtype)
+            trainee = assemble_trainee(made[dtype][0], world, plans[dtype])
+            fragments = engine_of(trainee).matrices.fragments
+            before = [one.master.detach().clone() for one in fragments]
+            optimizer_step(trainee, 0)
+            return [(one.master.detach() - old).flatten().tolist() for one, old in zip(fragments, before, strict=True)]
+
+    found = on_ranks(made, work)
+    exact, bf16, fp16 = ([torch.tensor(part) for rank in found[dtype] for part in rank] for dtype in precisions)
+    assert len(exact) > 2
+    for right, rough, fine in zip(exact, bf16, fp16, strict=True):
+        assert (fine - right).norm() < 0.3 * (rough - right).norm()
+
+
 def _steps(found: list[Faulted]) -> list[Weights]:
     model = resolve(*SETTINGS)[0].model
     return [assemble([rank.parts[step] for rank in found], model) for step in range(STEPS + 1)]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from canzona_cli.engine.kernels import choose_kernels, product_shapes
 from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel, plain
+from canzona_cli.planner.activations import matrix_shapes
+from canzona_cli.planner.cost import algorithm, form_of
 from canzona_cli.run.kernels import KernelChoice
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
@@ -75,7 +78,8 @@ def _rank() -> dict[str, list[KernelChoice]]:
     rank, calls = torch.distributed.get_rank(), list[str]()
     quick, slow, wrong = _named("quick", calls), _named("slow", calls), _named("quick", calls, 1.02)
     hardly = _named("hardly", calls)
-    config = _config()
+    # Processors multiply fp16, the Gram form's type on GPUs, very slowly.
+    config = _config("optimizer.form=standard")
     found = {
         "quickest": _climb({"a": lambda: slow, "b": lambda: quick, "c": _missing}, calls, config),
         "none is quicker": _climb({"a": lambda: slow, "b": lambda: hardly}, calls, config),
@@ -88,9 +92,9 @@ def _rank() -> dict[str, list[KernelChoice]]:
     }
     found["in use"] = _climb({"a": lambda: quick}, calls, config)
     calls.clear()
-    side, long = product_shapes(config)[-1]
-    x = torch.randn(side, long).bfloat16()
-    symmetric.gram(x, torch.empty(side, side, dtype=torch.bfloat16))
+    side, long, dtype = product_shapes(config, DEVICE)[-1]
+    x = torch.randn(side, long).to(dtype)
+    symmetric.gram(x, torch.empty(side, side, dtype=dtype))
     assert calls == ["quick"]
     return found
 
@@ -141,9 +145,40 @@ def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[Ker
 
 @pytest.mark.parametrize("optimizer", ["soap", "adamw"])
 def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
-    assert product_shapes(_config(f"optimizer={optimizer}")) == []
-    assert product_shapes(_config("train.precision=fp32")) == []
+    assert product_shapes(_config(f"optimizer={optimizer}"), DEVICE) == []
+    assert product_shapes(_config("train.precision=fp32"), DEVICE) == []
     assert choose_kernels(_config(f"optimizer={optimizer}"), torch.device("cpu")).choices == ()
+
+
+def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both forms multiply squares of one side, in both."""
+    config = _config("model=qwen3-8b", "cluster=h100-80g")
+    forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
+    assert forms == {"standard", "gram"}, "the test is of nothing"
+    found = product_shapes(config, DEVICE)
+    for rows, cols in matrix_shapes(config):
+        gram = form_of(algorithm(config), rows, cols, config.cluster) == "gram"
+        side, dtype = min(rows, cols), torch.float16 if gram else torch.bfloat16
+        assert {(side, max(rows, cols), dtype), (side, side, dtype)} <= set(found)
+    monkeypatch.setattr(kernels, "LEAST_SIDE", 1)
+    seen = set()
+
+    def kernel(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: Any) -> None:
+        seen.add((a.dtype, b.dtype, out.dtype))
+        plain(a, b, out, *scalars)
+
+    choice = kernels._tried((24, 40, torch.float16), torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0)
+    assert (choice.side, choice.long, choice.dtype) == (24, 40, "fp16")
+    assert seen == {(torch.float16,) * 3}
+    [trial, _] = choice.trials
+    assert trial.refused == ""
+    rough = kernels._tried((24, 40, torch.float16), torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0)
+    assert rough.trials[0].refused == "its results are not cuBLAS's", "rounded to bf16"
+
+
+def _to_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: Any) -> None:
+    plain(a, b, out, *scalars)
+    out.copy_(out.bfloat16())
 
 
 def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +186,7 @@ def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: False)
     choices = {(c.side, c.long): c.kernel for c in choose_kernels(config, torch.device("cpu")).choices}
     assert choices[1024, 3072] == choices[1024, 1024] == "strips"
-    assert set(choices) == set(product_shapes(config))
+    assert {(*shape, torch.bfloat16) for shape in choices} == set(product_shapes(config, torch.device("cpu")))
     assert {c.kernel for c in choose_kernels(_config(), torch.device("cpu")).choices} == {"plain"}
 
 
@@ -171,7 +206,7 @@ def test_emergings_kernel_is_asked_for_what_it_can_and_cublas_for_the_rest(monke
     assert names[:6] == names[6:], "emerging-optimizers' own arguments"
     monkeypatch.setattr(syrk, "tsyrk_ex_small_matrix", tsyrk)
     kernel = known.emerging()
-    cases = list(kernels._cases((24, 24), torch.device("cpu")))
+    cases = list(kernels._cases((24, 24, torch.bfloat16), torch.device("cpu")))
     assert not any(case.wrong(kernel) for case in cases)
     assert asked == [(True, 1.0, 0.0), (False, 2.0, -0.5)]
     monkeypatch.setattr(syrk, "HAS_TRITON_340", False)
@@ -201,4 +236,6 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
     for name in ("quack.gemm_interface", "torch._vendor.quack.gemm_interface"):
         monkeypatch.setitem(sys.modules, name, stand_in)
     for load in (known.quack, known.torchs_quack):
-        assert not any(case.wrong(load()) for case in kernels._cases((24, 24), torch.device("cpu")))
+        for dtype in (torch.bfloat16, torch.float16):
+            cases = kernels._cases((24, 24, dtype), torch.device("cpu"))
+            assert not any(case.wrong(load()) for case in cases)

@@ -112,11 +112,16 @@ def test_a_closure_is_refused(make: Callable[[list[torch.nn.Parameter]], MatrixO
 
 def test_precision_is_put_back() -> None:
     matmul = torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction
+
+    def parts() -> tuple[bool, bool]:
+        return matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+
+    before = torch.get_float32_matmul_precision(), parts()
+    assert any(before[1])
     with products("tf32"):
         assert matmul.fp32_precision == "tf32"
-        assert not matmul.allow_bf16_reduced_precision_reduction
-    assert (torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction) == before
+        assert not any(parts())
+    assert (torch.get_float32_matmul_precision(), parts()) == before
 
 
 @preconditioned

@@ -63,19 +63,19 @@ def test_strips_begin_where_they_were_measured_to_win(amx: bool, monkeypatch: py
     assert_near(gram(x, out), exact, x.double().abs() @ x.double().mT.abs(), 1280)
 
 
-def test_a_chosen_kernel_multiplies_its_shape_alone() -> None:
+def test_a_chosen_kernel_multiplies_its_shape_and_type_alone() -> None:
     seen: list[tuple[object, ...]] = []
 
     def kernel(*given: object) -> None:
         seen.append(given)
 
     x, out = random(4, 6, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16)
-    use({(4, 6): kernel, (4, 4): kernel})
+    use({(4, 6, torch.bfloat16): kernel, (4, 4, torch.bfloat16): kernel})
     try:
         gram(x, out)
         product(out, out, out.clone(), add=out, beta=2.0, alpha=3.0)
         assert [given[3:] for given in seen] == [(None, 0.0, 1.0), (out, 2.0, 3.0)]
-        for other in (x[:, :5], x.float(), x.expand(2, 4, 6)):
+        for other in (x[:, :5], x.float(), x.half(), x.expand(2, 4, 6)):
             gram(other, torch.empty(*other.shape[:-1], 4, dtype=other.dtype))
         assert len(seen) == 2
     finally:

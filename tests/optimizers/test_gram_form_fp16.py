@@ -1,0 +1,257 @@
+"""In fp16, as on GPUs, the Gram form is nearer to the exact polynomial than the standard form in bf16, whatever it is
+given. Processors multiply fp16 slowly: shapes are small."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_cli.optimizers import Muon, Workspace, gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers.gram_form import (
+    LARGEST_NORM,
+    follows,
+    gram_newton_schulz,
+    polynomial,
+    products_type,
+    segments,
+    starting_norm,
+    undoing,
+)
+from canzona_cli.optimizers.newton_schulz import (
+    COEFFICIENTS,
+    STANDARD_ONLY,
+    CoefficientSet,
+    Form,
+    coefficients,
+    newton_schulz,
+)
+
+from . import reference
+from .test_gram_form import apart, exact, spectrum, updated
+from .test_shared import LR, Cut, cut, gaussian, parameter
+from .test_shared import apart as apart_from_start
+from .test_shared import muon as shared_muon
+
+SETS = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
+HALF = torch.float16
+
+
+@pytest.fixture
+def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type that matrices on CUDA have."""
+    monkeypatch.setattr(muon, "products_type", lambda dtype, _: products_type(dtype, torch.device("cuda")))
+
+
+@pytest.fixture(params=["processors", "GPUs"])
+def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _on_gpus: None) -> None:
+    """In fp16 by blocks of rows, and as whole tensors."""
+    if request.param == "GPUs":
+        monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+
+
+def momentum(seed: int, power: float) -> torch.Tensor:
+    """(64, 160) of norm 1 in fp64, whose singular values cover four decades as those of real momentum do."""
+    x = torch.randn(64, 160, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    x = (u * 10.0 ** (-4 * torch.linspace(0, 1, 64, dtype=torch.float64) ** power)) @ v
+    return torch.div(x, x.norm())
+
+
+def stable_rank(x: torch.Tensor) -> float:
+    return float(x.square().sum() / torch.linalg.matrix_norm(x, 2).square())
+
+
+def in_half(x: torch.Tensor, steps: Sequence[gram_form.Step]) -> tuple[torch.Tensor, bool]:
+    found, trusted = gram_newton_schulz((x * starting_norm(min(x.shape), HALF)).half(), steps, Workspace())
+    return found, bool(trusted)
+
+
+def test_gpus_have_fp16_where_they_would_have_bf16() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert products_type(torch.bfloat16, cuda) is HALF
+    assert products_type(torch.bfloat16, cpu) is torch.bfloat16
+    assert products_type(torch.float32, cuda) is torch.float32
+    for side in (1, 3, 4, 63, 64, 4095, 4096, 5120, 10**6):
+        norm = starting_norm(side, HALF)
+        assert norm**2 <= side
+        assert norm == LARGEST_NORM or 4 * norm**2 > side
+        assert math.frexp(norm)[0] == 0.5
+        assert starting_norm(side, torch.bfloat16) == starting_norm(side, torch.float32) == 1
+
+
+@pytest.mark.parametrize("ns", SETS)
+def test_it_is_nearer_than_standard_in_bf16_and_never_doubted(ns: CoefficientSet) -> None:
+    steps = coefficients(ns, 5)
+    given = [spectrum("gaussian", 64, 160), spectrum("gaussian", 48, 48)]
+    given += [momentum(seed, power) for seed, power in enumerate((0.8, 1.0, 2.3))]
+    ranks = [stable_rank(x) for x in given[2:]]
+    assert 1.9 < min(ranks) < max(ranks) < 18
+    for x in given:
+        standard = apart(newton_schulz(x.bfloat16(), steps, Workspace()), exact(x, steps))
+        for form in (x, x.mT.contiguous()):
+            gram, trusted = in_half(form, steps)
+            assert trusted
+            assert apart(gram, exact(form, steps)) < 0.7 * standard
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, where powers of two round nothing: result, estimated error and doubt, whole, shared and by rows."""
+    whole = (48, 256)
+    start, gradient = gaussian(whole, 0), gaussian(whole, 1)
+    for ns in SETS:
+        results = []
+        for norm in (1.0, 4.0):
+            with monkeypatch.context() as patched:
+                for module in (gram_form, muon, shared_gram, shared_rows):
+                    patched.setattr(module, "starting_norm", lambda side, dtype, norm=norm: norm)
+                errors: list[float] = []
+                real = gram_form.Polynomial.error
+
+                def told(self: gram_form.Polynomial, *given: Any, real: Any = real, errors: Any = errors) -> Any:
+                    errors.append(real(self, *given))
+                    return errors[-1]
+
+                patched.setattr(gram_form.Polynomial, "error", told)
+                alone = parameter(start)
+                alone.grad = gradient
+                shared_muon(alone, "fp32", ns, steps).step()
+                found = [alone]
+                for by_rows in (False, True):
+                    split = cut(start, 2, "fp32", ns, steps)
+                    assert split.stepped(gradient, by_rows) == [True, True]
+                    found.append(split.gathered())
+                results.append((found, errors))
+        (one, errors), (other, others) = results
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), ns
+        assert sorted(errors) == pytest.approx(sorted(others), rel=1e-9)
+
+
+class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The largest number that any operation wrote, fresh memory aside."""
+
+    largest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view and "empty" not in func.name():
+            self.largest = max(self.largest, float(found.abs().max()))
+        return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+def test_nothing_is_above_a_fifteenth_of_fp16s_range(steps: int) -> None:
+    """Eigenvalues of all sizes that the Gram matrix of an X of norm 1 can have, the largest that of rank one: in no
+    other basis is an element above them. What is made of R is 9 t at most."""
+    norm, values = LARGEST_NORM, torch.linspace(0, 1, 65)
+    for ns in SETS:
+        some = undoing(norm, coefficients(ns, steps))[: segments(steps)[0]]
+        known = follows(some, 1.0)
+        alpha = known[0]
+        assert isinstance(alpha, float)
+        r = torch.diag(values * norm**2 - alpha)
+        assert r.abs().max() < torch.finfo(HALF).max / 15
+        with Written() as written:
+            polynomial(r, some, known, Workspace())
+        assert 0 < written.largest < 9 * norm, ns
+
+
+@pytest.mark.usefixtures("_either")
+def test_scale_is_of_no_account() -> None:
+    """Powers of two of it not for a single bit; and zeros move nothing."""
+    x = momentum(3, 1.0).float()
+
+    def moved(gradient: torch.Tensor) -> torch.Tensor:
+        told: list[str] = []
+        p = torch.nn.Parameter(torch.zeros(64, 160))
+        p.grad = gradient
+        optimizer = Muon(
+            [p], 1.0, weight_decay=0.0, momentum=0.0, scale_factor=160**-0.5, form="gram",
+            on_fallback=lambda _, reason: told.append(reason),
+        )  # fmt: skip
+        optimizer.step()
+        doubted = optimizer.doubted()
+        assert not told
+        assert doubted is None or not doubted
+        return -p.detach()
+
+    first = moved(x)
+    for power in (-100, -30, 30, 100):
+        assert torch.equal(moved(x * 2.0**power), first)
+    wanted = exact(x.double() / x.double().norm(), coefficients("quintic", 5))
+    for size in (1e-30, 1e-10, 1.0, 1e10, 1e30):
+        assert apart(moved(x * size), wanted) < 0.02
+    assert not bool(moved(x * 0).any())
+
+
+@pytest.mark.usefixtures("_on_gpus")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_trusted(bad: float) -> None:
+    x = momentum(4, 1.0).float()
+    x[5, 7] = bad
+    assert updated(x, "gram", "quintic")[1]
+    split = cut(gaussian((32, 96), 0), 2, "bf16")
+    x = x[:32, :96].contiguous()
+    for by_rows in (False, True):
+        assert split.stepped(x, by_rows) == [False, False]
+
+
+@pytest.mark.usefixtures("_on_gpus")
+@pytest.mark.parametrize("way", ["host", "rows"])
+@pytest.mark.parametrize("whole", [(48, 256), (64, 80)])
+def test_fragments_lose_little_more_than_the_whole_and_less_than_in_bf16(whole: tuple[int, int], way: str) -> None:
+    start, gradient = gaussian(whole, 0), gaussian(whole, 1)
+    right, p, standard = parameter(start), parameter(start), parameter(start)
+    for one in (right, p, standard):
+        one.grad = gradient
+    shared_muon(right, "fp32").step()
+    shared_muon(p, "bf16").step()
+    Muon([standard], LR).step()
+    split = cut(start, 4, "bf16")
+    split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=HALF)
+    assert split.optimizers[0].dtype is HALF
+    assert split.stepped(gradient, way == "rows") == [True] * 4
+    error = apart_from_start(split.gathered(), right, start)
+    assert error < 2 * apart_from_start(p, right, start)
+    assert error < apart_from_start(standard, right, start) / 2
+
+
+def test_in_standard_form_nothing_is_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosted, made again after doubt, and alone; and both types take the same scratch."""
+    monkeypatch.setattr(gram_form, "DOUBT", -1.0)
+    shapes: list[tuple[int, int]] = [(12, 40), (16, 16)]
+    grads = reference.gradients(shapes, 2)
+    start, gradient = gaussian((32, 64), 0), gaussian((32, 64), 1)
+
+    def found(form: Form) -> tuple[list[torch.Tensor], int]:
+        forms: dict[tuple[int, int], Form] = {(12, 40): form, (16, 16): "standard"}
+        weights, optimizer = reference.run(lambda p: Muon(p, 0.02, form=forms), shapes, grads)
+        split = cut(start, 2, "bf16")
+        split.step(gradient)
+        for p, optimizer_of in zip(split.fragments, split.optimizers, strict=True):
+            p.copy_(start[:, : p.size(1)])
+            optimizer_of.state[p][muon.DISTRUSTED] = True
+        split.step_alone()
+        assert isinstance(optimizer, Muon)
+        return [*weights, split.gathered()], optimizer.workspace.nbytes
+
+    before, held = found("gram")
+    with monkeypatch.context() as patched:
+        patched.setattr(muon, "products_type", lambda dtype, _: products_type(dtype, torch.device("cuda")))
+        after, holds = found("gram")
+    assert holds == held
+    for one, other in zip(before, after, strict=True):
+        # A doubted update lies in fp16, where what is below 6e-5 is rounded to 3e-8; weights are rounded to 2e-7.
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-7)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products of a few hundred rows: threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
