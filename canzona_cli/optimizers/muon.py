@@ -227,9 +227,8 @@ class Muon(MatrixOptimizer):
                 torch.lerp(grad, average, momentum, out=direction)
             # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
             of_all: torch.Tensor = torch.linalg.vector_norm(direction, dtype=torch.float64)
-            # By a number of the host's, for which nothing is launched.
-            factor = torch.div(torch.tensor(start, dtype=torch.float64), of_all.clamp_min(1e-300))
-            torch.mul(direction, factor.view(1, 1), out=out)
+            factor = of_all.clamp_min(1e-300).reciprocal_().view(1, 1)
+            torch.mul(direction, factor if start == 1 else factor.mul_(start), out=out)
             return of_all
         square = 0.0
         for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):

@@ -119,7 +119,7 @@ def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch:
                 alone = parameter(start)
                 alone.grad = gradient
                 shared_muon(alone, "fp32", ns, steps).step()
-                found = [alone]
+                found = [alone.detach()]
                 for by_rows in (False, True):
                     split = cut(start, 2, "fp32", ns, steps)
                     assert split.stepped(gradient, by_rows) == [True, True]
@@ -133,7 +133,9 @@ def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch:
 class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The largest number that any operation wrote, fresh memory aside."""
 
-    largest = 0.0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0.0
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         found = func(*args, **(kwargs or {}))
