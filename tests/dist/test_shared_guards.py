@@ -170,7 +170,8 @@ def test_cut_by_rows_it_comes_to_the_same(both: Both) -> None:
 
 
 def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() -> None:
-    """On GPUs squares are fp16 (`optimizers.gram_form`). Updates of masters against those in fp32."""
+    """On GPUs squares are fp16 (`optimizers.gram_form`). Updates of masters are off those in fp32 by 0.15 of what
+    they are off in bf16, and by 0.20 to 0.23 where squares are rounded to bf16 on the way."""
     precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
     settings = (*SETTINGS, "engine.mode=shared", "model.num_query_groups=8")
     made = {dtype: resolve(*settings, f"train.precision={name}") for dtype, name in precisions.items()}
@@ -189,7 +190,7 @@ def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() 
     exact, bf16, fp16 = ([torch.tensor(part) for rank in found[dtype] for part in rank] for dtype in precisions)
     assert len(exact) > 2
     for right, rough, fine in zip(exact, bf16, fp16, strict=True):
-        assert (fine - right).norm() < 0.3 * (rough - right).norm()
+        assert (fine - right).norm() < 0.175 * (rough - right).norm()
 
 
 def _steps(found: list[Faulted]) -> list[Weights]:
