@@ -238,13 +238,19 @@ def _plan(
         return laid_out[assignment.cells]
 
     def price(assignment: Assignment) -> tuple[float, float]:
-        """Seconds that nothing hides, and of all buckets' travel."""
+        """Seconds that nothing hides, and of all buckets' travel. AdamW's parameters are gathered under the updates."""
         unhidden, whole = travel(bucketed(assignment), model)
         busy = slowest(members, costs, assignment, grouped)
+        if shapes is None:
+            busy = {
+                stage: max(own, model.gather_evenly(stage_weights(config, layout, stage).others))
+                for stage, own in busy.items()
+            }
         return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
 
     possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
     assignment = assigned(possible if asked.mode in ("shared", "rows") else HOSTED)
+    found: list[Assignment] = []
     busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
     if (
         asked.mode == "auto"
@@ -253,9 +259,13 @@ def _plan(
     ):
         balanced = assigned(possible)
         by_rows = shares_by_rows(config, layout, members)
-        assignment = best_of(members, costs, assignment, balanced, possible, by_rows, layout.tp, grouped, memory_cap)
+        hosted = assignment
+        assignment = best_of(members, costs, hosted, balanced, possible, by_rows, layout.tp, grouped, memory_cap)
+        if assignment.shares:
+            found.append(hosted)
     if asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and mesh.owners > 1:
-        ways = [assignment, few_owners(members, costs, assignment, layout, limit)]
+        found.insert(0, assignment)
+        ways = [way for one in found for way in (one, few_owners(members, costs, one, layout, limit))]
         if memory_cap is None and asked.mode not in ("shared", "rows"):
             # Balanced for its own sake an assignment may travel for longer than that gains.
             natural = replace(asked, strategy="asc")

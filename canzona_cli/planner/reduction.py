@@ -120,6 +120,10 @@ class ReductionModel:
             case "broadcast":
                 return self._per_range(bucket, "broadcast")
 
+    def gather_evenly(self, elements: int) -> float:
+        """Seconds that AdamW's parameters take, of which every rank has as many."""
+        return self._native(elements, "all_gather").seconds
+
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """The buckets with how each is reduced and gathered.
 

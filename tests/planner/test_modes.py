@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Mode, RunConfig
 from canzona_cli.planner import micro_groups, planner
+from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.micro_groups import held_jobs
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
 from canzona_cli.planner.plan import Plan, PlanSettings, Share
 from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares
 from tests import sizes
 from tests.planner.planning import least_makespan
@@ -47,15 +49,19 @@ def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("size", "tp", "dp"), [("8b", 2, 128), ("32b", 8, 128), ("32b", 8, 16), ("1.7b", 4, 256), ("0.6b", 2, 2)]
+    ("size", "tp", "dp"),
+    [("14b", 2, 256), ("32b", 8, 128), ("32b", 8, 16), ("8b", 2, 128), ("1.7b", 4, 256), ("0.6b", 2, 2)],
 )
 def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
     size: sizes.Size, tp: int, dp: int
 ) -> None:
     auto, hosted, *others = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared", "rows"))
-    assert _seconds(auto) <= min(map(_seconds, (hosted, *others))) * 1.01
+    config, mesh, _ = auto
+    # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
+    gathered = ReductionModel(config, mesh).gather_evenly(stage_weights(config, mesh, 0).others)
+    assert _seconds(auto) <= max(gathered, min(map(_seconds, (hosted, *others)))) * 1.01
     assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
-    if (size, tp, dp) in (("8b", 2, 128), ("32b", 8, 128)):
+    if (size, tp, dp) in (("14b", 2, 256), ("32b", 8, 128)):
         assert _seconds(auto) < 0.95 * _seconds(hosted)
         assert balance(auto[2]).grid < 0.9 * balance(hosted[2]).grid
     assert set(hosted[2].modes) == {"hosted"}
