@@ -237,20 +237,14 @@ def _plan(
             laid_out[assignment.cells] = model.choose(found, asked, scratch=True)
         return laid_out[assignment.cells]
 
-    def price(assignment: Assignment) -> tuple[float, float]:
-        """Seconds that nothing hides, and of all buckets' travel. AdamW's parameters are gathered under the updates."""
+    def price(assignment: Assignment, hidden: Sequence[float] = (0.0,) * mesh.pp) -> tuple[float, float]:
+        """Seconds that nothing hides, of updates at least what is `hidden` under them; and of all buckets' travel."""
         unhidden, whole = travel(bucketed(assignment), model)
-        busy = slowest(members, costs, assignment, grouped)
-        if shapes is None:
-            busy = {
-                stage: max(own, model.gather_evenly(stage_weights(config, layout, stage).others))
-                for stage, own in busy.items()
-            }
+        busy = {stage: max(own, hidden[stage]) for stage, own in slowest(members, costs, assignment, grouped).items()}
         return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
 
     possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
     assignment = assigned(possible if asked.mode in ("shared", "rows") else HOSTED)
-    found: list[Assignment] = []
     busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
     if (
         asked.mode == "auto"
@@ -261,11 +255,12 @@ def _plan(
         by_rows = shares_by_rows(config, layout, members)
         hosted = assignment
         assignment = best_of(members, costs, hosted, balanced, possible, by_rows, layout.tp, grouped, memory_cap)
-        if assignment.shares:
-            found.append(hosted)
+        if assignment.shares and shapes is None:
+            gathered = [model.gather_evenly(stage_weights(config, layout, stage).others) for stage in range(mesh.pp)]
+            if price(hosted, gathered)[0] <= (1 + ALIKE) * price(assignment, gathered)[0]:
+                assignment = hosted  # AdamW's parameters, gathered under the updates, take longer than either
     if asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and mesh.owners > 1:
-        found.insert(0, assignment)
-        ways = [way for one in found for way in (one, few_owners(members, costs, one, layout, limit))]
+        ways = [assignment, few_owners(members, costs, assignment, layout, limit)]
         if memory_cap is None and asked.mode not in ("shared", "rows"):
             # Balanced for its own sake an assignment may travel for longer than that gains.
             natural = replace(asked, strategy="asc")
