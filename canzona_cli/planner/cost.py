@@ -29,7 +29,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.errors import Problem
 from canzona_cli.planner.plan import Algorithm
-from canzona_cli.planner.work import MUON_AROUND, RULES, Work, work
+from canzona_cli.planner.work import MUON_AROUND, RULES, Work, product_bytes, work
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]
@@ -133,7 +133,7 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Matrices whose iterates and squares fit in a stack's scratch."""
     m, n = sorted((rows, cols))
-    return STACK_BYTES[cluster.device] // (2 * (2 if a.precision == "bf16" else 4) * (m * n + m * m))
+    return STACK_BYTES[cluster.device] // (2 * product_bytes(a) * (m * n + m * m))
 
 
 def label(a: Algorithm) -> str:

@@ -16,7 +16,7 @@ from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_ho
 from canzona_cli.planner.exchange import square_bytes
 from canzona_cli.planner.links import Group, Links, Transfer
 from canzona_cli.planner.plan import HOSTED, Algorithm, Share
-from canzona_cli.planner.work import RULES, Work, segments
+from canzona_cli.planner.work import RULES, Work, product_bytes, segments
 
 _SUMMED = 8
 """Bytes of an fp32 sum that are moved for each contribution added to it."""
@@ -56,7 +56,7 @@ def share_by_rows(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterC
     Bytes: as there, of a tp-th of each square; parts of a sum are read once.
     """
     m, n = sorted((rows, cols))
-    width = 2 if a.precision == "bf16" else 4
+    width = product_bytes(a)
     fragment, _ = _works(a.ns_steps, m, n, tp, width=width, sent=width)
     work = Work(traffic=2 * width * m * n // tp, launches=4)  # divided by the whole's norm
     for part in fragment:
@@ -112,7 +112,7 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, width: int, cluster: C
     """
     scale = gram_scale(a, rows, cols, cluster)
     m, n = sorted((rows, cols))
-    fragment, host = _works(a.ns_steps, m, n, tp, width=2 if a.precision == "bf16" else 4, sent=width)
+    fragment, host = _works(a.ns_steps, m, n, tp, width=product_bytes(a), sent=width)
     return Share(
         fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in fragment),
         host=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in host),

@@ -141,17 +141,18 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     4, the copy of the weight for the model 4 + w; in Gram form leaving out what is not trusted, 2 w.
     """
     iteration = _iteration(a, rows, cols)
-    traffic = iteration.traffic + (56 + (5 if a.form == "gram" else 3) * _width(a)) * rows * cols
+    traffic = iteration.traffic + (56 + (5 if a.form == "gram" else 3) * product_bytes(a)) * rows * cols
     return replace(iteration, traffic=traffic, launches=iteration.launches + MUON_AROUND), Work()
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Muon's, and the norms of rows and their scaling: 2 w + 4 bytes per element."""
     muon, none = _muon(a, rows, cols)
-    return replace(muon, traffic=muon.traffic + (2 * _width(a) + 4) * rows * cols, launches=muon.launches + 8), none
+    traffic = muon.traffic + (2 * product_bytes(a) + 4) * rows * cols
+    return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 
-def _width(a: Algorithm) -> int:
+def product_bytes(a: Algorithm) -> int:
     """Bytes of an element in Newton-Schulz."""
     return 2 if a.precision == "bf16" else 4
 
@@ -160,7 +161,7 @@ def _iteration(a: Algorithm, rows: int, cols: int) -> Work:
     """Newton-Schulz alone. `addmm` first copies what it adds to."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
-    steps, width = a.ns_steps, _width(a)
+    steps, width = a.ns_steps, product_bytes(a)
     if a.form == "gram":
         return _gram(steps, m, n, width)
     return Work(
@@ -244,7 +245,7 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w, the copy back w + 4 and scaling 8 bytes."""
     step, refresh = _soap(a, rows, cols)
-    traffic = step.traffic + (20 + 2 * _width(a)) * rows * cols
+    traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=_iteration(a, rows, cols)), refresh
 
 
