@@ -10,7 +10,9 @@ from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_param
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.registry import UnusableOptimizer
-from canzona_cli.planner.plan import Mesh, Plan, first_difference
+from canzona_cli.planner.parts import Mesh
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan_difference import first_difference
 
 
 class PlanRefused(ConfigError):

@@ -18,7 +18,8 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import align, stage_parameters
-from canzona_cli.planner.plan import Bucket, Mesh, Plan
+from canzona_cli.planner.parts import Bucket, Mesh
+from canzona_cli.planner.plan import Plan
 
 TAG = "is_managed_by_layer_wise_optimizer"
 """The parameter attribute by which Megatron separates buffers."""

@@ -17,7 +17,8 @@ from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.in_flight import Waitable
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
 from canzona_cli.megatron.owner_collectives import gathering, reducing
-from canzona_cli.planner.plan import Bucket, Plan, Range
+from canzona_cli.planner.parts import Bucket, Range
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import COPIED
 
 

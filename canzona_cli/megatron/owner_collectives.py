@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from canzona_cli.planner.plan import Bucket
+from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.reduction import in_order
 from canzona_cli.planner.rings import Run, handovers, padded_part
 

@@ -30,7 +30,7 @@ from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, 
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
-from canzona_cli.planner.plan import HOSTED, Assignment, Cell, PlanSettings, Share
+from canzona_cli.planner.parts import HOSTED, Assignment, Cell, PlanSettings, Share
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""

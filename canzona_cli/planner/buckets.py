@@ -22,7 +22,7 @@ from itertools import groupby
 from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
+from canzona_cli.planner.parts import Assignment, Bucket, PlanSettings, Range
 
 FP32 = 4
 """Bytes of an element of masters, optimizer state and scratch."""

@@ -28,7 +28,7 @@ from canzona_cli.config.schema import (
     ShampooConfig,
 )
 from canzona_cli.errors import Problem
-from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.work import MUON_AROUND, RULES, Work, product_bytes, work
 from canzona_cli.run.phases import Phase
 

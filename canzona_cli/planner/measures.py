@@ -12,7 +12,8 @@ from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.plan import Bucket, Cell, Mesh, MicroGroup, Place, Plan, Share
+from canzona_cli.planner.parts import Bucket, Cell, Mesh, MicroGroup, Place, Share
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import collectives, sent_elements
 from canzona_cli.planner.rings import shares
 from canzona_cli.planner.sharing import collectives_by_rows, sent_by_rows

@@ -26,7 +26,8 @@ from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_w
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.plan import Algorithm, Place, Plan
+from canzona_cli.planner.parts import Algorithm, Place
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
 from canzona_cli.planner.work import RULES, factored_sides
 from canzona_cli.planner.workspace import Shape, workspace_bytes

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.parts import Assignment, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
-from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 _APART = 3

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.micro_groups import Grouped, held_jobs
 from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.parts import Assignment, Cell, Share
 from canzona_cli.planner.pipeline import Job
-from canzona_cli.planner.plan import Assignment, Cell, Share
 
 GAIN = 0.98
 """A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets that other

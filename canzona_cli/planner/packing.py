@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.plan import HOSTED, Share
+from canzona_cli.planner.parts import HOSTED, Share
 
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""

@@ -29,7 +29,7 @@ from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
-from canzona_cli.planner.plan import Share
+from canzona_cli.planner.parts import Share
 from canzona_cli.planner.sharing import moved_by_rows
 
 Activity = Literal["matrix_update", "exchange"]

@@ -8,7 +8,8 @@ from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.plan import VERSION, Plan, content_hash, differences
+from canzona_cli.planner.plan import VERSION, Plan, content_hash
+from canzona_cli.planner.plan_difference import differences
 from canzona_cli.planner.planner import make_plan, planned_matrices, subject, update_costs
 from canzona_cli.planner.sharing import shares, shares_by_rows
 

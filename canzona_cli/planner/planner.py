@@ -24,8 +24,9 @@ from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_b
 from canzona_cli.planner.micro_groups import Grouped, micro_groups
 from canzona_cli.planner.modes import best_of
 from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.parts import HOSTED, Assignment, Bucket, Cell, Mesh, PlanSettings, Scalar, Share, Subject
 from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import HOSTED, Assignment, Bucket, Cell, Mesh, Plan, PlanSettings, Scalar, Share, Subject
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.planner.travel import few_owners, slowest, travel

@@ -11,7 +11,7 @@ from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
 from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.plan import Bucket, PlanSettings
+from canzona_cli.planner.parts import Bucket, PlanSettings
 from canzona_cli.planner.rings import handed, handovers, padded_part, shares
 
 Native = Literal["reduce_scatter", "all_gather"]

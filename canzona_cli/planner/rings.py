@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from canzona_cli.planner.buckets import align
-from canzona_cli.planner.plan import Bucket, Range
+from canzona_cli.planner.parts import Bucket, Range
 
 
 class Segment(NamedTuple):

@@ -15,7 +15,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.planner.exchange import square_bytes
 from canzona_cli.planner.links import Group, Links, Transfer
-from canzona_cli.planner.plan import HOSTED, Algorithm, Share
+from canzona_cli.planner.parts import HOSTED, Algorithm, Share
 from canzona_cli.planner.work import RULES, Work, product_bytes, segments
 
 _SUMMED = 8

@@ -25,8 +25,9 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
+from canzona_cli.planner.parts import Share
 from canzona_cli.planner.pipeline import in_flight
-from canzona_cli.planner.plan import Plan, Share
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import COPIED, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
 

@@ -13,7 +13,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import Part, cut, stage_parameters, stages
 from canzona_cli.planner.micro_groups import Grouped, held_jobs
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, Share
+from canzona_cli.planner.parts import Assignment, Bucket, Cell, Share
 from canzona_cli.planner.reduction import ReductionModel
 
 Seat = tuple[tuple[Cell, Share | None], ...]

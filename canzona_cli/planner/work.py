@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import get_args
 
 from canzona_cli.config.schema import Form, UpdateName
-from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.parts import Algorithm
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the gradient's norm

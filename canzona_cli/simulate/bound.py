@@ -16,7 +16,7 @@ from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
 from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.packing import simple_bound
-from canzona_cli.planner.plan import HOSTED
+from canzona_cli.planner.parts import HOSTED
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.simulate.buffers import after_reduction

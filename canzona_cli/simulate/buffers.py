@@ -13,7 +13,7 @@ from canzona_cli.model import qwen3
 from canzona_cli.model.matrix import Kind, Matrix
 from canzona_cli.planner.buckets import bucket_elements, element_bytes
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.plan import Bucket
+from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.simulate.model_time import Part, StageTime
 

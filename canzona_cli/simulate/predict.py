@@ -10,7 +10,8 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, stage_parameters, stages
 from canzona_cli.planner.cost import implementation
 from canzona_cli.planner.memory import estimate, plan_memory
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
+from canzona_cli.planner.parts import Assignment, Bucket, Cell
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import update_costs
 from canzona_cli.run.machine import cores
 from canzona_cli.run.prediction import Prediction

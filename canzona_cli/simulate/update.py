@@ -20,8 +20,8 @@ from canzona_cli.planner.buckets import FP32
 from canzona_cli.planner.cost import algorithm, memory_rate
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Transfer
+from canzona_cli.planner.parts import Assignment, Bucket, MicroGroup
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
-from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.timeline import Ran, Timeline
 

@@ -12,7 +12,7 @@ from canzona_cli.planner.buckets import FP32
 from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.plan import MicroGroup
+from canzona_cli.planner.parts import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
 

@@ -26,7 +26,7 @@ from canzona_cli.optimizers.newton_schulz import (
 )
 from canzona_cli.planner import work as planned_work
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.work import MUON_AROUND, PROBE_ROWS, flops, work
 from canzona_cli.planner.work import segments as planned_segments
 

@@ -23,7 +23,7 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
 from canzona_cli.planner.measures import padding_fraction
 from canzona_cli.planner.packing import lower_bound
-from canzona_cli.planner.plan import Assignment, PlanSettings
+from canzona_cli.planner.parts import Assignment, PlanSettings
 from canzona_cli.simulate.predict import layerwise
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import Size, run
@@ -188,7 +188,7 @@ def test_contiguous_owners_ascend_in_every_bucket() -> None:
 _DIGEST = """
 import hashlib
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.plan import PlanSettings
+from canzona_cli.planner.parts import PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 matrices = transformer(9, 256, 704, 32)
 found = assign(matrices, newton_schulz(matrices), grid(2, 5), PlanSettings(strategy="canzona", alpha=0.6))

@@ -36,7 +36,7 @@ from canzona_cli.planner.cost import (
     seconds,
     stack_of,
 )
-from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.work import flops, segments, work
 from tests.sizes import CPU, H100, layout, model, run
 

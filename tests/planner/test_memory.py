@@ -24,7 +24,7 @@ from canzona_cli.planner.memory import (
     moment_bytes,
     placement,
 )
-from canzona_cli.planner.plan import Algorithm
+from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.workspace import workspace_bytes
 from tests.sizes import H100, layout, model, run
 

@@ -14,8 +14,8 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.links import EFFICIENCY, Group, Links
 from canzona_cli.planner.micro_groups import CLOSE, Grouped, check_capacity, micro_groups
+from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job
-from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 from tests.sizes import H100
 

@@ -14,8 +14,9 @@ from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.micro_groups import held_jobs
 from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.parts import PlanSettings, Share
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
-from canzona_cli.planner.plan import Plan, PlanSettings, Share
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares

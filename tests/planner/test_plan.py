@@ -16,7 +16,9 @@ from canzona_cli.config.schema import Layout, Mode, MuonConfig, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import planner
-from canzona_cli.planner.plan import Plan, Share, differences
+from canzona_cli.planner.parts import Share
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan_difference import differences
 from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
 from canzona_cli.planner.planner import make_plan, plannable, subject
 from canzona_cli.simulate.study import study_run, with_shapes

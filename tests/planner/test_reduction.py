@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from canzona_cli.config.schema import ClusterConfig, Gathering, Reduction
 from canzona_cli.planner.buckets import bucket_end
 from canzona_cli.planner.cost import memory_rate
-from canzona_cli.planner.plan import Bucket, PlanSettings, Range
+from canzona_cli.planner.parts import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import (
     SIMILAR,
     WORTH,

@@ -9,7 +9,8 @@ from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.activations import transient
 from canzona_cli.planner.memory import least_step_bytes, plan_memory
-from canzona_cli.planner.plan import Bucket, MicroGroup, Plan
+from canzona_cli.planner.parts import Bucket, MicroGroup
+from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.reduction import in_order
 from canzona_cli.planner.step_buffers import BATCH_BYTES, batch_bytes, step_buffers

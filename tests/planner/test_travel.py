@@ -10,7 +10,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import cut, stage_parameters
-from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
+from canzona_cli.planner.parts import Assignment, Cell, PlanSettings
 from canzona_cli.planner.travel import few_owners
 from tests.planner.planning import grid, newton_schulz, transformer
 

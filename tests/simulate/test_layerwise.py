@@ -15,7 +15,7 @@ from canzona_cli.planner.buckets import Parameter, align, default_bucket_element
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.memory import GIB, estimate
-from canzona_cli.planner.plan import Assignment, Bucket
+from canzona_cli.planner.parts import Assignment, Bucket
 from canzona_cli.simulate.predict import layerwise, simulate_strategy
 from tests.planner.planning import grid, transformer
 from tests.sizes import layout, run

@@ -18,8 +18,8 @@ from canzona_cli.planner.buckets import bucket_elements, buckets
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.planner.links import Transfer
 from canzona_cli.planner.micro_groups import Grouped, micro_groups
+from canzona_cli.planner.parts import PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline
-from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP

@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
+from canzona_cli.planner.parts import Assignment, Cell, MicroGroup
 from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run

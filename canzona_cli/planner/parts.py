@@ -1,0 +1,265 @@
+"""What a `Plan` consists of: the ranks and settings it is for, who updates which matrix, buckets, micro-groups."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from canzona_cli.config.schema import (
+    BufferLayout,
+    Form,
+    Gathering,
+    Grouping,
+    Layout,
+    Mode,
+    Precision,
+    Reduction,
+    RootMethod,
+    Splitting,
+    Strategy,
+    UpdateName,
+)
+from canzona_cli.config.schema.field import Count, CountOrZero, Ranks, Seconds
+from canzona_cli.model.matrix import Matrix
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What an update costs depends on."""
+
+    name: UpdateName
+    """Whose update is priced; for a user's own optimizer the one it is like."""
+    custom: bool = False
+    """A user's own: measurements are looked up under its own label."""
+    ns_steps: int = 5
+    form: Literal["auto"] | Form = "standard"
+    """Muon: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
+    refresh_period: int = 10
+    """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
+    max_preconditioner_dim: int = 8192
+    """Shampoo and SOAP: a side longer than this is not preconditioned."""
+    grafting: Literal["none", "sgd", "adam"] = "none"
+    """Shampoo: whose update's norm it is given."""
+    roots: RootMethod = "eigh"
+    """Shampoo: how its inverse roots are computed."""
+    precision: Precision = "bf16"
+    """What products of Newton-Schulz are in. Those with factors are in fp32."""
+    tf32: bool = True
+    """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
+    stack: Literal["auto"] | bool = False
+    """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
+    graph: bool = False
+    """Muon: a micro-group's updates are replayed as one CUDA graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One rank of a pipeline stage's grid."""
+
+    owner: int
+    """DP rank."""
+    host: int
+    """TP rank of the owner's TP group."""
+
+    def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
+        """Who keeps a matrix of this cell's, and how many elements of it: the cell all of it, or each of its row a
+        fragment."""
+        if not shared:
+            yield self, matrix.elements
+            return
+        for host in range(tp):
+            yield Cell(owner=self.owner, host=host), matrix.elements // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Seconds of the update of a shared matrix, in its rounds: contributions go to the host, its answer comes back.
+    Without rounds nobody is host: squares are cut by rows."""
+
+    fragment: tuple[Seconds, ...]
+    """Of every rank of the owner's TP group, on its fragment: before each round, and after the last."""
+    host: tuple[Seconds, ...]
+    """Of the host besides, in each round."""
+
+    @property
+    def mode(self) -> Mode:
+        return "shared" if self.host else "rows"
+
+    @property
+    def rounds(self) -> int:
+        return len(self.host)
+
+    @property
+    def each(self) -> float:
+        """Of every rank."""
+        return sum(self.fragment)
+
+    @property
+    def hosts(self) -> float:
+        """Of the host besides."""
+        return sum(self.host)
+
+
+HOSTED: Mapping[int, Share] = MappingProxyType({})
+"""`Assignment.shares` where there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which cell updates which matrix, `cells[matrix.index]`, and which ones the owner's whole TP group does."""
+
+    cells: tuple[Cell, ...]
+    shares: Mapping[int, Share] = HOSTED
+    """Of shared matrices, by index."""
+
+    def rounds(self, matrices: Iterable[int]) -> int:
+        """Of the micro-group that consists of them."""
+        return max((self.shares[index].rounds for index in matrices if index in self.shares), default=1) or 1
+
+    def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
+        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        loads = [0.0] * (dp * tp)
+        for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
+            if matrix.stage != stage:
+                continue
+            first, share = cell.owner * tp, self.shares.get(matrix.index)
+            loads[first + cell.host] += cost if share is None else share.hosts
+            if share is not None:
+                for place in range(first, first + tp):
+                    loads[place] += share.each
+        return loads
+
+
+class Range(NamedTuple):
+    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements.
+
+    A tuple, as it is in a plan's file.
+    """
+
+    start: CountOrZero
+    end: CountOrZero
+    owner: CountOrZero
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One unit of gradient reduction and parameter gathering of one stage's matrix buffer."""
+
+    index: CountOrZero
+    stage: CountOrZero
+    elements: CountOrZero
+    """Of the buffer, padding included."""
+    padding: CountOrZero
+    reduction: Reduction = "reduce"
+    """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
+    gathering: Gathering = "broadcast"
+    """How its weights come back from them."""
+    parameters: tuple[str, ...]
+    """In buffer order."""
+    ranges: tuple[Range, ...]
+    """Ascending; what lies between two is padding. An owner may have none, or several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroGroup:
+    """Matrices of one owner whose fragments travel in one fused all-to-all over the owner's TP group."""
+
+    stage: CountOrZero
+    owner: CountOrZero
+    index: CountOrZero
+    """Order of execution."""
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What the planner was asked for."""
+
+    strategy: Strategy
+    layout: BufferLayout = "owner"
+    splitting: Splitting = "split"
+    alpha: float = 1.0
+    c_max_bytes: int | None = None
+    """Largest fused exchange of one rank; null: chosen by `auto`."""
+    grouping: Grouping = "auto"
+    reduction: Reduction | None = None
+    """Of every bucket; null: chosen for each, see `planner.reduction`."""
+    exchange_dtype: Precision = "fp32"
+    """What gradients travel in between TP ranks."""
+    mode: Literal["auto"] | Mode = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks a plan is for."""
+
+    tp: Ranks
+    pp: Ranks
+    vpp: Count = 1
+    """Model chunks of each pipeline stage."""
+    cp: Ranks
+    dp: Ranks
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Mesh":
+        return cls(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, dp=layout.dp)
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share out the matrices of a stage: gradients are reduced over dp * cp ranks."""
+        return self.dp * self.cp
+
+    @property
+    def cells(self) -> int:
+        """Ranks of one stage."""
+        return self.owners * self.tp
+
+    def rank(self, stage: int, cell: int) -> int:
+        """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
+        return stage * self.cells + cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank of the job."""
+
+    rank: int
+    stage: int
+    owner: int
+    host: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
+        owner, host = divmod(cell, mesh.tp)
+        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
+
+    def describe(self, mesh: Mesh) -> str:
+        """`rank 37: owner 4, host 5`."""
+        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
+        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a plan is for and was computed from; runs with equal subjects get equal plans."""
+
+    model: Mapping[str, Scalar]
+    """Shapes, not names: two models of the same shapes share a plan."""
+    layout: Mesh
+    optimizer: Algorithm
+    settings: PlanSettings
+    buffers: Mapping[str, Scalar]
+    """Bucket size, overlap, widths of weights and gradients."""
+    profile: Mapping[str, Scalar]
+    """The hardware figures that costs come from."""
+
+    def content(self) -> dict[str, dict[str, Scalar]]:
+        """Each part as plain values, in the order of the fields."""
+        return {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
+
+    def flat(self) -> dict[str, Scalar]:
+        """`layout.tp` and so on."""
+        return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
