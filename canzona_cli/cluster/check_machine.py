@@ -51,7 +51,7 @@ def machine() -> Iterator[Finding]:
     if flags:
         value = ", ".join(name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags)
         fast = bool({"amx_bf16", "avx512_bf16"} & flags)
-        meaning = "bf16 has hardware support" if fast else "bf16 is emulated on this CPU"
+        meaning = "bf16 has hardware support" if fast else "none for bf16"
         value = value or "none of AMX, AVX-512, AVX2"
         yield judged("machine", "instructions", fast, value, meaning, otherwise="info")
     memory = psutil.virtual_memory()

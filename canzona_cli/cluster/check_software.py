@@ -145,8 +145,11 @@ def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
     yield judged("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
     bf16, fp32 = found.get("bf16_gflops"), found.get("fp32_gflops")
     if isinstance(bf16, float) and isinstance(fp32, float):
-        slow = bf16 < fp32
         value = f"bf16 {bf16:,.0f}, fp32 {fp32:,.0f} GFLOP/s a thread"
+        if found.get("bf16_in_fp32"):
+            yield info("torch", "CPU matmul", value, "no instructions for bf16: CPU runs make its products in fp32")
+            return
+        slow = bf16 < fp32
         meaning = "CPU runs in bf16 are slower than in fp32" if slow else "CPU runs are fastest in bf16, the default"
         yield judged("torch", "CPU matmul", not slow, value, meaning, "train.precision=fp32 for CPU runs")
 

@@ -20,6 +20,7 @@ from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
+from canzona_cli.training import cpu_products
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:
@@ -37,6 +38,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
         # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
+    if device == "cpu":
+        cpu_products.install()
     return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive, turn=turn)
 
 

@@ -17,6 +17,8 @@ def main() -> None:
     """Print the findings as JSON."""
     import torch
 
+    from canzona_cli.training import cpu_products
+
     found: dict[str, object] = {
         "torch": torch.__version__,
         "cuda_build": torch.version.cuda,
@@ -32,6 +34,8 @@ def main() -> None:
         found["nccl"] = _nccl_version()
     if torch.cuda.is_available():
         found["cuda_capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    cpu_products.install()
+    found["bf16_in_fp32"] = cpu_products.slow()
     found["bf16_gflops"] = _matmul_gflops("bfloat16")
     found["fp32_gflops"] = _matmul_gflops("float32")
     print(json.dumps(found))

@@ -20,8 +20,10 @@ import torch._dynamo  # which every rank would import anew with its first torch 
 from torch.distributed import distributed_c10d
 
 from canzona_cli.megatron import contract
+from canzona_cli.training import cpu_products
 from tests.waiting import PATIENCE_S
 
+cpu_products.install()  # as workers do
 contract.verify()  # reads much source, once here and not on every rank
 
 # Forking is only safe while this process has no thread pool of its own.
