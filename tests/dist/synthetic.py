@@ -6,7 +6,7 @@ same to the last bit.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,15 @@ import torch
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import on_ranks, planned
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
+
+FARTHER, FARTHEST = 2.0, 4.0
+"""How many times as far from the exact update shared matrices may be as those of one process in the same form: all
+together, and any of them (`farther`). A contribution is rounded, and their sum: two roundings where one process has
+one, so 1.4 times. Of one matrix the smallest singular value decides, which is one random number against another."""
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
 """Of a whole weight: its Hugging Face name, its shape, the step."""
@@ -182,3 +188,31 @@ def single_process(
             params[name].grad = value
         optimizer.step()
     return {name: param.detach() for name, param in params.items()}
+
+
+def exact_muon(before: Weights, gradients: Iterable[Weights], lr: float) -> Weights:
+    """The matrices after a step of Muon at default settings for each of `gradients`. Momentum is fp32 as everywhere, as
+    its rounding may be all that is seen else; behind it all is in fp64, whose rounding is nothing beside fp32's."""
+    found: Weights = {}
+    momenta: Weights = {}
+    for of_step in gradients:
+        for name, gradient in of_step.items():
+            weight = found.get(name, before[name].double())
+            average = momenta[name] = torch.lerp(momenta.get(name, torch.zeros_like(gradient)), gradient, 1 - 0.95)
+            x = torch.lerp(gradient, average, 0.95).double()
+            x /= x.norm()
+            x = x.mT if x.size(0) > x.size(1) else x
+            for a, b, c in coefficients("quintic", 5):
+                gram = x @ x.mT
+                x = a * x + (b * gram + c * gram @ gram) @ x
+            x = x if x.shape == weight.shape else x.mT
+            found[name] = weight * (1 - lr * 0.1) - lr * 0.2 * max(x.shape) ** 0.5 * x
+    return found
+
+
+def farther(found: Weights, other: Weights, exact: Weights) -> tuple[float, float]:
+    """How many times as far from `exact` as `other`: all matrices together, and the one of which it is most."""
+    ours, theirs = (
+        torch.stack([(one[name].double() - right).norm() for name, right in exact.items()]) for one in (found, other)
+    )
+    return float(ours.norm() / theirs.norm()), float((ours / theirs).max())

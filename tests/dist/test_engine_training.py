@@ -20,13 +20,18 @@ import pytest
 from canzona_cli.config.schema import Layout, RunConfig
 from tests.dist import jobs
 from tests.dist.jobs import Runs, ranks_of
+from tests.dist.synthetic import FARTHER, FARTHEST
 from tests.dist.trained import (
     FIXED,
+    GRAM,
     LAYOUTS,
     LR,
+    MODES,
     OPTIMIZERS,
+    ROUNDING,
     deviation,
     different,
+    inexactness,
     one_rank,
     replay,
     run_trainings,
@@ -40,10 +45,6 @@ MESHES = {
     where: (*layout, "train.micro_batch_size=4") if where in ("tp4 dp1", "tp2 pp2", "tp4 dp2") else layout
     for where, layout in LAYOUTS.items()
 }
-
-# What rounding may come to in 20 steps, in learning rates; weights move by 2 to 20. Seen, of layouts and of one rank
-# against itself alike: 1e-4, 6e-3, 3e-4.
-ROUNDING = {"muon": 1e-3, "shampoo": 6e-2, "soap": 3e-3}
 
 NORMAL = [("muon", "tp2 dp2"), ("muon", "tp2 pp2"), ("shampoo", "tp1 dp4"), ("soap", "tp2 dp2")]
 EVERYWHERE = [
@@ -126,6 +127,8 @@ IN_BF16, REDUCED_IN_BF16 = (
     _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
     for name in ("bf16", "bf16 reduced in bf16")
 )
+SHARING = {mode: _run(*MODES[mode], *MESHES["tp2 dp2"]) for mode in ("shared", "rows")}
+IN_GRAM_FORM = _run(*GRAM, *one_rank("tp2 dp2"))
 
 
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -140,6 +143,7 @@ RUNS = Runs(
         *(ON_TWO[reduction, precision] for precision, reduction in USUALLY),
         *UNTIED.values(),
         *(TIED, *FIRST_STEP, USUAL, *OVERLAPPED, IN_BF16, REDUCED_IN_BF16),
+        *(*SHARING.values(), IN_GRAM_FORM),
     ],
     lambda run: ranks_of(run[0]),
     lambda runs: run_trainings([(*_resolve(*settings), steps) for settings, steps in runs]),
@@ -190,6 +194,19 @@ def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
     expected = replay(found, _resolve(*run[0])[0])
     assert len(expected) == 14
     assert different(found.after, expected) == []
+
+
+@pytest.mark.parametrize("mode", SHARING)
+def test_shared_matrices_are_what_one_process_makes_of_their_gradients_and_another_order_of_sums(mode: str) -> None:
+    """`scripts/exactness.py` has every mode and more layouts."""
+    run = SHARING[mode]
+    found, one = RUNS[run], RUNS[IN_GRAM_FORM]
+    assert len(found.shared) == 14
+    assert found.fallbacks == one.fallbacks == 0
+    assert deviation(found.after, one.after, LR) < ROUNDING["muon"]
+    together, most = inexactness(found, _resolve(*run[0])[0])
+    assert together <= FARTHER
+    assert most <= FARTHEST
 
 
 @pytest.mark.parametrize(

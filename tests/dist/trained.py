@@ -13,17 +13,21 @@ import torch
 
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.fragments import Fragments
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
+from canzona_cli.optimizers.shared import Message, Shape, Together
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens
-from tests.dist.synthetic import finish_gathering
+from tests.dist.synthetic import exact_muon, farther, finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
 STEPS, LR = 20, 1e-2
@@ -62,6 +66,19 @@ OPTIMIZERS = {
 }
 """Settings whose 20 steps can be compared across orders of summation; see `tests.dist.test_engine_training`."""
 
+# What rounding may come to in 20 steps, in learning rates; weights move by 2 to 20. Seen, of layouts and of one rank
+# against itself alike: 1e-4, 6e-3, 3e-4.
+ROUNDING = {"muon": 1e-3, "shampoo": 6e-2, "soap": 3e-3}
+GRAM = ("optimizer=muon", "optimizer.form=gram")
+MODES = {mode: (*GRAM, f"engine.mode={mode}") for mode in ("hosted", "shared", "rows", "auto")}
+"""Of Muon, the one optimizer that shares matrices; in the form in which it does."""
+CUT = {where: layout for where, layout in LAYOUTS.items() if "tp" in where and "tp1" not in where} | {
+    "tp2": ("gpus=2", "parallel.tp=2"),
+    "tp2 cp2": ("gpus=4", "parallel.tp=2", "parallel.cp=2"),
+    "tp2 pp2 dp2": ("gpus=8", "parallel.tp=2", "parallel.pp=2"),
+}
+"""Where there are TP ranks to share with."""
+
 _Recorded = dict[str, list[np.ndarray]]
 _WEIGHTS = {
     "q": "self_attn.q_proj",
@@ -84,13 +101,17 @@ class Trained:
     losses: list[float]
     grad_norms: list[float]
     gradients: list[Weights]
-    """Of the matrices, at each step, as their hosts gave them to the optimizer: whole, clipped. Under canzona and asc,
-    with splitting=split; else empty."""
+    """Of the matrices, at each step, as the optimizer was given them: whole, clipped. Under canzona and asc, with
+    splitting=split; else empty."""
+    shared: frozenset[str]
+    """Matrices that TP groups updated together."""
+    fallbacks: int
+    """Updates that were not finite, or needed a fallback, but for those of the last step."""
 
 
 def one_rank(where: str) -> tuple[str, ...]:
     """One rank with a layout's global batch."""
-    return ("gpus=1", *(setting for setting in LAYOUTS[where] if "batch" in setting))
+    return ("gpus=1", *(setting for setting in (LAYOUTS | CUT)[where] if "batch" in setting))
 
 
 def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
@@ -108,23 +129,19 @@ class _Rank:
 
     before: Part
     after: Part
-    facts: list[tuple[float, float]]
-    """Each step's loss and gradient norm."""
+    facts: list[tuple[float, float, int]]
+    """Each step's loss, gradient norm and fallbacks."""
     recorded: _Recorded
+    fragments: _Recorded
+    """Of shared matrices: whole ones, that are 0 but for this rank's fragments."""
 
 
-def run_training(config: RunConfig, layout: Layout, steps: int) -> Trained:
-    """Train on the layout's ranks, through our optimizer, schedule and loop.
+def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
+    """Train runs that are cut over ranks alike on the same ranks, through our optimizer, schedule and loop.
 
     Raises:
         AssertionError: ranks disagree about what they should all know.
     """
-    [found] = run_trainings([(config, layout, steps)])
-    return found
-
-
-def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
-    """The same of several runs that are cut over ranks alike, on the same ranks."""
     plans = [planned(config, layout) for config, layout, _ in runs]
 
     def work(number: int, world: World) -> _Rank:
@@ -132,14 +149,15 @@ def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained
         trainee = assemble_trainee(config, world, plans[number])
         before = part_of(trainee.chunks, world)
         batches = BatchStream(samples(config, layout, steps), world)
-        recorded = _record_gradients(trainee)
+        recorded, fragments = _record_gradients(trainee), _record_fragments(trainee)
         found = [train_step(trainee, batches) for _ in range(steps)]
         finish_gathering(trainee)
         return _Rank(
             before=before,
             after=part_of(trainee.chunks, world),
-            facts=[(step.loss, step.grad_norm) for step in found],
+            facts=[(step.loss, step.grad_norm, step.fallbacks) for step in found],
             recorded=dict(recorded),
+            fragments=dict(fragments),
         )
 
     found = on_ranks({number: (config, layout) for number, (config, layout, _) in enumerate(runs)}, work)
@@ -150,15 +168,22 @@ def _trained(ranks: list[_Rank], config: RunConfig, steps: int) -> Trained:
     facts = ranks[0].facts
     assert all(rank.facts == facts for rank in ranks), "ranks disagree about losses or gradient norms"
     recorded = {name: values for rank in ranks for name, values in rank.recorded.items()}
+    shared = frozenset(name for rank in ranks for name in rank.fragments)
+    assert not shared & recorded.keys()
+    for name in shared:
+        held = (rank.fragments[name] for rank in ranks if name in rank.fragments)
+        recorded[name] = [np.sum(parts, axis=0) for parts in zip(*held, strict=True)]
     assert all(len(values) == steps for values in recorded.values())
     return Trained(
         before=assemble([rank.before for rank in ranks], config.model),
         after=assemble([rank.after for rank in ranks], config.model),
-        losses=[loss for loss, _ in facts],
-        grad_norms=[norm for _, norm in facts],
+        losses=[loss for loss, _, _ in facts],
+        grad_norms=[norm for _, norm, _ in facts],
         gradients=[
             {name: torch.from_numpy(values[step]) for name, values in recorded.items()} for step in range(steps)
         ],
+        shared=shared,
+        fallbacks=sum(fallbacks for _, _, fallbacks in facts),
     )
 
 
@@ -176,9 +201,47 @@ def _record_gradients(trainee: Trainee) -> _Recorded:
     for group in optimizer.matrices.groups:
         for matrix in group.hosted:
             assert group.optimizer is not None
-            _, layer, kind = matrix.name.split(".")
-            name = f"model.layers.{layer}.{_WEIGHTS[kind]}.weight"
-            group.optimizer.register_step_pre_hook(partial(keep, name, optimizer.matrices.masters[matrix.index]))
+            master = optimizer.matrices.masters[matrix.index]
+            group.optimizer.register_step_pre_hook(partial(keep, _hugging_face_name(matrix), master))
+    return recorded
+
+
+def _hugging_face_name(matrix: Matrix) -> str:
+    _, layer, kind = matrix.name.split(".")
+    return f"model.layers.{layer}.{_WEIGHTS[kind]}.weight"
+
+
+def _record_fragments(trainee: Trainee) -> _Recorded:
+    """By shared matrix, of which this rank has a fragment, that of the gradient of each step to come."""
+    recorded: _Recorded = defaultdict(list)
+    optimizer, world = trainee.optimizer, trainee.world
+    held = optimizer.matrices.fragments if isinstance(optimizer, CanzonaOptimizer) else []
+    if not held or trainee.config.engine.splitting != "split":
+        return recorded
+    form, places = held[0].optimizer, Fragments(trainee.config.model, world.layout.tp, world.tp_rank, {})
+    assert isinstance(form, Muon)
+    matrices: dict[torch.Tensor, Matrix] = {one.master: one.matrix for one in held}
+    contribute, together = form.contribute, form.together
+
+    def keep(p: torch.Tensor) -> None:
+        matrix, whole = matrices[p], torch.zeros(matrices[p].shape)
+        place = places.in_whole(matrix, whole, world.tp_rank)
+        assert p.grad is not None
+        place.copy_(p.grad.view(place.shape))
+        recorded[_hugging_face_name(matrix)].append(whole.numpy())
+
+    def contributing(
+        p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
+    ) -> None:
+        if answer is None:
+            keep(p)
+        contribute(p, x, out, whole=whole, answer=answer)
+
+    def by_rows(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+        keep(p)
+        return together(p, whole=whole, ranks=ranks)
+
+    form.contribute, form.together = contributing, by_rows  # type: ignore[method-assign]
     return recorded
 
 
@@ -197,7 +260,8 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
     """The run's optimizer of whole matrices, as a single process would make it; refreshes are not staggered."""
     o = config.optimizer
     if isinstance(o, MuonConfig):
-        return Muon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision)
+        form: Form = "gram" if o.form == "gram" else "standard"
+        return Muon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision, form=form)
     assert isinstance(o, SoapConfig | ShampooConfig)
     if isinstance(o, SoapConfig):
         return SOAP(
@@ -210,6 +274,13 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
         max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting,
     )  # fmt: skip
+
+
+def inexactness(trained: Trained, config: RunConfig) -> tuple[float, float]:
+    """`farther`, of the shared matrices and an ordinary optimizer's in one process, with the run's gradients."""
+    exact = exact_muon(trained.before, trained.gradients, config.optimizer.lr)
+    shared = {name: right for name, right in exact.items() if name in trained.shared}
+    return farther(trained.after, replay(trained, config), shared)
 
 
 def deviation(first: Weights, second: Weights, lr: float) -> float:
