@@ -3,7 +3,8 @@
 A case trains on one layout, is saved, goes on on another one, and is saved again. What both layouts and their plans may
 not change is the model: the final masters are those of one rank that trains the same steps, within what rounding alone
 comes to. How much that is controls measure: the same rank again, its gradients shaken by rounding. What the second
-layout has read is, to the last bit, what the first one wrote.
+layout has read is, to the last bit, what the first one wrote, whoever of both shares matrices. In some cases a rank's
+gradient is NaN in one step, which all of them skip.
 
 Ranks are forked once for all cases of one number of ranks, and those of one mesh share its process groups.
 """
@@ -11,7 +12,8 @@ Ranks are forked once for all cases of one number of ranks, and those of one mes
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -74,10 +76,13 @@ class Case:
     """Where and how each half of the steps is executed."""
     noise: float
     """What gradients are shaken by in the control, of their root mean square."""
+    broken: int | None
+    """The step in which the last rank's first gradient is NaN."""
 
     def __str__(self) -> str:
         first, second = (" ".join(half) for half in self.halves)
-        return f"seed {self.seed}: {' '.join(self.shared)}\n  first:  {first}\n  second: {second}"
+        broken = "" if self.broken is None else f", step {self.broken} is skipped"
+        return f"seed {self.seed}: {' '.join(self.shared)}{broken}\n  first:  {first}\n  second: {second}"
 
 
 def draw(seed: int) -> Case:
@@ -131,7 +136,16 @@ def draw(seed: int) -> Case:
     # An exchange has to have room for the largest matrix.
     room = round(4 * hidden * max(2 * ffn, groups * (each + 2) * head) / 2**20 + 0.005, 3)
     halves = [_half(dice, mesh, layers, batch, optimizer, room, theirs=theirs, bf16=bf16) for mesh in meshes]
-    return Case(seed=seed, shared=shared, halves=(halves[0], halves[1]), noise=WIDTHS["bf16" if bf16 else "fp32"])
+    # Dice of their own: what older seeds had drawn stays.
+    dice = random.Random(f"{seed}, modes")
+    broken = None
+    if optimizer != "adamw" and not theirs:  # Megatron's own optimizers skip nothing, and have no form
+        broken = dice.randrange(2 * HALF) if dice.random() < 0.2 else None
+        form = f"optimizer.form={dice.choice(('gram', 'gram', 'gram', 'auto'))}"
+        shared += ("train.non_finite=skip", *((form,) if optimizer == "muon" else ()))
+        halves = [(*half, *_mode(dice, half)) for half in halves]
+    noise = WIDTHS["bf16" if bf16 else "fp32"]
+    return Case(seed=seed, shared=shared, halves=(halves[0], halves[1]), noise=noise, broken=broken)
 
 
 def _optimizer(dice: random.Random) -> tuple[str, dict[str, str | float]]:
@@ -198,6 +212,13 @@ def _half(
         f"engine.c_max_mib={dice.choice((room, 'null'))}",
         f"engine.reduction={dice.choice(('null', 'reduce', 'all_to_all', 'padded', 'ring', *even))}",
     )
+
+
+def _mode(dice: random.Random, half: tuple[str, ...]) -> tuple[str, ...]:
+    """Where there is a TP group to share with; few of these matrices are cut evenly, and some optimizers cannot."""
+    if "parallel.tp=1" in half or "engine.strategy=canzona" not in half:
+        return ()
+    return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'rows', 'auto'))}",)
 
 
 def _yes(dice: random.Random) -> str:
@@ -318,11 +339,24 @@ def _go(one: Leg, world: World) -> Weighed:
         vocab_size=one.config.model.vocab_size,
     )
     batches = BatchStream(samples, world, first_sample=one.done * world.layout.global_batch_size)
-    for _ in range(one.steps):
-        train_step(trainee, batches)
+    for step in range(one.done, one.done + one.steps):
+        with _broken(trainee) if step == one.case.broken else nullcontext():
+            made = train_step(trainee, batches)
+        assert made.skipped == (step == one.case.broken)
     finish_gathering(trainee)
     save(trainee, one.store, one.done + one.steps)
     return Weighed(read=read, end=part_of(trainee.chunks, world))
+
+
+@contextmanager
+def _broken(trainee: Trainee) -> Iterator[None]:
+    """On the last rank a gradient is NaN."""
+    if trainee.world.rank != trainee.world.world_size - 1:
+        yield
+        return
+    handle = next(trainee.chunks[0].parameters()).register_hook(lambda gradient: gradient * math.nan)
+    yield
+    handle.remove()
 
 
 def _shake(trainee: Trainee, noise: float, number: int) -> None:
