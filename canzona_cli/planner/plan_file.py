@@ -10,8 +10,9 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash
 from canzona_cli.planner.plan_difference import differences
-from canzona_cli.planner.planner import make_plan, planned_matrices, subject, update_costs
+from canzona_cli.planner.planner import make_plan
 from canzona_cli.planner.sharing import shares, shares_by_rows
+from canzona_cli.planner.subject import planned_matrices, subject, update_costs
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"

@@ -1,41 +1,25 @@
-"""From a run to its `Plan`: matrices, costs, owners and hosts, buckets, micro-groups. No torch, no clock, no chance."""
+"""From a run to its `Plan`: attempts, until every rank has the memory. No torch, no clock, no chance."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.config.schema.field import PLAN
-from canzona_cli.config.settings import affecting
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.activations import stage_weights, transient
-from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import FP32, bucket_elements, buckets, element_bytes
-from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
+from canzona_cli.planner.attempt import attempt, lower_bounds
+from canzona_cli.planner.buckets import FP32, element_bytes
+from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
-from canzona_cli.planner.micro_groups import Grouped, micro_groups
-from canzona_cli.planner.modes import best_of
-from canzona_cli.planner.packing import lower_bound
-from canzona_cli.planner.parts import HOSTED, Assignment, Bucket, Cell, Mesh, PlanSettings, Scalar, Share, Subject
-from canzona_cli.planner.pipeline import HostedPipeline, planning
+from canzona_cli.planner.parts import Cell
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.sharing import shares, shares_by_rows
-from canzona_cli.planner.travel import few_owners, slowest, travel
-
-SHARING_GAIN = 1.03
-"""Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
-
-ALIKE = 0.001
-"""Of assignments whose steps are longer by at most this part the one is taken whose buckets travel for least."""
+from canzona_cli.planner.subject import planned_matrices, settings, subject
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -90,7 +74,7 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
         for c_max_bytes in _capacities(config, layout, members):
             # Most layouts have the memory, and then how much changes nothing.
             whole = roomy and c_max_bytes is None
-            tried = free if whole else _plan(config, layout, shapes, members, memory_cap, c_max_bytes)
+            tried = free if whole else attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
             for plan in _with_less(config, layout, tried):
                 memory = plan_memory(config, layout, plan)
                 if memory.fits:
@@ -98,7 +82,9 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
     if config.engine.mode == "auto":
         # Messages of shared matrices may be what does not fit.
         plan = make_plan(replace(config, engine=replace(config.engine, mode="hosted")), layout, shapes)
-        return replace(plan, subject=subject(config, layout, shapes), lower_bounds=_bounds(config, layout, members))
+        return replace(
+            plan, subject=subject(config, layout, shapes), lower_bounds=lower_bounds(config, layout, members)
+        )
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -125,7 +111,7 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
 @lru_cache(maxsize=32)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    return _plan(config, layout, shapes, planned_matrices(config, layout, shapes), None)
+    return attempt(config, layout, shapes, planned_matrices(config, layout, shapes), None)
 
 
 def _most_held(plan: Plan) -> int:
@@ -136,165 +122,6 @@ def _most_held(plan: Plan) -> int:
         for one, elements in cell.held(matrix, tp, shared=matrix.index in shared):
             held[matrix.stage, one] += elements
     return max(held.values())
-
-
-def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
-    """The subject of the plan for a run.
-
-    Args:
-        shapes: the user's own, where these are planned instead of `config.model`.
-    """
-    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
-    return Subject(
-        model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
-        layout=Mesh.of(layout),
-        optimizer=algorithm(config),
-        settings=settings(config),
-        buffers=MappingProxyType(
-            {
-                "bucket_elements": bucket_elements(config, layout),
-                "precision": config.train.precision,
-                "grad_reduce_dtype": config.train.grad_reduce_dtype,
-            }
-        ),
-        profile=MappingProxyType(
-            {
-                name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-                for name in affecting(PLAN, "cluster")
-                for value in (getattr(config.cluster, name),)
-            }
-        ),
-    )
-
-
-def settings(config: RunConfig) -> PlanSettings:
-    """What the planner is asked for. Only asc and canzona have plans; sc and layerwise are compared with canzona's."""
-    engine = config.engine
-    return PlanSettings(
-        strategy="asc" if engine.strategy == "asc" else "canzona",
-        layout=engine.layout,
-        splitting=engine.splitting,
-        alpha=engine.alpha,
-        c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
-        grouping=engine.grouping,
-        reduction=engine.reduction,
-        exchange_dtype=engine.exchange_dtype,
-        mode=engine.mode,
-    )
-
-
-def update_costs(
-    config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
-) -> tuple[float, ...]:
-    """Seconds of each matrix's update, `rounded`.
-
-    Raises:
-        ConfigError: the profile has measurements that no such device could reach.
-    """
-    how = algorithm(config)
-    refuse(impossible_measurements(how, config.cluster))
-    by_shape = {
-        shape: rounded(seconds(how, *shape, config.cluster, implementation))
-        for shape in {(matrix.rows, matrix.cols): None for matrix in members}
-    }
-    return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
-
-
-def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
-    """What a plan of the run assigns, in its order."""
-    if shapes is not None:
-        return shapes.matrices(layout)
-    return matrices_of(config.model, layout, config.engine.splitting)
-
-
-def _plan(
-    config: RunConfig,
-    layout: Layout,
-    shapes: ModelShapes | None,
-    members: tuple[Matrix, ...],
-    memory_cap: int | None,
-    c_max_bytes: int | None = None,
-) -> Plan:
-    """A plan; with `c_max_bytes` one that saves memory: groups of at most that."""
-    about = subject(config, layout, shapes)
-    mesh, asked, limit = about.layout, about.settings, bucket_elements(config, layout)
-    costs = update_costs(config, members)
-    width = max(exchange_bytes(config))
-    frugal = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-
-    def assigned(possible: Mapping[int, Share]) -> Assignment:
-        return assign(
-            members, costs, layout, asked, memory_cap, bucket_elements=limit, bytes_per_element=width, shares=possible
-        )
-
-    model = ReductionModel(config, layout)
-    grouped = Grouped(frugal, width, HostedPipeline.of(planning(config), layout))
-
-    laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
-
-    def bucketed(assignment: Assignment) -> tuple[Bucket, ...]:
-        if assignment.cells not in laid_out:
-            found = buckets(members, assignment, layout, asked, limit)
-            laid_out[assignment.cells] = model.choose(found, asked, scratch=True)
-        return laid_out[assignment.cells]
-
-    def price(assignment: Assignment, hidden: Sequence[float] = (0.0,) * mesh.pp) -> tuple[float, float]:
-        """Seconds that nothing hides, of updates at least what is `hidden` under them; and of all buckets' travel."""
-        unhidden, whole = travel(bucketed(assignment), model)
-        busy = {stage: max(own, hidden[stage]) for stage, own in slowest(members, costs, assignment, grouped).items()}
-        return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
-
-    possible, bounds = _possible(config, layout, members), _bounds(config, layout, members)
-    assignment = assigned(possible if asked.mode in ("shared", "rows") else HOSTED)
-    busiest = [max(assignment.loads(members, costs, stage, mesh.owners, mesh.tp)) for stage in range(mesh.pp)]
-    if (
-        asked.mode == "auto"
-        and possible
-        and any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, bounds, strict=True))
-    ):
-        balanced = assigned(possible)
-        by_rows = shares_by_rows(config, layout, members)
-        hosted = assignment
-        assignment = best_of(members, costs, hosted, balanced, possible, by_rows, layout.tp, grouped, memory_cap)
-        if assignment.shares and shapes is None:
-            gathered = [model.gather_evenly(stage_weights(config, layout, stage).others) for stage in range(mesh.pp)]
-            if price(hosted, gathered)[0] <= (1 + ALIKE) * price(assignment, gathered)[0]:
-                assignment = hosted  # AdamW's parameters, gathered under the updates, take longer than either
-    if asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and mesh.owners > 1:
-        ways = [assignment, few_owners(members, costs, assignment, layout, limit)]
-        if memory_cap is None and asked.mode not in ("shared", "rows"):
-            # Balanced for its own sake an assignment may travel for longer than that gains.
-            natural = replace(asked, strategy="asc")
-            ways.append(assign(members, costs, layout, natural, bucket_elements=limit, bytes_per_element=width))
-        prices = [price(way) for way in ways]
-        least = min(seconds for seconds, _ in prices)
-        _, best = min((whole, n) for n, (seconds, whole) in enumerate(prices) if seconds <= (1 + ALIKE) * least)
-        assignment = ways[best]
-    return Plan(
-        subject=about,
-        matrices=members,
-        costs=costs,
-        assignment=assignment,
-        buckets=bucketed(assignment),
-        groups=micro_groups(members, costs, assignment, grouped),
-        lower_bounds=bounds,
-    )
-
-
-def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """What may be shared."""
-    if config.engine.mode == "hosted":
-        return HOSTED
-    return (shares_by_rows if config.engine.mode == "rows" else shares)(config, layout, members)
-
-
-def _bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
-    """By stage."""
-    costs, possible = update_costs(config, members), _possible(config, layout, members)
-    by_rows = shares_by_rows(config, layout, members) if config.engine.mode == "auto" else HOSTED
-    return tuple(
-        lower_bound(members, costs, stage, layout.owners, layout.tp, possible, by_rows) for stage in range(layout.pp)
-    )
 
 
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:

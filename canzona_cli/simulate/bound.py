@@ -17,8 +17,8 @@ from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation,
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.parts import HOSTED
-from canzona_cli.planner.planner import update_costs
 from canzona_cli.planner.sharing import shares, shares_by_rows
+from canzona_cli.planner.subject import update_costs
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
 from canzona_cli.simulate.simulate import CLIP_BYTES, NORM_BYTES

@@ -12,7 +12,7 @@ from canzona_cli.planner.cost import implementation
 from canzona_cli.planner.memory import estimate, plan_memory
 from canzona_cli.planner.parts import Assignment, Bucket, Cell
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import update_costs
+from canzona_cli.planner.subject import update_costs
 from canzona_cli.run.machine import cores
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.simulate.simulate import StrategyResult, simulate

@@ -31,8 +31,8 @@ from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.measures import communication, exchange_sent
 from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, Share
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import subject
 from canzona_cli.planner.step_buffers import step_buffers
+from canzona_cli.planner.subject import subject
 from canzona_cli.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model

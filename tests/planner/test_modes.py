@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Mode, RunConfig
-from canzona_cli.planner import micro_groups, planner
+from canzona_cli.planner import micro_groups
 from canzona_cli.planner.activations import stage_weights
+from canzona_cli.planner.attempt import attempt
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.micro_groups import held_jobs
 from canzona_cli.planner.packing import HostPacker
@@ -20,6 +21,7 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares
+from canzona_cli.planner.subject import planned_matrices
 from tests import sizes
 from tests.planner.planning import least_makespan
 from tests.sizes import layout
@@ -135,7 +137,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_groups, "_groups", groups_of)
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
     monkeypatch.setattr(HostedPipeline, "_told", told_of)
-    plan = planner._plan(config, mesh, None, planner.planned_matrices(config, mesh, None), None)
+    plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
     assert {"hosted", "shared"} <= set(plan.modes)
     assert len(searched) == len(set(searched)) > 3
     assert all(len(ways) == len(set(ways)) for ways in timed)

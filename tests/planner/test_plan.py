@@ -16,11 +16,13 @@ from canzona_cli.config.schema import Layout, Mode, MuonConfig, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import planner
+from canzona_cli.planner.attempt import attempt
 from canzona_cli.planner.parts import Share
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_difference import differences
 from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
-from canzona_cli.planner.planner import make_plan, plannable, subject
+from canzona_cli.planner.planner import make_plan, plannable
+from canzona_cli.planner.subject import planned_matrices, subject
 from canzona_cli.simulate.study import study_run, with_shapes
 from tests import sizes
 from tests.commands.support import importable
@@ -146,11 +148,11 @@ def test_a_plan_is_the_same_for_every_batch_and_recomputation_and_with_sliced_se
     sliced = replace(layout, cp=2, dp=layout.dp // 2, num_microbatches=2 * layout.num_microbatches)
     for one in (layout, larger, sliced):
         run = fill(config, one)
-        shared, matrices = planner.plan_unbounded(run, one), planner.planned_matrices(run, one, None)
+        shared, matrices = planner.plan_unbounded(run, one), planned_matrices(run, one, None)
         most = planner._most_held(shared)
-        assert planner._plan(run, one, None, matrices, None) == shared
-        assert planner._plan(run, one, None, matrices, most) == shared
-        assert planner._plan(run, one, None, matrices, most - 1) != shared
+        assert attempt(run, one, None, matrices, None) == shared
+        assert attempt(run, one, None, matrices, most) == shared
+        assert attempt(run, one, None, matrices, most - 1) != shared
 
 
 def test_the_file_of_this_very_run_is_read(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

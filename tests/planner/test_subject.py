@@ -10,7 +10,7 @@ from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
 from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import Setting, settings
 from canzona_cli.planner.parts import Subject
-from canzona_cli.planner.planner import subject
+from canzona_cli.planner.subject import subject
 
 OWN = ("optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 BASE: dict[str, RunConfig] = {
