@@ -29,8 +29,8 @@ RANDOM: Final = "random."
 """Begins the name of a rank's random states."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """State with an element for each of the weight, whoever updates it."""
-_DISTRUSTED: Final = "distrusted"
-"""A mark of a matrix, not a count (`optimizers.muon`)."""
+DISTRUSTED: Final = "distrusted"
+"""Steps that a matrix is not to be updated in Gram form; in older checkpoints True (`optimizers.muon`)."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
 """Optimizers that make it."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
@@ -143,8 +143,8 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
     if manifest.optimizer == "custom":
         reserved = key.removeprefix(GROUP) in ("params", "lr", "weight_decay")
         return "canzona sets that itself" if key.startswith(GROUP) and reserved else ""
-    if key == _DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
-        return "" if value is True else f"{value} is no mark"
+    if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
+        return "" if isinstance(value, int) and value > 0 else f"{value} is no number of steps"
     if key != "step":
         return f"{manifest.optimizer} keeps no such number"
     counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.contents import MASTER, RANDOM
+from canzona_cli.checkpoint.contents import DISTRUSTED, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
 from canzona_cli.checkpoint.pieces import paste, trimmed
 from canzona_cli.checkpoint.verify import problem_of
@@ -142,13 +142,14 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Marks (`distrusted`) of any whole that has a part of one of these units, whatever they are stored in.
+        """`distrusted`, the most of any whole that has a part of one of these units, whatever they are stored in.
 
         Raises:
             CheckpointInvalid: one is not stored.
         """
         wholes = {source.name for unit in units for source in self._stored(unit)}
-        return {key: True for name in wholes for key, value in self.scalars(name).items() if value is True}
+        found = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
+        return {DISTRUSTED: max(found)} if found else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Of a rank of the run that saved."""

@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.muon import LOST
 from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)
@@ -83,17 +84,13 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
-    """Have matrices whose update was left out updated in standard form from now on. The host waits."""
+    """Have matrices whose update was left out updated in standard form for the next steps. The host waits."""
     for group in groups:
         doubting = _doubting(group.optimizer)
         found = set() if doubting is None else {id(master) for master in doubting.settle()}
         for matrix in group.hosted:
             if id(masters[matrix.index]) in found:
-                _log.warning(
-                    "%s keeps its weight: the Gram form lost too much in rounding; from now on it is updated in"
-                    " standard form",
-                    matrix.name,
-                )
+                _log.warning("%s keeps its weight: %s", matrix.name, LOST)
 
 
 def _doubting(optimizer: object) -> Doubting | None:

@@ -67,7 +67,7 @@ class SharedMatrix:
 
     @property
     def excluded(self) -> bool:
-        """Whether it is always updated `alone`; the same on all ranks. What travels of it then means nothing."""
+        """Whether it is updated `alone` in this step; the same on all ranks. What travels of it then means nothing."""
         return self._optimizer.excluded(self.master)
 
     def contribute(self, number: int, scale: float) -> None:

@@ -23,8 +23,12 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 __all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
 
 DISTRUSTED = "distrusted"
-"""In the state of a matrix that is updated in standard form from now on, so that checkpoints remember it."""
-LOST = "the Gram form lost too much in rounding; it was updated in standard form"
+"""In the state of a matrix, so that checkpoints remember it: how many of its next updates are in standard form. Older
+checkpoints have True."""
+STANDARD_STEPS = 100
+"""That many behind a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and where the Gram form is
+doubted again and again, to have tried it costs 1% of what updates take."""
+LOST = f"the Gram form lost too much in rounding; it is updated in standard form for {STANDARD_STEPS} steps"
 SAFE_NORMS = 2.0**-40, 2.0**60
 """Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
@@ -70,7 +74,7 @@ class Muon(MatrixOptimizer):
     The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others divide by
     max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
 
-    State of a matrix: `momentum_buffer`, M; `distrusted`, where an update in Gram form was left out.
+    State of a matrix: `momentum_buffer`, M; `distrusted`, behind an update in Gram form that could not be trusted.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class Muon(MatrixOptimizer):
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
-            is made in standard form instead. On CUDA, where the host does not wait to know, it is left out, and
-            `settle` sees to the next ones.
+            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host does not
+            wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
         graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`).
         workspace: Scratch to share with other optimizers.
@@ -142,14 +146,18 @@ class Muon(MatrixOptimizer):
         self._rates: dict[int, torch.Tensor] = {}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        excluded = [p for p in matrices if self.excluded(p)]
         with products("fp32"):
-            if matrices and not _by_blocks(matrices[0]):
+            on_host = not matrices or _by_blocks(matrices[0])
+            if not on_host:
                 self._set_rates(matrices[0], group)
-                if self.graph:
-                    replayed = self._replayed.setdefault(id(group), Replayed())
-                    replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
-                    return
-            self._update_all(matrices, group)
+            if self.graph and not on_host:
+                replayed = self._replayed.setdefault(id(group), Replayed())
+                replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
+            else:
+                self._update_all(matrices, group)
+        for p in excluded:  # here, and not where they are updated: a replay knows of no host's numbers
+            self._count_down(p)
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
@@ -279,6 +287,7 @@ class Muon(MatrixOptimizer):
                 again = torch.empty_like(one, dtype=self._standard)
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
                 one.copy_(newton_schulz(again, self.steps, Workspace()))
+                self.state[p][DISTRUSTED] = STANDARD_STEPS
                 if self.on_fallback is not None:
                     self.on_fallback(p, LOST)
         return result
@@ -295,6 +304,15 @@ class Muon(MatrixOptimizer):
 
     def excluded(self, p: torch.Tensor) -> bool:
         return bool(self.state[p].get(DISTRUSTED))
+
+    def _count_down(self, p: torch.Tensor) -> None:
+        """Of the updates in standard form that are left, one is made."""
+        state = self.state[p]
+        left = STANDARD_STEPS if state[DISTRUSTED] is True else state[DISTRUSTED]
+        if left > 1:
+            state[DISTRUSTED] = left - 1
+        else:
+            del state[DISTRUSTED]
 
     def contribute(
         self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
@@ -383,7 +401,7 @@ class Muon(MatrixOptimizer):
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
         """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
         was one, has updated the momentum."""
-        group = self._settings(p)
+        group, excluded = self._settings(p), self.excluded(p)
 
         def summed(gram: torch.Tensor) -> None:
             exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
@@ -391,11 +409,15 @@ class Muon(MatrixOptimizer):
             gram.copy_(exact)
 
         with products("fp32"):
-            x, _ = self._whole_direction(p, self._standard, min(whole), total, again=not self.excluded(p))
+            x, _ = self._whole_direction(p, self._standard, min(whole), total, again=not excluded)
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
             if not _by_blocks(p):
                 self._set_rates(p, group)
             self._move(p, x, group, whole)
+        if excluded:
+            self._count_down(p)
+        else:
+            self.state[p][DISTRUSTED] = STANDARD_STEPS
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
         return next(group for group in self.param_groups if any(one is p for one in group["params"]))
@@ -409,14 +431,14 @@ class Muon(MatrixOptimizer):
         return torch.stack(list(self._trusted.values())).logical_not().sum()
 
     def settle(self) -> list[torch.Tensor]:
-        """Update what was left out in standard form from now on; the host waits.
+        """Update what was left out in standard form for the next steps; the host waits.
 
         Returns:
             Matrices whose last update was left out.
         """
         found = [p for p, good in self._trusted.items() if not bool(good)]
         for p in found:
-            self.state[p][DISTRUSTED] = True
+            self.state[p][DISTRUSTED] = STANDARD_STEPS
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
         return found
 

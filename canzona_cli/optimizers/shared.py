@@ -74,7 +74,7 @@ class SharedForm(Protocol):
         ...
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Whether `alone` updates the fragment's matrix in every step: it contributes nothing, and nobody answers."""
+        """Whether `alone` makes the matrix' next update: its fragments contribute nothing, and nobody answers."""
         ...
 
     def contribute(
@@ -114,5 +114,5 @@ class SharedForm(Protocol):
         ...
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Update the fragment in the same step in another way, slow and safe."""
+        """Update the fragment in the same step in another way, slow and safe; as `excluded` also some of the next."""
         ...

@@ -184,7 +184,7 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
     """Whether the Gram form can be trusted with momentum as training has it, on this device and in this precision.
 
     Where half precision is bf16, as on CPUs, it cannot: of qwen3-tiny's 28 momenta it doubted all in the first thirty
-    steps and half after 300, and such an update is made twice.
+    steps and half after 300, which are then in standard form all the same.
     """
     return a.precision != "bf16" or cluster.device == "cuda"
 

@@ -10,18 +10,22 @@ import numpy as np
 import pytest
 
 from canzona_cli.checkpoint.contents import content_problems
+from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import EMBEDDING
-from canzona_cli.optimizers.muon import DISTRUSTED
+from canzona_cli.optimizers import gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers.muon import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import Runs, on_ranks, planned
 from tests.dist.samples import RandomTokens
 from tests.dist.saved import Case, Outcome, Units, manifest_of, resolve, saving_runs, train, units_of
+from tests.dist.synthetic import finish_gathering
+from tests.dist.whole import Part, part_of
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
@@ -315,10 +319,15 @@ def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcom
     assert needed < on_disk <= 1.02 * needed + random
 
 
-def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("old", [False, True])
+def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time(
+    old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
+    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix. Old
+    checkpoints have a mark without a number of steps, which then are all."""
+    if old:
+        monkeypatch.setattr("canzona_cli.optimizers.muon.STANDARD_STEPS", True)
+    mark = True if old else STANDARD_STEPS
     monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
@@ -340,15 +349,55 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form(
         # Cut otherwise, as by another splitting, or in fragments by other ranks.
         third = assemble(fused[0], world, planned(*fused))
         with Reader(start, manifest_of(start), gram[0].model) as reader:
-            assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: True}
+            assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: mark}
             assert reader.marks([EMBEDDING]) == {}
         train(third, tmp_path, replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0), start)
         assert forms(third) == saved
         with monkeypatch.context() as never:
             never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
+            never.setattr("canzona_cli.optimizers.muon.STANDARD_STEPS", STANDARD_STEPS)
             samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)
-            return before, saved, [train_step(second, BatchStream(samples, world)).loss]
+            losses = [train_step(second, BatchStream(samples, world)).loss]
+            assert forms(second) == {STANDARD_STEPS - 1}
+            return before, saved, losses
 
     [(before, saved, losses)] = on_ranks({"": gram}, work)[""]
-    assert (before, saved) == ({None}, {True})
+    assert (before, saved) == ({None}, {mark})
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("mode", ["hosted", "shared", "rows"])
+def test_behind_a_doubt_a_run_goes_on_as_if_it_had_not_ended(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: two steps more in standard form, as many in Gram form, on all ranks of a shared matrix alike."""
+    monkeypatch.setattr(muon, "STANDARD_STEPS", 2)
+    run = resolve("gpus=2", "parallel.tp=2", "train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}")
+    case = Case(settings=(), steps=1)
+
+    def marks(trainee: Trainee) -> set[object]:
+        matrices = trainee.optimizer.matrices
+        hosted = [saved["state"] for saved in matrices.state_dict().values()]
+        return {state.get(DISTRUSTED) for state in (*hosted, *(one.state for one in matrices.fragments))}
+
+    def work(_: str, world: World) -> list[Part]:
+        gone, resumed = (assemble(run[0], world, planned(*run)) for _ in range(2))
+        with monkeypatch.context() as doubting:
+            for module in (gram_form, shared_gram, shared_rows):
+                doubting.setattr(module, "DOUBT", -1.0)
+            train(gone, tmp_path, case, None)
+        assert marks(gone) == {2}
+        train(resumed, tmp_path / "again", replace(case, steps=0), tmp_path / step_name(1))
+        samples = RandomTokens(samples=32 * world.layout.global_batch_size, seq_length=64, vocab_size=384)
+        found = []
+        for trainee in (gone, resumed):
+            batches = BatchStream(samples, world)
+            assert [marks(trainee) for _ in range(4) if train_step(trainee, batches)] == [{1}, {None}, {None}, {None}]
+            finish_gathering(trainee)
+            found.append(part_of(trainee.chunks, world))
+        return found
+
+    for gone, resumed in on_ranks({"": run}, work)[""]:
+        assert gone.fragments.keys() == resumed.fragments.keys()
+        for name, one in gone.fragments.items():
+            assert np.array_equal(one.values, resumed.fragments[name].values), name

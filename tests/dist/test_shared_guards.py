@@ -31,10 +31,11 @@ SETTINGS = (
 )
 MODES: tuple[Mode, ...] = ("shared", "rows")
 HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
-STEPS = 3
+STEPS, STANDARD = 4, 1
+"""Of the steps one behind a doubt is made in standard form."""
 Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]
 """In the second step: a momentum that is no number on one rank; an answer not to be trusted, which a GPU's host does
-not learn in this step; the mark that such an answer leaves, as a checkpoint brings it."""
+not learn in this step; the mark that such an answer leaves, as an old checkpoint brings it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ def both() -> Both:
     def work(case: tuple[Mode, Fault], world: World) -> Faulted:
         mode, fault = case
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
+            patched.setattr(muon, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
                 patched.setattr(muon, "_by_blocks", lambda matrix: False)
             trainee = assemble_trainee(made[mode][0], world, plans[mode])
@@ -226,14 +228,14 @@ def test_an_answer_that_is_not_trusted_is_made_up_for_in_standard_form(faulted: 
     found, healthy = faulted["doubt"], _steps(faulted["none"])
     steps = _steps(found)
     _others_are_untouched(steps, healthy, since=2)
-    for step in (2, 3):
+    for step in (2, 3, 4):
         assert (steps[step][NAME] - healthy[step][NAME]).abs().max() < 1e-4 * 0.01
-    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0]
+    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0, 0]
     (line,) = [line for rank in found for line in rank.log]
     assert line.startswith(f"{HIT}: ")
 
 
-def test_on_a_device_it_is_left_out_and_made_in_standard_form_from_then_on(
+def test_on_a_device_it_is_left_out_and_the_next_are_made_in_standard_form(
     faulted: dict[Fault, list[Faulted]],
 ) -> None:
     found, healthy = faulted["doubt on a device"], _steps(faulted["none"])
@@ -243,23 +245,24 @@ def test_on_a_device_it_is_left_out_and_made_in_standard_form_from_then_on(
     # The momentum is that of all three gradients: what follows is the healthy run's third step.
     moved, meant = steps[3][NAME] - steps[2][NAME] * (1 - 0.001), healthy[3][NAME] - healthy[2][NAME] * (1 - 0.001)
     assert (moved - meant).abs().max() < 1e-4 * 0.01
-    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0]
+    assert [sum(rank.fallbacks[step] for rank in found) for step in range(STEPS)] == [0, 1, 0, 0]
     assert any(line.startswith(f"{HIT} keeps its weight") for rank in found for line in rank.log)
 
 
-@pytest.mark.parametrize(("fault", "since"), [("doubt on a device", 2), ("marked", 1)])
-def test_what_is_always_updated_alone_is_no_fallback_and_nobody_works_for_it_else(
-    faulted: dict[Fault, list[Faulted]], fault: Fault, since: int
+@pytest.mark.parametrize(("fault", "alone"), [("doubt", 2), ("doubt on a device", 2), ("marked", 1)])
+def test_what_is_updated_alone_for_a_time_is_no_fallback_and_nobody_works_for_it_else(
+    faulted: dict[Fault, list[Faulted]], fault: Fault, alone: int
 ) -> None:
-    """Two ranks contribute in each of two rounds, and one answers; or both update it by rows."""
+    """Two ranks contribute in each of two rounds, and one answers; or both update it by rows. Then it is tried."""
     found, healthy = faulted[fault], _steps(faulted["none"])
     most = sum(rank.worked[0] for rank in faulted["none"])
     assert most in (6, 2)
-    assert [sum(rank.worked[step] for rank in found) for step in range(STEPS)] == [most] * since + [0] * (STEPS - since)
-    assert sum(rank.fallbacks[step] for rank in found for step in range(since, STEPS)) == 0
+    worked = [sum(rank.worked[step] for rank in found) for step in range(STEPS)]
+    assert worked == [0 if step == alone else most for step in range(STEPS)]
+    assert sum(rank.fallbacks[step] for rank in found for step in range(alone, STEPS)) == 0
     if fault == "marked":
         steps = _steps(found)
-        for step in (2, 3):
+        for step in (2, 3, 4):
             assert (steps[step][NAME] - healthy[step][NAME]).abs().max() < 1e-4 * 0.01
         _others_are_untouched(steps, healthy, since=2)
         assert not [line for rank in found for line in rank.log]

@@ -297,17 +297,23 @@ def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None
 
 
 @pytest.mark.parametrize("stack", [False, True])
-def test_a_doubted_update_is_made_in_standard_form(stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
+    stack: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is tried again."""
+    monkeypatch.setattr("canzona_cli.optimizers.muon.STANDARD_STEPS", 2)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     shapes = [(12, 40), (12, 40), (40, 12)]
-    grads = reference.gradients(shapes, 3)
+    grads = reference.gradients(shapes, 5)
     told: list[torch.Tensor] = []
     standard, _ = reference.run(lambda p: Muon(p, 0.02), shapes, grads)
     fallen, optimizer = reference.run(
         lambda p: Muon(p, 0.02, form="gram", stack=stack, on_fallback=lambda q, _: told.append(q)), shapes, grads
     )
     assert all(torch.equal(a, b) for a, b in zip(standard, fallen, strict=True))
-    assert [id(q) for q in told] == [id(p) for p in optimizer.param_groups[0]["params"]] * 3
+    # In the first step and the fourth.
+    assert [id(q) for q in told] == [id(p) for p in optimizer.param_groups[0]["params"]] * 2
+    assert [optimizer.state[q][muon.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
 
 
 def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standard(
@@ -315,7 +321,8 @@ def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standa
 ) -> None:
     """As on CUDA: whole tensors, and flags that the host reads later."""
     monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
-    (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 2)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.STANDARD_STEPS", 2)
+    (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 4)
     optimizer = Muon([p, q], 0.02, form="gram")
     before = p.detach().clone()
     with monkeypatch.context() as doubting:
@@ -329,10 +336,17 @@ def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standa
     twin = torch.nn.Parameter(p.detach().clone())
     other = Muon([twin], 0.02)
     other.state[twin] = {"momentum_buffer": optimizer.state[p]["momentum_buffer"].clone()}
-    reference.step_through(optimizer, [p, q], grads[1:])
-    reference.step_through(other, [twin], [grads[1][:1]])
-    assert torch.equal(p, twin)
-    assert optimizer.doubted() is None
+    for step in (1, 2):
+        reference.step_through(optimizer, [p, q], [grads[step]])
+        reference.step_through(other, [twin], [grads[step][:1]])
+        assert torch.equal(p, twin)
+        assert optimizer.doubted() is None
+    reference.step_through(optimizer, [p, q], grads[3:])
+    reference.step_through(other, [twin], [grads[3][:1]])
+    assert not torch.equal(p, twin)
+    doubted = optimizer.doubted()
+    assert doubted is not None
+    assert doubted.item() == 0
 
 
 def test_forms_are_chosen_by_shape() -> None:

@@ -71,8 +71,11 @@ def test_replays_are_the_steps_themselves(
     assert graph.replays == len(RATES) - 1, "all but the first step, which makes state and scratch"
 
 
-def test_an_update_that_is_left_out_is_left_out_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew."""
+@pytest.mark.parametrize("standard", [100, 1])
+def test_an_update_that_is_left_out_is_left_out_of_a_replay(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew, and
+    again when it is tried again, in the last step or later."""
+    monkeypatch.setattr("canzona_cli.optimizers.muon.STANDARD_STEPS", standard)
     doubts = torch.zeros(3, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,10 +84,12 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(monkeypatch: pytest.
 
     monkeypatch.setattr("canzona_cli.optimizers.muon.gram_newton_schulz", doubtful)
     found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    standards: dict[bool, int] = {}
 
     def run(graph: bool) -> list[torch.Tensor]:
         def between(step: int, optimizer: Muon) -> None:
             doubts[0] = step == 3
+            standards[graph] = sum(optimizer.excluded(p) for p in optimizer.param_groups[0]["params"])
             doubted = optimizer.doubted()
             left_out = 0 if doubted is None else int(doubted)
             found[graph].append((left_out, len(optimizer.settle()) if left_out else 0))
@@ -96,6 +101,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(monkeypatch: pytest.
 
     assert_equal(run(True), run(False))
     assert found[True] == found[False]
+    assert standards == dict.fromkeys((True, False), 2 if standard > 1 else 0), "before the last step"
     assert [left_out for left_out, _ in found[True]] == [0, 0, 0, 0, 2, 0], "the first of each shape"
     assert all(left_out == settled for left_out, settled in found[True])
 
