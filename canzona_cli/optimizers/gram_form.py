@@ -9,6 +9,8 @@ Digits. Squares are kept as alpha I + R, with alpha near the mean of A's eigenva
 products' type: near convergence R is small, and so is what is lost of it. Any alpha would do, so it is one of few
 (`ALPHAS`): the host knows all that follows from each, and a GPU looks its row up instead of working it out in some
 sixty launches of a single number. At the start, X being of norm 1, the mean itself is known.
+A step's polynomial P is whole where it multiplies, its diagonal rounded: it is another polynomial then, and as good as
+long as Q and A see the same. So what they get of its diagonal is worked out from what has become of it.
 
 Range. On GPUs fp16 takes the place of bf16 here (`products_type`): it is as fast there, and has three bits more. Its
 normal numbers are 6e-5 to 65504. Of a Gaussian 5120 x 25600 of norm 1 elements are 9e-5, and of its Gram matrix off the
@@ -155,8 +157,9 @@ def _segment(
     centred_gram(x if wide else x.mT, known[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
     found = polynomial(r, steps, known, workspace)
-    apply(x, found.q, found.gamma, out, wide=wide)
-    return found.error(error, mean, spread)
+    behind = found.error(error, mean, spread)
+    found.apply(x, out, wide=wide)
+    return behind
 
 
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
@@ -177,8 +180,8 @@ class Polynomial:
     """Norm of some rows of the product of all steps but the last."""
     slope: float
     """b of the last."""
-    last: tuple[torch.Tensor, Number, torch.Tensor, Number]
-    """p, value, r and alpha of the last step."""
+    last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
+    """p, value, r and alpha of the last step; None where p is whole."""
 
     def error(self, error: Number, mean: Number, spread: Number) -> Number:
         """The error behind the steps.
@@ -205,10 +208,21 @@ class Polynomial:
         side = p.size(-1)
         every = _every(side)
         first = -(-rows.start // every) * every
-        some = p[..., first : rows.stop : every, :].clone()
-        some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
+        some = p[..., first : rows.stop : every, :]
+        if value is not None:
+            some = some.clone()
+            some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
         behind = torch.matmul(some, r).float() + alpha * some.float()
         return _number(behind.mul_(some.float()).sum((-2, -1)) / -(-side // every))
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
+        """`out` <- what it makes of `x`, from x's short side. To be called last: q is
+        made whole, but in bf16, which has too few digits for q and gamma in one."""
+        if x.dtype is torch.bfloat16:
+            apply(x, self.q, self.gamma, out, wide=wide)
+        else:
+            self.q.diagonal(dim1=-2, dim2=-1).add_(_flat(self.gamma))
+            torch.matmul(*_sides(x, self.q, wide=wide), out=out)
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
@@ -221,19 +235,43 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
     before: Number = 0.0
     p = q
     for place, (_, _, c) in enumerate(steps):
-        # A is alpha I + r, this step's polynomial of it value I + p, and the product of those before it turned I + q.
+        # A is alpha I + r, this step's polynomial of it P = value I + p, the product of those before it turned I + q.
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
+        last = place + 1 == len(steps)
         p = s if place else q
         symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
+        if len(steps) == 1:
+            break
+        diagonal = add_diagonal(p, value)
         if place:
-            if place + 1 == len(steps):
+            if last:
                 before = norm_of_rows(q, turned)
-            symmetric.product(p, q, m, add=blend(m, q, value, p, turned))
+            symmetric.product(p, q, m, add=times(p, diagonal, turned, m))
             q, m = m, q
-        if place + 1 < len(steps):
-            symmetric.product(p, r, m, add=blend(m, p, alpha, r, value))
-            symmetric.product(p, m, r, add=blend(r, m, value, p, both))
-    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
+        if not last:
+            symmetric.product(p, r, m, add=times(p, diagonal, alpha, m))
+            symmetric.product(p, m, r, add=times(p, diagonal, both, r))
+        if not place:
+            q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    known_p = known[-4] if len(steps) == 1 else None
+    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known_p, r, known[-6]))
+
+
+def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
+    """`p` <- value I + `p`, rounded, (..., side, side).
+
+    Returns:
+        What its diagonal then has besides value: (..., side).
+    """
+    diagonal = p.diagonal(dim1=-2, dim2=-1)
+    return torch.sub(diagonal.add_(_flat(value)), _flat(value))
+
+
+def times(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Tensor) -> torch.Tensor:
+    """`out` <- factor p, of the `p` and the `diagonal` that `add_diagonal` made: without value."""
+    torch.mul(p, factor, out=out)
+    torch.mul(diagonal, _flat(factor), out=out.diagonal(dim1=-2, dim2=-1))
+    return out
 
 
 def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
@@ -300,17 +338,20 @@ def _flat(number: Number) -> Number:
 def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *, wide: bool) -> None:
     """out <- (gamma I + q) x from x's short side."""
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
-    # q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of a tall
-    # 66x64 in bf16 is twice that of a wide 64x66.
-    left, right = (q, x) if wide else (x, q.mT)
     # As a factor of `fused`, oneDNN would compile a kernel for every new gamma.
-    fused(torch.mul(x, gamma, out=out), left, right, out=out)
+    fused(torch.mul(x, gamma, out=out), *_sides(x, q, wide=wide), out=out)
 
 
 def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Number) -> torch.Tensor:
     """out <- x a + y b."""
     torch.mul(a, x, out=out)
     return out.add_(b, alpha=y) if isinstance(y, float) else out.addcmul_(b, y)
+
+
+def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of a tall
+    66x64 in bf16 is twice that of a wide 64x66."""
+    return (q, x) if wide else (x, q.mT)
 
 
 def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:

@@ -234,7 +234,8 @@ class Muon(MatrixOptimizer):
             if self.nesterov:
                 torch.lerp(grad, average, momentum, out=direction)
             # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
-            of_all: torch.Tensor = torch.linalg.vector_norm(direction, dtype=torch.float64)
+            # `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
+            of_all: torch.Tensor = torch._foreach_norm([direction], 2, dtype=torch.float64)[0]
             factor = of_all.clamp_min(1e-300).reciprocal_().view(1, 1)
             torch.mul(direction, factor if start == 1 else factor.mul_(start), out=out)
             return of_all

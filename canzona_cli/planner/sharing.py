@@ -139,8 +139,8 @@ def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tup
     host = [
         Work(
             symmetric=((4 * k - 3, m, m),),
-            traffic=(width * (17 * k - 14) + tp * (sent + _SUMMED) + 4 * width) * m * m,
-            launches=11 * k + 5 + 7 * min(k, 2) + tp + 15,
+            traffic=(width * (8 * k - 5) + tp * (sent + _SUMMED) + 4 * width) * m * m,
+            launches=13 * k + 10 * min(k, 2) + tp + 15,
         )
         for k in parts
     ]

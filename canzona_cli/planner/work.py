@@ -18,7 +18,7 @@ GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
 """Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
-MUON_AROUND = 13
+MUON_AROUND = 14
 """Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
 PROBE_ROWS = 32
 """Rows of a matrix from which the Gram form estimates what it lost in rounding (`optimizers.gram_form`)."""
@@ -179,21 +179,21 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     the product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
     u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
 
-    Squares are passed over as the products' type: the polynomials' other terms are written into what a product is added
-    to; X is scaled into what Q X is added to. The probe takes norms of `PROBE_ROWS` rows, of Q, copied, around a
-    segment's last step, of R and of X; what it makes of them takes launches of a single number each.
+    Squares are passed over as the products' type: zeros and the polynomials' other terms are written into what a
+    product is added to (in bf16, on processors, X too). The probe takes norms of `PROBE_ROWS` rows, of Q, copied,
+    around a segment's last step, of R and of X; what it makes of them takes launches of a single number each.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
-    passes = sum(17 * k - 14 for k in parts)
+    passes = sum(8 * k - 5 for k in parts)
     several = sum(k > 1 for k in parts)
     rows = min(m, PROBE_ROWS)
     probe = width * rows * ((3 * len(parts) + 4 * several) * m + len(parts) * n)
     return Work(
         products=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
-        traffic=width * (passes * m * m + 2 * len(parts) * m * n) + probe,
-        launches=sum(11 * k + 5 for k in parts) + 7 * several + 7 * len(parts) - 4,
+        traffic=width * passes * m * m + probe,
+        launches=sum(13 * k + 10 for k in parts) + 10 * several - 4,
     )
 
 
