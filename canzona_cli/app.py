@@ -131,7 +131,7 @@ def main() -> None:
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
     # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth of it.
-    gc.set_threshold(50_000)
+    gc.set_threshold(500_000)
     os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change
     guard()
     try:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-
-import psutil
-from packaging.requirements import Requirement
-from packaging.version import Version
+from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import ClusterConfig, Device
 from canzona_cli.run.machine import cores, tool_output
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
@@ -38,6 +38,8 @@ _ANSWER_S = 5.0
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
     """Processor, cores, memory and torch, and the GPU for a profile of GPUs. Nothing that names the machine."""
+    import psutil  # here, as packaging below: a plan asks this module for nothing that needs them
+
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -110,8 +112,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def requirement(package: str) -> Requirement | None:
+def requirement(package: str) -> "Requirement | None":
     """What canzona asks of a package, an optional one too; None where it asks nothing or is not installed itself."""
+    from packaging.requirements import Requirement
+
     try:
         asked = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -119,8 +123,10 @@ def requirement(package: str) -> Requirement | None:
     return next((found for found in asked if found.name == package), None)
 
 
-def admits(requirement: Requirement, version: str) -> bool:
+def admits(requirement: "Requirement", version: str) -> bool:
     """Whether a version satisfies a requirement; a pre-release counts as its release: 2.10.0a0+cu130 is a 2.10."""
+    from packaging.version import Version
+
     return requirement.specifier.contains(Version(version).base_version)
 
 

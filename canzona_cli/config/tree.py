@@ -332,10 +332,12 @@ def put(tree: dict[str, object], key: str, value: object) -> None:
 def _model(tree: Mapping[str, object]) -> ModelConfig | None:
     import json
 
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
+
+    from canzona_cli.config.adapter import adapter
 
     try:
-        return TypeAdapter(ModelConfig).validate_json(json.dumps(tree.get("model")), strict=True)
+        return adapter(ModelConfig).validate_json(json.dumps(tree.get("model")), strict=True)
     except ValidationError:
         return None
 

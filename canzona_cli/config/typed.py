@@ -4,11 +4,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from canzona_cli.config.adapter import adapter
 from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.schema.field import bound_words
@@ -46,7 +46,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
                 continue
             try:
-                parts[name] = _adapter(kind).validate_json(json.dumps(value), strict=True)
+                parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
                     key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
@@ -62,18 +62,12 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                         problems.append(_bad_inside(key, whole, inside, texts, where))
         elif name in sections():
             try:  # a section nobody mentions is made of its defaults, if it has them all
-                parts[name] = _adapter(kind).validate_json("{}", strict=True)
+                parts[name] = adapter(kind).validate_json("{}", strict=True)
             except ValidationError:
                 problems.append(_missing_section(name))
         elif settings()[name].required:
             problems.append(_missing(name, where))
     return problems or RunConfig(**parts)  # type: ignore[arg-type]
-
-
-@cache
-def _adapter(kind: type[object]) -> TypeAdapter[object]:
-    """Made once: that takes longer than all it then reads."""
-    return TypeAdapter(kind)
 
 
 _BOUNDS = {

@@ -48,7 +48,7 @@ class Transfer:
 
     def delayed(self, seconds: float) -> "Transfer":
         """The same transfer with work on the ranks around it, which keeps no link busy."""
-        return replace(self, latency_s=self.latency_s + seconds)
+        return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
     def then(self, other: "Transfer") -> "Transfer":
         """One behind the other. On two links, the time on the less busy one counts as work around it."""
@@ -182,7 +182,7 @@ class Links:
         if not measured:
             least = min(sizes) if len(sizes) == group.size else 0.0
             whole = self.through(sum(sizes) - least, group)
-            return replace(whole, latency_s=chains * whole.latency_s)
+            return whole if chains == 1 else replace(whole, latency_s=chains * whole.latency_s)
         at_once = min(GLOO_THREADS, len(measured))
         seconds = sum(one.seconds for one in measured) / at_once
         return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))

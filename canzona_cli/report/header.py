@@ -1,15 +1,18 @@
 """How a run is described: what is trained, on what, in which layout, where it goes."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
-from canzona_cli.launch.view import Earlier
 from canzona_cli.model.routing import Routed, routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
 from canzona_cli.simulate.outlook import Outlook
+
+if TYPE_CHECKING:
+    from canzona_cli.launch.view import Earlier  # and with it all records of a run, which plans do without
 
 
 def rank_word(device: Device | None) -> str:
@@ -127,7 +130,7 @@ def header_rows(
     run_dir: Path | None = None,
     corpus: PreparedCorpus | None = None,
     plan: Obtained | None = None,
-    earlier: Earlier | None = None,
+    earlier: "Earlier | None" = None,
     ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""

@@ -8,17 +8,16 @@ record per line, and half a line at its end where its writer was killed.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from canzona_cli.config.adapter import adapter
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import json_object, read_json, write_json_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from pydantic import TypeAdapter
 
 _MOST_PLACES: Final = 5
 
@@ -44,11 +43,11 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
     """
     from pydantic import ValidationError
 
-    adapter: TypeAdapter[T] = _adapter(kind)  # type: ignore[arg-type]
+    checked = adapter(kind)
     try:
         if isinstance(content, bytes):
-            return adapter.validate_json(content, strict=strict)
-        return adapter.validate_python(content)
+            return checked.validate_json(content, strict=strict)
+        return checked.validate_python(content)
     except ValidationError as error:
         found = [
             f"{'.'.join(map(str, one['loc'])) or 'top level'}: {one['msg'].lower()}"
@@ -164,10 +163,3 @@ def _versioned(content: object, version: int | None) -> Mapping[str, object]:
     if version is not None and found != version:
         raise _OtherVersion(f"has version {found}, this canzona reads version {version}")
     return content
-
-
-@cache
-def _adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)

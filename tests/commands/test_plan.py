@@ -328,8 +328,9 @@ def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
     assert "gpus=" in told(result)
 
 
-def test_planning_imports_neither_torch_nor_numpy() -> None:
-    imports_none_of(("torch", "megatron", "numpy", "matplotlib"), *LARGE, "--dry-run")
+def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
+    large = ("torch", "megatron", "numpy", "matplotlib", "psutil", "packaging.requirements")
+    imports_none_of((*large, "canzona_cli.run.records", "canzona_cli.launch"), *LARGE, "--dry-run")
 
 
 def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path: Path) -> None:
