@@ -40,9 +40,10 @@ class _Culprits:
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
 
-    AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are updated. The
-    norm is the step's one host synchronisation; it comes before any state changes. With it comes how many updates of
-    the step before went wrong: until then nobody needs to know.
+    The first gradients set out to their hosts before all that, and are thrown away where it ends the step. AdamW goes
+    first so that its parameters, which the next forward needs first, travel while matrices are updated. The norm is the
+    step's one host synchronisation; it comes before any state changes. With it comes how many updates of the step
+    before went wrong: until then nobody needs to know.
 
     Args:
         matrices: by the plan (`PlannedOptimizer`), or all of them on every rank (`RedundantOptimizer`).
@@ -78,13 +79,17 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         Raises:
             NonFiniteGradients: on every rank together, with non_finite="stop".
         """
+        self.matrices.begin()
         self._adamw.prepare_grads()
         norm = self.get_grad_norm()
-        if not math.isfinite(norm) and self._non_finite == "stop":
+        finite = math.isfinite(norm)
+        if not finite:
+            self.matrices.discard()
+        if not finite and self._non_finite == "stop":
             raise NonFiniteGradients(*self._culprits())
         if self.fallbacks:
             self.matrices.repair()
-        if not math.isfinite(norm):
+        if not finite:
             self.skipped += 1
             # Every rank has its parameters as they were.
             nothing_to_gather(self._chunks)

@@ -165,6 +165,11 @@ class HostedGroup:
                 for gradient in self._in_place:
                     gradient.mul_(scale)
 
+    def discard(self) -> None:
+        """Wait for the fragments; nobody reads them."""
+        with self._wiring.timer.phase(self._moving):
+            self._finish(self._gradients)
+
     def step(self) -> None:
         """Update the hosted matrices."""
         if self.optimizer is None:

@@ -128,6 +128,12 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def gradients_for_norm(self) -> list[torch.Tensor]:
         """What this rank adds to the global gradient norm, so that every element counts once."""
 
+    def begin(self) -> None:
+        """Start what of the next update needs reduced gradients, but not their norm. It changes no state."""
+
+    def discard(self) -> None:
+        """There is no such update: what was begun is waited for and thrown away."""
+
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
         """Update this rank's matrices from reduced gradients; True, as nothing is ever left out."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -18,7 +19,7 @@ from canzona_cli.megatron.owner_bucket_group import matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, senders, square_bytes, to_hosts
-from canzona_cli.planner.pipeline import order
+from canzona_cli.planner.pipeline import ahead, order
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES
 
@@ -117,6 +118,8 @@ class PlannedOptimizer(MasterOptimizer):
             )
             sharing.matrices += group.shared
             self.groups.append(group)
+        self._ahead, self._begun = ahead([bool(own) for own in shared]), 0
+        """Groups whose gradients set out before their norm is known, and how many of them have in this step."""
         for one in self._sharing.matrices if self._sharing is not None else ():
             one.reload()
         self._slices = self._gradient_slices()
@@ -128,6 +131,18 @@ class PlannedOptimizer(MasterOptimizer):
         return self._slices
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Pack and send the first groups' gradients. Messages carry them as they are: hosts scale what arrives."""
+        self._run(self._ahead)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        for group in self.groups[: self._begun]:
+            group.discard()
+        self._begun = 0
+        self._wiring.aside.join()
+
+    @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update all matrices of this rank's owner and start gathering what the next forward needs first."""
         self._update()
@@ -137,13 +152,19 @@ class PlannedOptimizer(MasterOptimizer):
     def _update(self) -> None:
         """While group i is updated, messages of those before and behind it travel; what is packed and written for them
         is done aside. `planner.pipeline.order` says what comes when."""
-        for number, stage in order(self._rounds):
-            self.groups[number].run(stage, self._scale)
+        self._run(None)
+        self._begun = 0
         if self._sharing is not None:
             self._sharing.update_by_rows(self._scale)
             self._sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
             self._wiring.aside.join()
+
+    def _run(self, end: int | None) -> None:
+        """What has not been begun, up to that place in the order."""
+        for number, stage in islice(order(self._rounds), self._begun, end):
+            self.groups[number].run(stage, self._scale)
+        self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
         """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""

@@ -10,6 +10,8 @@ A group goes through stages, with an all-to-all between each two (`planner.excha
 
 Matrices whose squares are cut by rows come behind all groups, one after another, and travel in none.
 
+Gradients that are sent as they are set out as soon as they are reduced (`ahead`): norm, clip and AdamW hide them.
+
 Without shared matrices stage 2 is the last, with R rounds 2 R. Two groups are ahead in stage 0, and later stages follow
 one group behind each other, so that there is something to do while an exchange is on its way: 0 of groups 0 and 1; then
 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0; and so on. One communicator carries the exchanges
@@ -19,8 +21,10 @@ The order is `order`'s, for engine and planner alike. What it takes is told to a
 it up, to compare groupings by; the simulator draws it.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -29,6 +33,7 @@ from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
+from canzona_cli.planner.norm_clip import least_before_updates
 from canzona_cli.planner.parts import Share
 from canzona_cli.planner.sharing import moved_by_rows
 
@@ -77,6 +82,15 @@ def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
                 yield group, stage
 
 
+def ahead(shared: Sequence[bool]) -> int:
+    """How many places at the front of `order` come before the gradients' norm is known: their stage 0 only sends.
+
+    Args:
+        shared: whether a group has shared matrices: what their ranks contribute is made of clipped gradients.
+    """
+    return len([*takewhile(operator.not_, shared[:2])])
+
+
 def in_flight(rounds: int) -> int:
     """Groups, at most, that are behind their first stage and not behind their last at the same time."""
     return 2 * rounds + 2
@@ -93,13 +107,24 @@ class Pipeline[Moment](Protocol):
         """Starts once all ranks have come to it and the one before is done."""
         ...
 
+    def norm(self) -> None:
+        """What is ahead of the gradients' norm is behind them; norm, clip and AdamW follow."""
+        ...
+
 
 class Clock:
-    """When each rank of a TP group is done, where every rank has a device of its own."""
+    """When each rank of a TP group is done, where every rank has a device of its own. Seconds since its gradients were
+    reduced.
 
-    def __init__(self, tp: int) -> None:
+    Args:
+        norm_s: of norm, clip and AdamW.
+    """
+
+    def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         self.now = [0.0] * tp
-        self._free = 0.0
+        self.begun = 0.0
+        """When all that comes before the updates is done."""
+        self._free, self._norm_s = 0.0, norm_s
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
         self.now[host] += seconds
@@ -110,6 +135,10 @@ class Clock:
     def exchange(self, transfer: Transfer) -> float:
         self._free = max(self._free, *self.now) + transfer.seconds
         return self._free
+
+    def norm(self) -> None:
+        self.begun = max(self.now) + self._norm_s
+        self.now = [self.begun] * len(self.now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +165,8 @@ class HostedPipeline:
     updating: float = 1.0
     exchanging: float = 1.0
     """Measured time of whole steps over that of their parts, of updates and of exchanges."""
+    norm_s: float = 0.0
+    """Of norm, clip and AdamW, at least; they hide the first exchanges."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
@@ -155,6 +186,7 @@ class HostedPipeline:
             steps=algorithm(config).ns_steps,
             updating=step_factor(cluster, "matrix_update", own),
             exchanging=exchanging,
+            norm_s=least_before_updates(config, layout),
         )
 
     @property
@@ -178,20 +210,21 @@ class HostedPipeline:
         return 2 * self.width
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
-        """From the first step to the last, for an owner's groups in this order.
+        """From the first step to the last without norm, clip and AdamW, for an owner's groups in this order.
 
         Args:
             known: what groups of the very same jobs came to before; found ones are added.
         """
-        clock = Clock(self.tp)
+        clock = Clock(self.tp, self.norm_s)
         self.run(groups, clock, known)
-        return max(clock.now)
+        return max(clock.now) - self.norm_s
 
     def run[Moment](
         self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment], known: "Loads | None" = None
     ) -> None:
         """Has `ranks` work through an owner's micro-groups."""
         if self.tp == 1:
+            ranks.norm()
             for group in groups:
                 ranks.work(0, "matrix_update", self.updating * self.replay_s)
                 for job in group:
@@ -201,7 +234,10 @@ class HostedPipeline:
             self._load([job for job in group if not job.by_rows], {} if known is None else known) for group in groups
         ]
         landed: dict[int, Moment] = {}
-        for number, stage in order([load.rounds for load in loads]):
+        first = ahead([any(job.share and not job.by_rows for job in group) for group in groups])
+        for place, (number, stage) in enumerate(order([load.rounds for load in loads])):
+            if place == first:
+                ranks.norm()
             load = loads[number]
             for host, parts in enumerate(load.work[stage]):
                 if stage:

@@ -15,13 +15,13 @@ from canzona_cli.planner.activations import forwards_ahead, stage_weights
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
 from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
+from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.parts import HOSTED
 from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.planner.subject import update_costs
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
-from canzona_cli.simulate.simulate import CLIP_BYTES, NORM_BYTES
 from canzona_cli.simulate.update import UpdateModel
 
 _ROUNDING = 1 - 100 * 10.0**-COST_DIGITS
@@ -43,23 +43,19 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
       AdamW's share;
     - *update*: see `_update`; and what is gathered behind it without overlap.
     """
-    execution, parallel = execution_of(config), config.parallel
-    rate, own = memory_rate(config.cluster), implementation(config)
+    execution, parallel, own = execution_of(config), config.parallel, implementation(config)
     overlap_gather = parallel.overlap_grad_reduce and parallel.overlap_param_gather
     traffic = _transfers(config, replace(layout.bare, vpp=1))
     weights = stage_weights(config, layout, 0)
-    world = Groups.of(layout, config.cluster).world
-    agree_s = Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0
     reduced = _reduced(config, layout, traffic, overlap_gather=overlap_gather) + after_reduction(config, layout, 0)
 
     shares = 1 if execution.everywhere else layout.owners
-    norm = step_factor(config.cluster, "norm_clip", own) / rate
-    normed = reduced + norm * NORM_BYTES * (weights.matrices + weights.others) / shares + agree_s
-    clipped = normed + norm * CLIP_BYTES * weights.others / shares
+    how = NormClip.of(config, layout)
+    clipped = reduced + how.seconds((weights.matrices + weights.others) / shares, weights.others / shares)
     elements = weights.others + (weights.matrices if execution is Execution.ADAMW else 0)
     adamw_s = step_factor(config.cluster, "adamw_update", own) * adamw_seconds(elements / shares, config.cluster)
     gathered = 0.0 if overlap_gather else traffic.gather_s + traffic.behind_s
-    ended = clipped + adamw_s + _update(config, layout) + gathered + agree_s
+    ended = clipped + adamw_s + _update(config, layout) + gathered + how.agree_s
     return _ROUNDING * ended
 
 

@@ -21,7 +21,8 @@ from canzona_cli.model.qwen3 import flops_per_token
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import implementation, memory_rate, step_factor
-from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.links import Groups, Transfer
+from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
@@ -31,8 +32,6 @@ from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 
-NORM_BYTES, CLIP_BYTES = 4, 8
-"""Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
 _ROUNDING = 1e-9
 """Share of a time by which sums of the same numbers in another order may differ."""
 
@@ -125,8 +124,9 @@ class _Step:
         cell, found = self.cells[number], dict(before)
         # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
-        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage]
-        found["exchange"] = cell.update.exchange_s
+        packed_s = cell.update.packed_s
+        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
+        found["exchange"] = cell.update.exchange_s + packed_s
         found["exchange_total"] = cell.update.exchange_total_s
         found["matrix_update"] = cell.update.matrix_update_s
         found["adamw_update"] = cell.adamw_s
@@ -169,12 +169,10 @@ class _Simulation:
         self._config, self._layout, self._workload = config, layout, workload
         self._execution = execution_of(config)
         cluster = config.cluster
-        self._links = Links(cluster=cluster)
-        self._world = Groups.of(layout, cluster).world
-        self._cores = None if cluster.cores is None else float(cluster.cores * self._world.machines)
-        # What all ranks do at the same time takes longer by this where cores are few.
-        crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
-        self._rate = memory_rate(cluster) / crowd
+        machines = Groups.of(layout, cluster).world.machines
+        self._cores = None if cluster.cores is None else float(cluster.cores * machines)
+        self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
+        """How much longer takes what all ranks do at the same time, where cores are few."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
@@ -228,10 +226,10 @@ class _Simulation:
             overlap_gather=overlap_gather,
             first_matrices_early=planned,
         )
-        agree_s = self._links.all_reduce(8.0, self._world).seconds if self._world.size > 1 else 0.0
-        norm = self._factor("norm_clip")
-        read_s, scaled_s = norm * NORM_BYTES / self._rate, norm * CLIP_BYTES / self._rate
-        normed = max(iteration.reduced_s[cell.team.stage] + cell.team.elements * read_s for cell in cells) + agree_s
+        how = NormClip.of(config, layout)
+        read_s, scaled_s, agree_s = self._crowd * how.read_s, self._crowd * how.scaled_s, how.agree_s
+        packed = ((iteration.reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in cells)
+        normed = max(end + elements * read_s for end, elements in packed) + agree_s
         return _Step(
             iteration=iteration,
             cells=cells,
@@ -265,7 +263,7 @@ class _Simulation:
         weights = stage_weights(self._config, self._layout, stage)
         _, grad = element_bytes(self._config)
         padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
-        return (weights.matrices + weights.others + padding) * grad / self._rate
+        return (weights.matrices + weights.others + padding) * grad * self._crowd / memory_rate(self._config.cluster)
 
     def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""
@@ -280,11 +278,14 @@ class _Simulation:
         cell, iteration, clipped = step.cells[number], step.iteration, step.clipped[number]
         rank, stage = self._rank(cell), cell.team.stage
         found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
-        found.append(("compute", "norm_clip", iteration.reduced_s[stage], clipped))
+        reduced = iteration.reduced_s[stage]
+        found.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
         # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
         first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
-        found += [(stream, phase, begin + a, begin + b) for stream, phase, a, b in cell.update.segments]
+        for stream, phase, start, end in cell.update.segments:
+            origin = begin if start >= 0 else reduced + cell.update.begun_s
+            found.append((stream, phase, origin + start, origin + end))
         updated = clipped + cell.seconds
         found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated))))
         if step.early_s[stage]:
@@ -317,6 +318,7 @@ def assumptions() -> tuple[str, ...]:
         "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule, interleaved where a stage has "
         "several model chunks. What a stage sends travels once the next one asks for it, a pass ahead, and it waits "
         "until that is there, but for backward transfers between model chunks while both directions take turns.",
+        "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
         "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
         "start gathering the first layer's matrices with the last update.",
         "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "

@@ -26,7 +26,7 @@ from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""Stream, phase, start, end; seconds from the beginning of the update."""
+"""Stream, phase, start, end; seconds from the beginning of the update, for what is ahead of it negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,10 @@ class RankUpdate:
     exchange_total_s: float
     """In flight, packing and unpacking included."""
     segments: tuple[Segment, ...]
+    packed_s: float = 0.0
+    """What it packs ahead of the norm: no part of `exchange_s`, but of the total."""
+    begun_s: float = 0.0
+    """From reduced gradients to the beginning."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +67,7 @@ class RankUpdate:
     @property
     def exchange_hidden_s(self) -> float:
         """In flight under updates; sums of floats in another order must not make it negative."""
-        return max(0.0, self.exchange_total_s - self.exchange_s)
+        return max(0.0, self.exchange_total_s - self.exchange_s - self.packed_s)
 
 
 class UpdateModel:
@@ -76,9 +80,15 @@ class UpdateModel:
         self._whole = execution_of(config) is Execution.REDUNDANT
         self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + exchange_bytes(config)[0]
 
-    def hosted(self, groups: Sequence[MicroGroup], assignment: Assignment) -> tuple[RankUpdate, ...]:
-        """One owner's micro-groups, in order: its TP ranks' updates, by host."""
-        alone = Alone(self._tp)
+    def hosted(
+        self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0
+    ) -> tuple[RankUpdate, ...]:
+        """One owner's micro-groups, in order: its TP ranks' updates, by host.
+
+        Args:
+            norm_s: from packed gradients to the first update at least: norm, clip, AdamW.
+        """
+        alone = Alone(self._tp, norm_s)
         self.run_hosted(groups, assignment, alone)
         return alone.results()
 
@@ -120,8 +130,8 @@ class UpdateModel:
 class Alone(Clock):
     """A TP group whose ranks have a device each: every rank's time follows from its own work and the exchanges."""
 
-    def __init__(self, tp: int) -> None:
-        super().__init__(tp)
+    def __init__(self, tp: int, norm_s: float = 0.0) -> None:
+        super().__init__(tp, norm_s)
         self._own: list[list[Segment]] = [[] for _ in range(tp)]
         self._transfers: list[Segment] = []
 
@@ -138,7 +148,9 @@ class Alone(Clock):
         return landed
 
     def results(self) -> tuple[RankUpdate, ...]:
-        return tuple(_result(own, self._transfers, now) for own, now in zip(self._own, self.now, strict=True))
+        return tuple(
+            _result(own, self._transfers, self.begun, now) for own, now in zip(self._own, self.now, strict=True)
+        )
 
 
 class Crowded:
@@ -149,13 +161,26 @@ class Crowded:
         copies: how many TP groups do the very same at the same time.
         alike: how many ranks of each group one host here stands for: 1, or tp where all do the same.
         after: by host, the task it begins behind.
+        norm_s: of norm and clip, at least.
+        adamw_s: of the update behind them.
     """
 
     def __init__(
-        self, timeline: Timeline, name: Hashable, hosts: int, after: Sequence[int], *, copies: int = 1, alike: int = 1
+        self,
+        timeline: Timeline,
+        name: Hashable,
+        hosts: int,
+        after: Sequence[int],
+        *,
+        copies: int = 1,
+        alike: int = 1,
+        norm_s: float = 0.0,
+        adamw_s: float = 0.0,
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
-        self._begin, self._last = list(after), list(after)
+        self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
+        """By host, the task that the update begins behind."""
+        self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[number] for number in after]
         self._own: list[list[int]] = [[] for _ in range(hosts)]
         self._transfers: list[int] = []
@@ -179,6 +204,13 @@ class Crowded:
             self._transfers.append(number)
         return number
 
+    def norm(self) -> None:
+        packed = list(self._last)
+        for host in range(len(packed)):
+            self._waits[host] += packed
+            self._task(host, "norm_clip", self._norm_s)
+            self.begin[host] = self._task(host, "adamw_update", self._adamw_s)
+
     def end(self, host: int) -> int:
         """A task behind everything a host was given so far."""
         return self._task(host, "other", 0.0)
@@ -186,15 +218,15 @@ class Crowded:
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
         """By host, from the end of what it began behind."""
         found = []
-        for own, begin, last in zip(self._own, self._begin, self._last, strict=True):
-            zero = ran[begin].end
+        for own, first, begin, last in zip(self._own, self._first, self.begin, self._last, strict=True):
+            zero = ran[first].end
             tasks: list[Segment] = [
                 ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in own
             ]
             moved: list[Segment] = [
                 ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
             ]
-            found.append(_result(tasks, moved, ran[last].end - zero))
+            found.append(_result(tasks, moved, ran[begin].end - zero, ran[last].end - zero))
         return tuple(found)
 
     def _task(self, host: int, phase: str, seconds: float) -> int:
@@ -209,13 +241,20 @@ class Crowded:
         return number
 
 
-def _result(own: Sequence[Segment], transfers: Sequence[Segment], end: float) -> RankUpdate:
+def _result(own: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
+    """`begun`: when norm, clip and AdamW are done, in the time of all others."""
     updating = sum(stop - start for _, phase, start, stop in own if phase == "matrix_update")
     packing = sum(stop - start for _, phase, start, stop in own if phase == "exchange")
+    packed = sum(stop - start for _, _, start, stop in own if start < begun)
     in_flight = sum(stop - start for _, _, start, stop in transfers)
+    exposed = end - begun - updating
     return RankUpdate(
         matrix_update_s=updating,
-        exchange_s=end - updating,
-        exchange_total_s=max(in_flight + packing, end - updating),
-        segments=(*own, *transfers),
+        exchange_s=exposed,
+        exchange_total_s=max(in_flight + packing, exposed + packed),
+        segments=tuple(
+            (stream, phase, start - begun, stop - begun) for stream, phase, start, stop in (*own, *transfers)
+        ),
+        packed_s=packed,
+        begun_s=begun,
     )

@@ -12,6 +12,7 @@ from canzona_cli.planner.buckets import FP32
 from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.links import Transfer
+from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.parts import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
@@ -64,7 +65,7 @@ class UpdatePhase:
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """Of strategies that have hosts."""
-        self._cores = cores
+        self._cores, self._norm_clip = cores, NormClip.of(config, layout)
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
@@ -165,11 +166,12 @@ class UpdatePhase:
 
     def _alone(self, team: Team) -> list[CellUpdate]:
         """Every rank on a device of its own."""
+        adamw = self._adamw_s(team.stage)
         if self._hosts is not None:
-            updates = self._model.hosted(team.groups, self._hosts)
+            norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
+            updates = self._model.hosted(team.groups, self._hosts, norm_s)
         else:
             updates = (self._model.duplicated(team.members),)
-        adamw = self._adamw_s(team.stage)
         return [CellUpdate(team=team, host=host, adamw_s=adamw, update=update) for host, update in enumerate(updates)]
 
     def _crowded(
@@ -187,24 +189,18 @@ class UpdatePhase:
         adamw: list[list[int]] = []
         groups = []
         for number, team in enumerate(teams):
-            seconds, hosts = self._adamw_s(team.stage), range(team.hosts)
-
-            def update(name: int, hosts: range, seconds: float, ranks: int) -> list[int]:
-                return [
-                    timeline.add("adamw_update", (name, host), seconds=seconds, cores=float(ranks)) for host in hosts
-                ]
-
+            seconds, begin = self._adamw_s(team.stage), [timeline.add("other", (number, h)) for h in range(team.hosts)]
             if self._hosts is not None:
-                adamw.append(update(number, hosts, seconds, team.ranks))
-                group = Crowded(timeline, number, team.hosts, adamw[-1])
+                norm_s = self._norm_clip.seconds(team.elements, team.clipped)
+                group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=seconds)
                 self._model.run_hosted(team.groups, self._hosts, group)
+                adamw.append(group.begin)
             else:
-                begin = [timeline.add("other", (number, 0))]
                 alike = self._layout.tp
                 group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
                 self._model.run_duplicated(team.members, group)
                 group.end(0)
-                adamw.append(update(number, hosts, seconds, team.ranks))
+                adamw.append([timeline.add("adamw_update", (number, 0), seconds=seconds, cores=float(team.ranks))])
             groups.append(group)
         gathers = []
         for stage, others in enumerate(gathered or ()):
@@ -226,7 +222,7 @@ class UpdatePhase:
                 cells.append(CellUpdate(team=team, host=host, adamw_s=own.end - own.start, update=result))
         windows = []
         for stage, task in enumerate(gathers):
-            last = max(cell.seconds for cell in cells if cell.team.stage == stage)
+            last = max(cell.update.begun_s + cell.update.seconds for cell in cells if cell.team.stage == stage)
             length = ran[task].end - ran[task].start
             within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))

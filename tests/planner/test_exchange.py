@@ -283,6 +283,8 @@ class _Recorder:
 
     def wait(self, host: int, moment: None) -> None: ...
 
+    def norm(self) -> None: ...
+
     def exchange(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
 

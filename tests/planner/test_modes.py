@@ -138,7 +138,8 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
     monkeypatch.setattr(HostedPipeline, "_told", told_of)
     plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
-    assert {"hosted", "shared"} <= set(plan.modes)
+    assert "hosted" in plan.modes
+    assert {"shared", "rows"} & set(plan.modes)
     assert len(searched) == len(set(searched)) > 3
     assert all(len(ways) == len(set(ways)) for ways in timed)
     assert len(told) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))

@@ -83,6 +83,20 @@ def test_a_group_on_one_host_takes_its_receiver_longer() -> None:
     assert flooded[0].exchange_total_s == pytest.approx(4 * even[0].exchange_total_s)
 
 
+def test_norm_clip_and_adamw_hide_the_first_two_exchanges() -> None:
+    """Of three one is left, whose gradients set out with the first update; and all weights."""
+    matrices, costs, norm_s = [matrix(index) for index in range(6)], [0.0] * 6, 1.0
+    model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, costs)
+    groups = [MicroGroup(stage=0, owner=0, index=n, matrices=(2 * n, 2 * n + 1)) for n in range(3)]
+    cells = tuple(Cell(owner=0, host=index % 2) for index in range(6))
+    (update, _) = model.hosted(groups, Assignment(cells=cells), norm_s)
+    # With a flag for each matrix.
+    gradients, weights = SIDE * SIDE / 2 * 4 / BYTES, (SIDE * SIDE / 2 + 1) * 2 / BYTES
+    assert update.exchange_s == pytest.approx(gradients + 3 * weights)
+    assert update.exchange_total_s == pytest.approx(3 * (gradients + weights))
+    assert update.begun_s == norm_s
+
+
 def test_a_fast_host_waits_for_the_slow_one_to_send_weights() -> None:
     slow, fast = hosted([1.0, 0.25], [0, 1], [(0, 1)], FREE)
     assert slow.exchange_s == pytest.approx(0.0)
@@ -94,14 +108,14 @@ def test_packing_and_unpacking_go_through_memory() -> None:
     (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], cluster)
     # Read and written: two fragments packed, one whole matrix unpacked, in gradients; and back, in weights.
     moved = 2 * SIDE * SIDE * 2 * (4 + 2)
-    assert update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
+    assert update.packed_s + update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
 
 
 def test_the_copy_of_every_fragment_is_launched() -> None:
     (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], replace(FREE, launch_us=10.0))
     # Of two matrices a rank hosts one. Gradients: one fragment packed, two unpacked. Weights: the other's fragment
     # packed, its own rounded and written; one unpacked.
-    assert update.exchange_s == pytest.approx((1 + 2 + 3 + 1) * 10e-6)
+    assert update.packed_s + update.exchange_s == pytest.approx((1 + 2 + 3 + 1) * 10e-6)
     # The updates themselves, without those of other operations: one graph.
     assert update.matrix_update_s == pytest.approx(10e-6)
 
