@@ -104,11 +104,11 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """AdamW, its gathering, the matrices."""
+        """AdamW, the gathering of its first model chunk, the matrices with what follows (`gathering_order`)."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
         if self._chunks[0].ddp_config.overlap_param_gather:
-            for group in adamw_groups(self._chunks):
+            for group in reversed(adamw_groups(self._chunks[:1])):
                 group.start_param_sync()
         return self.matrices.step_with_ready_grads()
 

@@ -15,12 +15,13 @@ from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
 from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.engine.sharing import Sharing
 from canzona_cli.megatron.optimizer import adamw_settings
-from canzona_cli.megatron.owner_bucket_group import matrix_groups
+from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, senders, square_bytes, to_hosts
 from canzona_cli.planner.pipeline import ahead, order
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.step_buffers import BATCH_BYTES
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -167,9 +168,10 @@ class PlannedOptimizer(MasterOptimizer):
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Overlapped, the first layer's bucket travels at once and each next one behind it; else all of them now."""
-        buckets = matrix_groups(self._chunks)
-        for bucket in reversed(buckets) if not self._overlap else buckets[-1:]:
+        """Overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has the rest follow);
+        else all matrices now."""
+        ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
+        for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
 
     # --- what went wrong in an update ---

@@ -5,7 +5,6 @@ waited for where. After a reduction only the owner's ranges of a bucket hold gra
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -19,7 +18,7 @@ from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parame
 from canzona_cli.megatron.owner_collectives import gathering, reducing
 from canzona_cli.planner.parts import Bucket, Range
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED
+from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD
 
 
 class InFlight:
@@ -166,8 +165,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
     """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s, right after `chunks` were built.
 
-    Parameters are gathered first layers first, one bucket of matrices after the other; AdamW's bucket groups follow
-    nobody, so whoever steps AdamW starts them.
+    Parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time; what is not in it follows
+    nobody, so whoever steps AdamW starts it.
 
     Raises:
         PlanMismatch: they have other matrix buckets than the plan.
@@ -194,8 +193,9 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
     for group in bucket_groups(chunks):
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
     if config.overlap_param_gather:
-        for ahead, group in pairwise(matrices):
-            group.next_param_gather_bucket_group = ahead
+        order = gathering_order(chunks)
+        for group, behind in zip(order, order[GATHERED_AHEAD:], strict=False):
+            group.next_param_gather_bucket_group = behind
     if config.overlap_grad_reduce:
         # Waiting for the last but one keeps two buckets' copies alive, and the newest under the backward pass.
         staged = [group for group in matrices if group.planned.reduction in COPIED]
@@ -216,6 +216,16 @@ def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucket
 def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
     """Megatron's own bucket groups, of what AdamW updates."""
     return [group for group in bucket_groups(chunks) if not isinstance(group, OwnerBucketGroup)]
+
+
+def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
+    """What is gathered behind the updates, in the order the forward needs it; not AdamW's of the first model chunk,
+    which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's latency."""
+    first, *later = chunks
+    order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
+    for chunk in later:
+        order += [*reversed(adamw_groups([chunk])), *reversed(matrix_groups([chunk]))]
+    return order
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:

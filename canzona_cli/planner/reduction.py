@@ -22,6 +22,10 @@ GATHERED: Mapping[Reduction, Gathering] = MappingProxyType(
 """How weights come back where a way was asked for; else it is chosen apart."""
 COPIED: tuple[Reduction, ...] = ("all_to_all", "padded")
 """Ways that hold more of a bucket than one's own share; no more than two buckets travel at the same time."""
+GATHERED_AHEAD = 4
+"""Buckets whose weights are on their way at the same time: what the first forward needs first starts with the end of
+the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron has it, the second
+bucket, mostly the first layer's largest matrices, starts with that forward only, and waits for a link that was idle."""
 SIMILAR = 1.25
 """All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
 WORTH = 0.95

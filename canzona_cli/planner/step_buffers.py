@@ -28,7 +28,7 @@ from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.parts import Share
 from canzona_cli.planner.pipeline import in_flight
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED, gathering_bytes, scratch_bytes
+from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
 
 BATCH_BYTES = 256 << 20
@@ -50,7 +50,7 @@ class StepBuffers:
     reduction: int = 0
     """For gradients on their way; unlike the rest it comes and goes under the backward pass."""
     gathering: int = 0
-    """For weights of two buckets on their way; it comes and goes under the forward pass."""
+    """For weights of buckets on their way; it comes and goes under the forward pass."""
 
     @property
     def lasting(self) -> int:
@@ -204,24 +204,24 @@ def _is_head(matrix: Matrix) -> bool:
 def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Bytes for gradients and for weights, by rank that needs any.
 
-    For two buckets, the largest, because one may arrive while the one before is put where it belongs; but rings, which
-    need little, bring any number of buckets' gradients.
+    For the largest buckets, as many as travel at a time and one more, which is put where it belongs meanwhile; but
+    rings, which need little, bring any number of buckets' gradients.
     """
     width, grad = element_bytes(config)
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
-    reduced = Counter(_two_largest(scratch_bytes(one, owners, grad) for one in buckets if one.reduction in COPIED))
+    reduced = Counter(_largest(2, (scratch_bytes(one, owners, grad) for one in buckets if one.reduction in COPIED)))
     for bucket in buckets:
         if bucket.reduction not in COPIED:
             reduced.update(scratch_bytes(bucket, owners, grad))
-    return reduced, _two_largest(gathering_bytes(bucket, owners, width) for bucket in buckets)
+    return reduced, _largest(GATHERED_AHEAD + 1, (gathering_bytes(bucket, owners, width) for bucket in buckets))
 
 
-def _two_largest(needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
+def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
     held: dict[int, list[int]] = {}
     for of_bucket in needed:
         for owner, size in of_bucket.items():
             held.setdefault(owner, []).append(size)
-    return {owner: sum(sorted(sizes)[-2:]) for owner, sizes in held.items()}
+    return {owner: sum(sorted(sizes)[-count:]) for owner, sizes in held.items()}
 
 
 def _most(sizes: Iterable[int]) -> int:

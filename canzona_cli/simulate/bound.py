@@ -35,8 +35,8 @@ def least_step_seconds(config: RunConfig, layout: Layout) -> float:
 
     - *pipeline*: for every stage s, the first micro-batch reaches it through the first model chunks of the stages
       before; it computes all forwards and backwards one after another, and waits for what it sends; and the last
-      backward goes back through the same chunks. The first forward of stage 0 lasts as long as gathering the parameters
-      that it waits for;
+      backward goes back through the same chunks. The first forward of stage 0 ends no sooner than the gathering of the
+      parameters that it waits for;
     - *reduction*: the gradients travel one bucket after another, those of a model chunk from the beginning of its last
       backward on (without overlap all from the end), and the one with the embedding's only behind it. See `_reduced`;
     - *norm and clip*: the rank with most gradients reads no less than the mean, the one with most to update at least
@@ -87,7 +87,11 @@ def _reduced(config: RunConfig, layout: Layout, whole: _Traffic, *, overlap_gath
     times, count, hop_s = passes(config, layout), layout.num_microbatches, hop(config, layout).seconds
     forwards, backwards = ([sum(one[way] for one in chunks) for chunks in times] for way in (0, 1))
     zeroed = (weights.matrices + weights.others) * grad / memory_rate(config.cluster)
-    filled = zeroed + max(times[0][0][0], first.gather_s if overlap_gather else 0.0)
+    # Plans have their first buckets gathered from the very beginning, while gradients are set to zero.
+    gathering = 0.0 if execution_of(config) is Execution.PLANNED else zeroed
+    filled = zeroed + times[0][0][0]
+    if overlap_gather:
+        filled = max(filled, gathering + first.gather_s)
     # Every forward pass but the last of all sends and waits. So does every backward pass but the first stage's, with
     # more than one chunk a stage when no forward is left; the last of them is on the way back.
     sent_s = [count * (layout.vpp - (stage == layout.pp - 1)) * hop_s for stage in range(layout.pp)]
@@ -98,7 +102,7 @@ def _reduced(config: RunConfig, layout: Layout, whole: _Traffic, *, overlap_gath
     forwarded = filled - times[0][0][0] + count * forwards[0] + sent_s[0]
     if layout.vpp > 1 and overlap_gather:
         left = (layout.pp - 1) * times[0][-1][0] + (count - layout.pp) * forwards[0]
-        forwarded = max(forwarded, zeroed + whole.gather_s + left)
+        forwarded = max(forwarded, gathering + whole.gather_s + left)
     end, drained = forwarded + count * backwards[0] + sent_back_s[0], 0.0
     for stage in range(1, layout.pp):
         filled, drained = filled + hop_s, drained + hop_s + times[stage - 1][0][1]

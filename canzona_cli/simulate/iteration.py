@@ -48,6 +48,11 @@ class StageWork:
     """Before the first forward."""
     tail_s: float
     """What follows the gradient reduction before its result is complete."""
+    early: Sequence[int] = ()
+    """Chunks that the last step has started gathering, in this order."""
+    chain: Sequence[int] | None = None
+    """In which order others follow: behind one that was waited for, the one `ahead` places behind it here; None for
+    all, the last one first."""
     meets: bool = False
     """Whether it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
 
@@ -57,7 +62,7 @@ class IterationTimeline:
 
     Args:
         timeline: empty; its cores, if it has any, are shared by all ranks.
-        first_matrices_early: the chunk the first layer needs is gathered from the start, not once the layer asks.
+        ahead: see `StageWork.chain`.
     """
 
     def __init__(
@@ -68,23 +73,23 @@ class IterationTimeline:
         *,
         overlap_reduce: bool,
         overlap_gather: bool,
-        first_matrices_early: bool = False,
+        ahead: int = 1,
     ) -> None:
         self._layout, self._stages = layout, stages
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
-        self._first_early = first_matrices_early and overlap_gather
-        self._timeline = timeline
-        self._last: list[int] = []
+        self._ahead, self._timeline = ahead, timeline
+        self._last = [0] * len(stages)
+        self._gathered: list[dict[int, int]] = [{} for _ in stages]
+        """By stage: the task that gathers a chunk of its buffers."""
         for stage, work in enumerate(stages):
-            # Before any rank waits for another, all are as busy; `begin_s` has that in it.
-            self._last.append(self._timeline.add("other", ("compute", stage), seconds=work.begin_s))
+            self._compute_task(stage, "other", work.begin_s)
+            for number in work.early:
+                self._gather(stage, number, ())
         self._sent: dict[_Message, int] = {}
         self._asked: dict[_Message, int] = {}
         """The task behind which the rank that a message is for asks for it."""
         self._leaving: list[int | None] = [None] * len(stages)
         """By stage: the message that its rank has not waited for."""
-        self._gathered: list[dict[int, int]] = [{} for _ in stages]
-        """By stage: the task that gathers a chunk of its buffers."""
         self._build()
         ran = self._timeline.run()
         self._computed = [ran[last].end for last in self._last]
@@ -197,27 +202,30 @@ class IterationTimeline:
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Module by module, starting gatherings as Megatron chains them.
 
-        A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, the
-        bucket before it in the buffers.
+        A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, one
+        that comes later in the chain.
         """
-        time, chunks, gathered = self._stages[stage].time, self._stages[stage].chunks, self._gathered[stage]
-
-        def gather(number: int, after: Sequence[int]) -> None:
-            if number >= 0 and number not in gathered:
-                gathered[number] = self._transfer(stage, "param_gather", chunks[number].gather, after)
-
-        if self._first_early and chunks:
-            gather(len(chunks) - 1, [self._last[stage]])
+        work = self._stages[stage]
+        time, chunks = work.time, work.chunks
+        chain = range(len(chunks))[::-1] if work.chain is None else work.chain
+        follows = dict(zip(chain, chain[self._ahead :], strict=False))
         needed: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             needed.setdefault(chunk.module, []).insert(0, number)
         for place in time.places[model_chunk]:
             awaited = [self._last[stage]]
             for number in needed.get(place, ()) if self._overlap_gather else ():
-                gather(number, awaited)
-                awaited.append(gathered[number])
-                gather(number - 1, awaited)
+                self._gather(stage, number, awaited)
+                awaited.append(self._gathered[stage][number])
+                if number in follows:
+                    self._gather(stage, follows[number], awaited)
             self._module(stage, "forward", time.modules[place], awaited[1:])
+
+    def _gather(self, stage: int, number: int, after: Sequence[int]) -> None:
+        """Start gathering a chunk, unless somebody has."""
+        if number not in self._gathered[stage]:
+            transfer = self._stages[stage].chunks[number].gather
+            self._gathered[stage][number] = self._transfer(stage, "param_gather", transfer, after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
         time = self._stages[stage].time

@@ -23,6 +23,7 @@ from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Transfer
 from canzona_cli.planner.norm_clip import NormClip
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
@@ -201,12 +202,13 @@ class _Simulation:
         overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
         early_s = [0.0] * layout.pp
+        orders = [_Order() for _ in chunks]
         if planned and overlap_gather:
-            others = [len(own) - self._buckets(stage) for stage, own in enumerate(chunks)]
-            under = [[chunk.gather for chunk in own[:count]] for own, count in zip(chunks, others, strict=True)]
+            orders = [self._order(stage, own) for stage, own in enumerate(chunks)]
+            under = [[own[number].gather for number in order.under] for own, order in zip(chunks, orders, strict=True)]
             cells, windows = self._updates.run(under)
-            for stage, (own, count, window) in enumerate(zip(chunks, others, windows, strict=True)):
-                chunks[stage], early_s[stage] = _gathered_early(own, count, window)
+            for stage, (own, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
+                chunks[stage], early_s[stage] = _gathered_early(own, order.under, window)
         else:
             cells, _ = self._updates.run(None)
         iteration = IterationTimeline(
@@ -216,6 +218,8 @@ class _Simulation:
                     time=stage_time(config, layout, stage),
                     chunks=own,
                     begin_s=self._zero_s(stage),
+                    early=orders[stage].early,
+                    chain=orders[stage].behind if planned else None,
                     tail_s=after_reduction(config, layout, stage),
                     meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
@@ -224,7 +228,7 @@ class _Simulation:
             Timeline(self._cores, config.cluster.crowding),
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
-            first_matrices_early=planned,
+            ahead=GATHERED_AHEAD if planned else 1,
         )
         how = NormClip.of(config, layout)
         read_s, scaled_s, agree_s = self._crowd * how.read_s, self._crowd * how.scaled_s, how.agree_s
@@ -251,9 +255,21 @@ class _Simulation:
             replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering)) for chunk in found
         ]
 
-    def _buckets(self, stage: int) -> int:
-        """How many of the stage's chunks are of matrices; they come last."""
-        return sum(bucket.stage == stage for bucket in self._workload.buckets)
+    def _order(self, stage: int, chunks: Sequence[Chunk]) -> "_Order":
+        """As the engine gathers a stage's chunks, of which those of matrices come last
+        (`megatron.owner_bucket_group.gathering_order`)."""
+        others = len(chunks) - sum(bucket.stage == stage for bucket in self._workload.buckets)
+        first, *later = (
+            [number for number in reversed(range(len(chunks))) if chunks[number].module in places]
+            for places in stage_time(self._config, self._layout, stage).places
+        )
+        return _Order(
+            under=[number for number in first if number < others],
+            behind=[
+                *(number for number in first if number >= others),
+                *(number for own in later for number in sorted(own, key=lambda number: number >= others)),
+            ],
+        )
 
     def _factor(self, phase: Phase) -> float:
         return step_factor(self._config.cluster, phase, implementation(self._config))
@@ -263,7 +279,7 @@ class _Simulation:
         weights = stage_weights(self._config, self._layout, stage)
         _, grad = element_bytes(self._config)
         padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
-        return (weights.matrices + weights.others + padding) * grad * self._crowd / memory_rate(self._config.cluster)
+        return (weights.matrices + weights.others + padding) * grad / memory_rate(self._config.cluster)
 
     def _rank(self, cell: CellUpdate) -> int:
         """tp innermost, then cp and dp, then pp."""
@@ -319,8 +335,9 @@ def assumptions() -> tuple[str, ...]:
         "several model chunks. What a stage sends travels once the next one asks for it, a pass ahead, and it waits "
         "until that is there, but for backward transfers between model chunks while both directions take turns.",
         "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
-        "canzona and asc update AdamW's parameters before the matrices, gather them under the matrix updates, and "
-        "start gathering the first layer's matrices with the last update.",
+        "canzona and asc update AdamW's parameters before the matrices, and gather those of a stage's first model "
+        f"chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the first ones "
+        "from the last update on, while gradients are set to zero for the next step.",
         "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "
         "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
         "full products, canzona and asc as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
@@ -334,13 +351,26 @@ def assumptions() -> tuple[str, ...]:
     )
 
 
-def _gathered_early(chunks: Sequence[Chunk], others: int, window: float) -> tuple[list[Chunk], float]:
-    """What is left to gather in the forward once AdamW's `others` have had `window` seconds, and what was gathered.
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """In which order an owner's plan has a stage's chunks gathered: what the forward needs first comes first."""
 
-    In the order the forward needs them, which is from the last chunk of a buffer to its first.
-    """
+    under: Sequence[int] = ()
+    """Under the updates: of AdamW's parameters those of the first model chunk."""
+    behind: Sequence[int] = ()
+    """Behind the updates."""
+
+    @property
+    def early(self) -> list[int]:
+        """Before the forward asks for any."""
+        return [*self.under, *self.behind[:GATHERED_AHEAD]]
+
+
+def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float) -> tuple[list[Chunk], float]:
+    """What is left to gather in the forward once those `under` the updates have had `window` seconds, in their order;
+    and what was gathered."""
     left, spent = list(chunks), 0.0
-    for number in reversed(range(others)):
+    for number in under:
         seconds = chunks[number].gather.seconds
         done = min(seconds, window - spent)
         spent += done

@@ -14,12 +14,13 @@ from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.megatron import instrument
 from canzona_cli.megatron.adamw import build_adamw
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
-from canzona_cli.megatron.owner_bucket_group import adamw_groups, matrix_groups
+from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED
+from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD
 from canzona_cli.planner.rings import handovers
+from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import Runs, on_ranks, ranks_of
 from tests.dist.owner_support import (
     alternating,
@@ -35,6 +36,7 @@ from tests.dist.owner_support import (
     wrap_plain,
 )
 from tests.dist.ranks import run_ranks
+from tests.dist.synthetic import fill_gradients, noise
 
 COMBINATIONS: list[tuple[str, Reduction]] = [
     ("owner", "reduce"),
@@ -313,24 +315,65 @@ def test_in_the_first_step_a_reduction_may_be_asked_for_twice() -> None:
         assert min(ranks) > 0
 
 
-def test_parameters_are_gathered_one_bucket_ahead() -> None:
+def test_parameters_are_gathered_some_buckets_ahead() -> None:
     """First layers first; AdamW's buckets are left to whoever steps AdamW."""
-    config, layout = case("gpus=2")
+    config, layout = case("gpus=2", "parallel.bucket_elements=10000")
+    plan = planned(config, layout)
+
+    def rank() -> int:
+        ddp = wrap(config, start(config, layout), plan)
+        matrices = matrix_groups([ddp])[::-1]
+
+        def begun() -> set[int]:
+            return {number for number, group in enumerate(matrices) if group.param_gather_dispatched}
+
+        matrices[0].finish_param_sync()
+        assert begun() == {0, GATHERED_AHEAD}
+        assert matrices[GATHERED_AHEAD].param_gather_handle is not None
+        matrices[1].finish_param_sync(skip_next_bucket_dispatch=True)
+        assert begun() == {0, 1, GATHERED_AHEAD}
+        for group in adamw_groups([ddp]):
+            assert not group.param_gather_dispatched
+            group.finish_param_sync()
+        assert begun() == {0, 1, GATHERED_AHEAD}
+        for group in matrices:
+            group.finish_param_sync()
+        return len(matrices)
+
+    assert min(run_ranks(2, rank)) > GATHERED_AHEAD + 2
+
+
+@pytest.mark.parametrize("settings", [("gpus=2",), ("gpus=4", "parallel.pp=2", "parallel.vpp=2", "model.num_layers=4")])
+def test_a_step_starts_gathering_what_the_forward_needs_first(settings: tuple[str, ...]) -> None:
+    """AdamW's of the first model chunk, under the updates; then matrices, and what later chunks have of AdamW's."""
+    config, layout = case(*settings, "parallel.bucket_elements=10000")
     plan = planned(config, layout)
 
     def rank() -> None:
-        ddp = wrap(config, start(config, layout), plan)
-        *others, second, first = matrix_groups([ddp])
-        first.finish_param_sync()
-        assert second.param_gather_handle is not None
-        assert not any(group.param_gather_dispatched for group in (*others, *adamw_groups([ddp])))
-        second.finish_param_sync(skip_next_bucket_dispatch=True)
-        assert not any(group.param_gather_dispatched for group in others)
-        for group in adamw_groups([ddp]):
-            group.finish_param_sync()
-        assert not any(group.param_gather_dispatched for group in others)
+        trainee = assemble_trainee(config, start(config, layout), plan)
+        first, *later = ([*reversed(chunk.bucket_groups)] for chunk in trainee.chunks)
+        under = [group for group in first if not isinstance(group, OwnerBucketGroup)]
+        behind = [group for group in first if isinstance(group, OwnerBucketGroup)]
+        for own in later:
+            behind += [group for group in own if not isinstance(group, OwnerBucketGroup)]
+            behind += [group for group in own if isinstance(group, OwnerBucketGroup)]
+        started: list[object] = []
+        for group in (*under, *behind):
+            begin = group.start_param_sync
 
-    run_ranks(2, rank)
+            def spied(*, begin: Callable[[], None] = begin, group: object = group) -> None:
+                started.append(group)
+                begin()
+
+            group.start_param_sync = spied
+        fill_gradients(trainee, 0, noise)
+        trainee.optimizer.step()
+        assert started == [*under, *behind[:GATHERED_AHEAD]]
+        for group in behind:
+            group.finish_param_sync()
+        assert started == [*under, *behind], "each once, in order"
+
+    run_ranks(layout.world_size, rank)
 
 
 def test_an_all_reduce_can_be_forced() -> None:

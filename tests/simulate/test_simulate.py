@@ -23,6 +23,7 @@ from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP
+from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import Module, StageTime, passes, stage_time
 from canzona_cli.simulate.predict import layerwise, simulate_plan
@@ -237,6 +238,34 @@ def pipeline(
         works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.5 if meets else 0.0, meets=meets))
     mesh = layout(pp=len(seconds), vpp=vpp, count=count)
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
+
+
+def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_before() -> None:
+    """By hand: three modules of 1 s, 3 s of zeroing, four buckets of 2 s of which the first two start at once."""
+    module = Module(
+        part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
+    )
+    time_of = StageTime(chunks=((module,) * 4,), hop=Transfer(), pass_s=0.0)
+    chunks = [Chunk(module=place, reduce=Transfer(), gather=Transfer(latency_s=2.0)) for place in (3, 2, 1, 0)]
+    mesh = layout(count=1)
+
+    def gathered(early: Sequence[int], ahead: int) -> float:
+        work = StageWork(time=time_of, chunks=chunks, begin_s=3.0, tail_s=0.0, early=early)
+        made = IterationTimeline(mesh, [work], Timeline(), overlap_reduce=True, overlap_gather=True, ahead=ahead)
+        return made.phases(0)["param_gather"]
+
+    # Waiting: 3 to 5, 6 to 7, then each second one.
+    assert gathered((), 1) == pytest.approx(2 + 1 + 1 + 1)
+    # There after 2, 5, 7 and 9 s; asked for at 3, 4, 6 and 8 s.
+    assert gathered((3,), 1) == pytest.approx(0 + 1 + 1 + 1)
+    # After 2, 4, 6 and 8 s, the third asked for at 3 s; needed at 3, 4, 5 and 7 s.
+    assert gathered((3, 2), 2) == pytest.approx(0 + 0 + 1 + 1)
+
+
+def test_the_first_gathering_of_32b_is_hidden() -> None:
+    config = config_of("32b", mesh := layout(tp=8, dp=32, count=2, micro=4))
+    found = simulate_plan(config, mesh, plan_unbounded(config, mesh))
+    assert found.phases["param_gather"] == 0.0 < found.phases["param_gather_total"]
 
 
 def test_a_tied_embeddings_gradient_is_summed_once_both_ends_have_it() -> None:
