@@ -331,9 +331,10 @@ def assumptions() -> tuple[str, ...]:
         "sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not hidden.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
-        "ahead of the next forward, as Megatron-core 0.19 does; 1F1B pipeline schedule, interleaved where a stage has "
-        "several model chunks. What a stage sends travels once the next one asks for it, a pass ahead, and it waits "
-        "until that is there, but for backward transfers between model chunks while both directions take turns.",
+        "ahead of the next forward, as Megatron-core 0.19 does (canzona and asc: below); 1F1B pipeline schedule, "
+        "interleaved where a stage has several model chunks. What a stage sends travels once the next one "
+        "asks for it, a pass ahead, and it waits until that is there, but for backward transfers between model chunks "
+        "while both directions take turns.",
         "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
         "canzona and asc update AdamW's parameters before the matrices, and gather those of a stage's first model "
         f"chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the first ones "
