@@ -42,6 +42,8 @@ from canzona_cli.run.files import sync_folder
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _NAMED_RANKS: Final = 8
+_REMOVALS: Final = 8
+"""A rank that still writes makes up to three files, and each may come after its folder was listed."""
 _FIXES: Final[Mapping[int | None, str]] = {
     errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
     errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
@@ -176,7 +178,10 @@ def finish(
 
 def abandon(partial: Path) -> None:
     """Remove what there is of a checkpoint that will not be finished. Never raises: the next `begin` tries again."""
-    shutil.rmtree(partial, ignore_errors=True)
+    for _ in range(_REMOVALS):
+        shutil.rmtree(partial, ignore_errors=True)
+        if not partial.exists():
+            return
 
 
 def bytes_written(partial: Path) -> int:

@@ -204,6 +204,25 @@ def test_a_rank_whose_save_was_given_up_fails_alone(root: Path) -> None:
     assert not partial.exists()
 
 
+def test_what_a_rank_still_makes_while_its_save_is_given_up_goes_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file comes after the folder was listed, and so does that which says that it could not be written."""
+    partial = begin(root, 30)
+    late = [partial / "part-00001.json", partial / "rank-00001.safetensors"]
+    remove = os.rmdir
+
+    def rmdir(*args: object, **kwargs: object) -> None:
+        if late:
+            late.pop().touch()
+        remove(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    abandon(partial)
+    assert not late
+    assert os.listdir(root) == []
+
+
 def test_files_are_not_for_others_to_write(root: Path) -> None:
     before = os.umask(0)
     try:
