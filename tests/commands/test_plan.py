@@ -76,8 +76,11 @@ def test_json_adds_up(large: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str, dict[str, float]]]) -> None:
+    """AdamW has less to update; its iteration may still take longer, as Megatron gathers one bucket ahead, not four."""
     times = {name: compared["iteration_s"] for name, compared in large["strategies"].items()}
-    assert times["adamw"] < times["canzona"] < times["asc"] < times["layerwise"] < times["sc"]
+    assert times["canzona"] < times["asc"] < times["layerwise"] < times["sc"]
+    steps = {name: compared["optimizer_s"] for name, compared in large["strategies"].items()}
+    assert steps["adamw"] < steps["canzona"] < steps["asc"] < steps["layerwise"] < steps["sc"]
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "120", "200"])

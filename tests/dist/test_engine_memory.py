@@ -22,6 +22,7 @@ from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.training import cpu_products
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import Runs, build, on_ranks
@@ -139,6 +140,7 @@ def test_steps_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rank() -> tuple[Living, Living]:
         trainee = build(config, layout)
+        cpu_products.uninstall()  # theirs leave some tens of objects in torch, and have a test of their own
         fill_gradients(trainee, 0, noise)
         found = []
         for step in range(1, LAST + 1):

@@ -59,7 +59,7 @@ def test_every_matrix_has_a_cell_and_every_unit_one_owner(
 ) -> None:
     found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=bucket)
     assert len(found.cells) == len(matrices)
-    assert all(0 <= cell.owner < mesh.dp and 0 <= cell.host < mesh.tp for cell in found.cells)
+    assert all(0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp for cell in found.cells)
     owners: dict[int | str, set[int]] = defaultdict(set)
     for matrix, cell in zip(matrices, found.cells, strict=True):
         owners[matrix.unit].add(cell.owner)
@@ -78,10 +78,10 @@ def test_alpha_trades_bytes_for_compute_monotonically(
     for alpha in (0.0, 0.2, 0.5, 0.8, 1.0):
         plan = replace(CANZONA, layout=layout, alpha=alpha)
         found = assign(matrices, costs, mesh, plan, bucket_elements=bucket)
-        compute.append(_busiest(found, matrices, costs, mesh.dp, mesh.tp))
+        compute.append(_busiest(found, matrices, costs, mesh.owners, mesh.tp))
         total = 0
         for held in buckets(matrices, found, mesh, plan, bucket):
-            shares = [0] * mesh.dp
+            shares = [0] * mesh.owners
             for part in held.ranges:
                 shares[part.owner] += sum(matrices[index].fragment_elements(mesh.tp) for index in part.matrices)
             total += max(shares)
@@ -118,7 +118,7 @@ def test_no_cell_holds_more_than_its_cap(matrices: tuple[Matrix, ...], mesh: Lay
     units: dict[int, float] = defaultdict(float)
     for matrix in matrices:
         units[matrix.unit] += matrix.elements
-    cap = int(sum(elements) / (mesh.dp * mesh.tp) + spare * max(units.values()))
+    cap = int(sum(elements) / (mesh.owners * mesh.tp) + spare * max(units.values()))
     try:
         found = assign(matrices, newton_schulz(matrices), mesh, CANZONA, cap)
     except DoesNotFit:
@@ -126,7 +126,7 @@ def test_no_cell_holds_more_than_its_cap(matrices: tuple[Matrix, ...], mesh: Lay
             reject()
         # The emptiest cell is below the mean, so twice the largest unit on top always suffices.
         raise
-    assert max(found.loads(matrices, elements, 0, mesh.dp, mesh.tp)) <= cap
+    assert max(found.loads(matrices, elements, 0, mesh.owners, mesh.tp)) <= cap
 
 
 def test_a_cap_below_the_largest_matrix_does_not_fit() -> None:
@@ -221,16 +221,18 @@ def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: S
         # Micro-batches and recomputation have no part in it: less to search.
         config, mesh = resolve(run(size, gpus, strategy="canzona", micro_batch_size=1, recompute="full"))
         matrices = matrices_of(config.model, mesh, "split")
-        costs, bucket = newton_schulz(matrices), max(40_000_000, 1_000_000 * mesh.dp)
+        costs, bucket = newton_schulz(matrices), max(40_000_000, 1_000_000 * mesh.owners)
         found = assign(matrices, costs, mesh, CANZONA, bucket_elements=bucket)
-        busiest = _busiest(found, matrices, costs, mesh.dp, mesh.tp)
-        gaps.append(busiest / max(lower_bound(matrices, costs, stage, mesh.dp, mesh.tp) for stage in range(mesh.pp)))
+        busiest = _busiest(found, matrices, costs, mesh.owners, mesh.tp)
+        gaps.append(
+            busiest / max(lower_bound(matrices, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp))
+        )
 
         megatron, _ = layerwise(matrices, mesh, bucket)
         for stage in range(mesh.pp):
-            loads = found.loads(matrices, costs, stage, mesh.dp, mesh.tp)
+            loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
             owners = [sum(loads[start : start + mesh.tp]) for start in range(0, len(loads), mesh.tp)]
-            theirs = megatron.loads(matrices, costs, stage, mesh.dp, 1)
+            theirs = megatron.loads(matrices, costs, stage, mesh.owners, 1)
             assert max(loads) <= max(theirs) * (1 + 1e-9)
             assert max(owners) / sum(owners) <= max(theirs) / sum(theirs) * (1 + 1e-9)
         assert padding_fraction(buckets(matrices, found, mesh, CANZONA, bucket)) < 1e-4

@@ -1,6 +1,8 @@
 """Narrow products of a processor without instructions for them, against torch's own kernels and fp64."""
 
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -95,6 +97,19 @@ def test_torch_counts_what_they_multiply() -> None:
     with FlopCounterMode(display=False) as counter:
         a @ b
     assert counter.get_total_flops() == 2 * 33 * 65 * 17
+
+
+@pytest.mark.usefixtures("installed")
+def test_products_leave_nothing_behind() -> None:
+    """An object each would be 5,000; torch keeps at most some tens (seen 25 to 88)."""
+    a, b, c = factors(torch.bfloat16)
+    torch.mm(a, b, out=c)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(5000):
+        torch.mm(a, b, out=c)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 500
 
 
 def test_torchs_own_kernels_stay_where_they_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
