@@ -4,7 +4,8 @@
 
 Rounds are interleaved: each updates every shape once with every contender. OUT.json has all samples; printed are the
 ratios to the first contender's time, weighted by how often a layer has each shape, with quartiles, the singular values'
-distance from 1 on Gaussian gradients, and FLOPs as torch counts them.
+distance from 1 on Gaussian gradients, and FLOPs as torch counts them. Without instructions for bf16 all contenders'
+products are made in fp32 (`optimizers/cpu_products.py`).
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.optimizers import Muon
+from canzona_cli.optimizers import Muon, cpu_products
 
 LAYER = {(8192, 5120): 1, (1024, 5120): 2, (5120, 8192): 1, (25600, 5120): 2, (5120, 25600): 1}
 """Qwen3-32B's q, k and v, proj, gate and up, down: how many of each shape."""
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    cpu_products.install()  # of everyone
     makes = contenders(args.before)
     shapes = {(rows // args.divide, cols // args.divide): count for (rows, cols), count in LAYER.items()}
     times: dict[str, dict[str, list[float]]] = {name: {str(shape): [] for shape in shapes} for name in makes}

@@ -46,7 +46,7 @@ from functools import cache
 
 import torch
 
-from . import symmetric
+from . import cpu_products, symmetric
 from .workspace import Workspace
 
 DOUBT = 0.15
@@ -76,9 +76,10 @@ def segments(steps: int) -> tuple[int, ...]:
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of X and of squares on `device`, where the standard form's are `dtype`. Processors multiply fp16 400 times slower
-    than bf16."""
-    return torch.float16 if dtype is torch.bfloat16 and device.type == "cuda" else dtype
+    """Of X and of squares on `device`, where the standard form's are `dtype`. Processors with instructions for bf16
+    multiply fp16 400 times slower; those without take as long for either."""
+    has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
+    return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
 
 
 def starting_norm(side: int, dtype: torch.dtype) -> float:

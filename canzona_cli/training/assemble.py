@@ -18,9 +18,9 @@ from canzona_cli.megatron import contract, instrument, model, optimizer, paralle
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers import cpu_products
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
-from canzona_cli.training import cpu_products
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:

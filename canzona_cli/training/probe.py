@@ -17,7 +17,7 @@ def main() -> None:
     """Print the findings as JSON."""
     import torch
 
-    from canzona_cli.training import cpu_products
+    from canzona_cli.optimizers import cpu_products
 
     found: dict[str, object] = {
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ import torch._dynamo  # which every rank would import anew with its first torch 
 from torch.distributed import distributed_c10d
 
 from canzona_cli.megatron import contract
-from canzona_cli.training import cpu_products
+from canzona_cli.optimizers import cpu_products
 from tests.waiting import PATIENCE_S
 
 cpu_products.install()  # as workers do

@@ -14,6 +14,7 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.optimizers import cpu_products
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
@@ -22,7 +23,6 @@ from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.training import cpu_products
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import Runs, build, on_ranks

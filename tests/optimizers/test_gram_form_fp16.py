@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import Muon, Workspace, gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers import Muon, Workspace, cpu_products, gram_form, muon, shared_gram, shared_rows
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
@@ -69,10 +69,15 @@ def in_half(x: torch.Tensor, steps: Sequence[gram_form.Step]) -> tuple[torch.Ten
     return found, bool(trusted)
 
 
-def test_gpus_have_fp16_where_they_would_have_bf16() -> None:
+def test_gpus_have_fp16_where_they_would_have_bf16_and_processors_that_have_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert products_type(torch.bfloat16, cuda) is HALF
-    assert products_type(torch.bfloat16, cpu) is torch.bfloat16
+    for narrow, expected in ((False, torch.bfloat16), (True, HALF)):
+        monkeypatch.setattr(cpu_products, "installed", lambda narrow=narrow: narrow)
+        assert products_type(torch.bfloat16, cpu) is expected
+        assert products_type(torch.float32, cpu) is torch.float32
     assert products_type(torch.float32, cuda) is torch.float32
     for side in (1, 3, 4, 63, 64, 4095, 4096, 5120, 10**6):
         norm = starting_norm(side, HALF)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.training import cpu_products
+from canzona_cli.optimizers import cpu_products
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FLAT: dict[str, Call] = {

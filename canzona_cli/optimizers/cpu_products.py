@@ -31,9 +31,14 @@ def slow() -> bool:
     return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def installed() -> bool:
+    """Whether products of this process go through fp32: bf16 and fp16 then take the same time."""
+    return bool(_library)
+
+
 def install() -> None:
     """Replace torch's CPU kernels of narrow products in this process, where they are slow; once."""
-    if not slow() or _library:
+    if not slow() or installed():
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in PRODUCTS:
