@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from . import cpu_products
+
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
 """Called with a, b, out, add, beta, alpha: out <- alpha A B + beta `add`, `add` None for nothing. A is (side, long) and
 B is (long, side): A's transpose, of the same memory, or, where both are squares, another symmetric matrix that commutes
@@ -76,7 +78,7 @@ def product(
 
 
 def in_strips(side: int, long: int) -> int:
-    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16; 1 where the whole is quicker."""
+    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1 where it is slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 
@@ -100,7 +102,7 @@ def _multiply(
         if (chosen := _chosen.get((side, long, a.dtype))) is not None:
             chosen(a, b, out, add, beta, alpha)
             return
-        if a.device.type == "cpu" and a.dtype is torch.bfloat16 and (strips := in_strips(side, long)) > 1:
+        if a.device.type == "cpu" and a.dtype in cpu_products.NARROW and (strips := in_strips(side, long)) > 1:
             _in_strips(strips, a, b, out, add, beta, alpha)
             return
     plain(a, b, out, add, beta, alpha)
