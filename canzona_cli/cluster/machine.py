@@ -53,11 +53,6 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
     return facts
 
 
-def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:
-    """What a user of a profile should know. Without `training` it may well be for another machine, as in a plan."""
-    return (*profile_gaps(cluster), *(profile_mismatches(cluster) if training else ()))
-
-
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     """How the machine a profile was measured on differs from this one; empty for a profile written by hand."""
     found = list(_differences(cluster)) if cluster.measured_on else []
@@ -66,17 +61,6 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     return (
         f"cluster profile {cluster.name} was measured on another machine ({'; '.join(found)}): its times may not "
         "hold here; measure this one with `canzona calibrate`",
-    )
-
-
-def profile_gaps(cluster: ClusterConfig) -> tuple[str, ...]:
-    """What an interrupted calibration did not measure; empty for a complete one."""
-    if not cluster.not_measured:
-        return ()
-    missing = ", ".join(cluster.not_measured)
-    return (
-        f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: {missing} "
-        f"come from profile {cluster.measured_on.get('base', 'it started from')}",
     )
 
 

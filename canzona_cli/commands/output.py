@@ -40,7 +40,7 @@ def warn(warnings: Iterable[str]) -> None:
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None:
     """Warn of what composing a run found, of what its cluster profile is not good for, and of `notes`."""
-    from canzona_cli.cluster.machine import profile_warnings
+    from canzona_cli.cluster.profile_warnings import profile_warnings
 
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
 

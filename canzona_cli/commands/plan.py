@@ -57,7 +57,6 @@ def plan(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
-    from canzona_cli.planner.plan_file import default_path
     from canzona_cli.planner.planner import plannable
     from canzona_cli.simulate.study import study_run, with_shapes
 
@@ -80,6 +79,8 @@ def plan(
     study = study_run(config, layout, compare, own)
     written = None
     if not dry_run:
+        from canzona_cli.planner.plan_file import default_path
+
         written = out or default_path(study.config, study.plan)
         text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
         write_out(written, text, fix="name another place with --out FILE")
@@ -87,6 +88,10 @@ def plan(
         from canzona_cli.report.plan_figure import draw
 
         draw(study, plot)
+    figures = {**study.as_json(), "plan_file": None if written is None else str(written)}
+    if json and html is None:
+        show(figures)  # before anything is imported that lays out pages
+        return
     from canzona_cli.report.plan import PlanView
 
     phases = compare == "strategies"
@@ -101,7 +106,7 @@ def plan(
         from canzona_cli.report.html.plan import plan_page
 
         write_page(html, plan_page(replace(view, assumptions=True)))
-    show({**study.as_json(), "plan_file": None if written is None else str(written)} if json else view)
+    show(figures if json else view)
 
 
 def _with_hint(problem: Problem) -> Problem:
@@ -131,12 +136,17 @@ def _check_alone(**others: object) -> None:
 
 def _check_places(dry_run: bool, out: Path | None, plot: Path | None, html: Path | None) -> None:
     """Check the files before any planning."""
-    from canzona_cli.bench.options import picture_problems, require_matplotlib
+    problems: list[Problem] = []
+    if plot is not None or html is not None:
+        from canzona_cli.bench.options import picture_problems
 
-    problems = [*picture_problems(plot=plot, html=html)]
+        problems += picture_problems(plot=plot, html=html)
     if dry_run and out is not None:
         problems.append(
             Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
         )
     refuse(problems)
-    require_matplotlib(plot)
+    if plot is not None:
+        from canzona_cli.bench.options import require_matplotlib
+
+        require_matplotlib(plot)

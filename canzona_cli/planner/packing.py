@@ -8,6 +8,7 @@ and searches stop after a count of nodes, never after a time.
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,7 +332,7 @@ def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:
-    """sum f(cost / height) for every function tried, with x = cost / height.
+    """sum f(cost / height) for every function tried, with x = cost / height; the costs ascend.
 
     - U_l (0 <= l <= 1/2): 1 for x > 1 - l, x in between, 0 for x < l. Feasible: an item above 1 - l leaves room only
       for items below l.
@@ -339,16 +340,18 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
       a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all
       a / (k + 1) + (k - a) / k <= 1.
 
-    l only matters at the costs themselves. u_k after U_l is feasible too. Every comparison leans by `_TINY` to the side
-    of less mass, so that a rounding error proves nothing.
+    l only matters at the costs themselves. u_k after U_l is feasible too, and leaves its zeros and ones as
+    they are. Every comparison leans by `_TINY` to the side of less mass, so that a rounding error proves nothing.
     """
-    sizes = [(cost / height, count) for cost, count in counts]
-    thresholds = [0.0, *(x for x, _ in sizes if 0 < x <= 0.5)]
-    for least in thresholds:
-        kept = [(1.0 if x > 1 - least + _TINY else x, n) for x, n in sizes if x >= least]
-        yield sum(x * n for x, n in kept)
-        for k in range(1, _FINEST):
-            yield sum(_u(k, x) * n for x, n in kept)
+    xs = [cost / height for cost, _ in counts]
+    full = [float(n) for _, n in counts]
+    rows: list[list[float]] = []  # by k: of every cost u_k(x), or for 0 x itself, times how many there are
+    for least in [0.0, *(x for x in xs if 0 < x <= 0.5)]:
+        first, filled = bisect_left(xs, least), bisect_right(xs, 1 - least + _TINY)
+        for k in range(_FINEST):
+            if k == len(rows):
+                rows.append([(_u(k, x) if k else x) * n for x, (_, n) in zip(xs, counts, strict=True)])
+            yield sum(rows[k][first:filled] + full[filled:])
 
 
 def _u(k: int, x: float) -> float:

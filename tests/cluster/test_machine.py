@@ -12,7 +12,6 @@ from canzona_cli.cluster.machine import (
     fingerprint,
     installed_gpus,
     machine_facts,
-    profile_gaps,
     profile_mismatches,
     read_proc,
     read_smi,
@@ -46,12 +45,6 @@ def test_a_gpus_profile_is_about_the_gpu() -> None:
     [said] = profile_mismatches(gpu)
     assert "gpu NVIDIA Abacus there" in said
     assert "processor" not in said
-
-
-def test_a_calibration_that_was_cut_off_says_what_it_lacks() -> None:
-    [said] = profile_gaps(replace(here(), not_measured=("model", "updates")))
-    assert "model, updates come from profile cpu" in said
-    assert not profile_gaps(here())
 
 
 def test_the_fingerprint_names_no_machine() -> None:

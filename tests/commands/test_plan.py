@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -333,7 +334,24 @@ def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
 
 def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
     large = ("torch", "megatron", "numpy", "matplotlib", "psutil", "packaging.requirements")
-    imports_none_of((*large, "canzona_cli.run.records", "canzona_cli.launch"), *LARGE, "--dry-run")
+    unneeded = (
+        *large,
+        "canzona_cli.run.records",
+        "canzona_cli.launch",
+        "canzona_cli.bench",
+        "canzona_cli.cluster.machine",
+    )
+    imports_none_of(unneeded, *LARGE, "--dry-run")
+    imports_none_of((*unneeded, "rich", "canzona_cli.report", "canzona_cli.run.corpus"), *LARGE, "--dry-run", "--json")
+
+
+def test_at_the_end_python_looks_for_no_garbage_in_a_plan() -> None:
+    script = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "from canzona_cli.app import main; sys.argv = ['canzona', 'validate', 'recipe=tiny']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=importable(), capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) > 10_000
 
 
 def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path: Path) -> None:

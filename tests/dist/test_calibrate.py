@@ -19,7 +19,8 @@ from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile_file import write_profile
 from canzona_cli.calibrate.team import Team
 from canzona_cli.calibrate.updates import shapes, update_samples, variants
-from canzona_cli.cluster.machine import profile_mismatches, profile_warnings
+from canzona_cli.cluster.machine import profile_mismatches
+from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.planner.cost import algorithm, seconds
