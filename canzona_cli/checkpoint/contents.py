@@ -19,6 +19,7 @@ from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
 from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
+from canzona_cli.optimizers.doubt import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
@@ -29,10 +30,8 @@ RANDOM: Final = "random."
 """Begins the name of a rank's random states."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """State with an element for each of the weight, whoever updates it."""
-DISTRUSTED: Final = "distrusted"
-"""Steps that a matrix is not to be updated in Gram form; in older checkpoints True (`optimizers.muon`)."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
-"""Optimizers that make it."""
+"""Optimizers that may come to doubt the Gram form."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
 _LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
 _HEAD: Final = re.compile(r"[qkv]\.(\d+)")

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.contents import DISTRUSTED, MASTER, RANDOM
+from canzona_cli.checkpoint.contents import MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
 from canzona_cli.checkpoint.pieces import paste, trimmed
 from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
+from canzona_cli.optimizers.doubt import DISTRUSTED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,34 @@
 """Update rules on whole matrices: ordinary torch optimizers that know nothing of ranks or of the rest of canzona."""
 
-from .kl_shampoo import KLShampoo
-from .muon import Muon
-from .normuon import NorMuon
-from .shampoo import Shampoo
-from .soap import SOAP
-from .soap_muon import SOAPMuon
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .stagger import stagger
-from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from .kl_shampoo import KLShampoo
+    from .muon import Muon
+    from .normuon import NorMuon
+    from .shampoo import Shampoo
+    from .soap import SOAP
+    from .soap_muon import SOAPMuon
+    from .workspace import Workspace
 
 __all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "SOAPMuon", "Shampoo", "Workspace", "stagger"]
+
+_MODULES = {
+    "KLShampoo": "kl_shampoo",
+    "Muon": "muon",
+    "NorMuon": "normuon",
+    "SOAP": "soap",
+    "SOAPMuon": "soap_muon",
+    "Shampoo": "shampoo",
+    "Workspace": "workspace",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a class when it is asked for: what a checkpoint calls an optimizer's state is known without torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

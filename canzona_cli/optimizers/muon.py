@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
+from .doubt import DISTRUSTED
 from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
@@ -20,11 +21,8 @@ from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
-__all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
+__all__ = ["DISTRUSTED", "Muon", "ScaleMode", "Workspace", "scale"]
 
-DISTRUSTED = "distrusted"
-"""In the state of a matrix, so that checkpoints remember it: how many of its next updates are in standard form. Older
-checkpoints have True."""
 STANDARD_STEPS = 100
 """That many behind a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and where the Gram form is
 doubted again and again, to have tried it costs 1% of what updates take."""
