@@ -9,18 +9,16 @@
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
 """
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from canzona_cli.errors import ExitCode
+from canzona_cli.launch.child import kill, kill_tree, start_child
 from canzona_cli.launch.going_on import with_command
 from canzona_cli.launch.hang import HangReport, HangWatch, watched
 from canzona_cli.launch.machines import Machines
@@ -30,7 +28,6 @@ from canzona_cli.launch.restarts import Restarts
 from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint, unsaved
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
-from canzona_cli.run import orphan
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
 from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
@@ -110,7 +107,7 @@ class Supervision:
                         break
                     time.sleep(_POLL_S)
             finally:
-                _kill_tree(agent)
+                kill_tree(agent)
                 _kill_ranks(self.files, self.ranks)
             self._monitor.poll()
         outcome = self._judge(agent.returncode)
@@ -208,27 +205,8 @@ class Supervision:
 
 
 def _start(command: LaunchCommand, watch: HangWatch | None, *, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command.argv],
-            env={**os.environ, **command.environment, **({} if watch is None else watch.environment)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
-        )
-
-
-def _kill_tree(agent: subprocess.Popen[bytes]) -> None:
-    """Kill torchrun and all below it. Workers have sessions of their own, so a process group is not enough."""
-    if agent.poll() is None:
-        family = psutil.Process(agent.pid)
-        family.suspend()  # it must not start another worker between the listing and the killing
-        processes = [*family.children(recursive=True), family]
-        for process in processes:
-            _kill(process)
-        agent.wait()
-        psutil.wait_procs(processes[:-1], timeout=10)
+    environment = {**command.environment, **({} if watch is None else watch.environment)}
+    return start_child(command.argv, environment=environment, log=log)
 
 
 def _kill_ranks(files: RunFiles, ranks: range) -> None:
@@ -239,15 +217,10 @@ def _kill_ranks(files: RunFiles, ranks: range) -> None:
         try:
             process = psutil.Process(result.pid)
             if str(files.root) in process.cmdline():  # else the number belongs to somebody else by now
-                _kill(process)
+                kill(process)
                 process.wait(timeout=10)
         except psutil.Error:
             continue
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:

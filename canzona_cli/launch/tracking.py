@@ -1,17 +1,13 @@
 """Starts a process for each tracker of a run beside its workers, and ends it when they have ended."""
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-
-import psutil
+from contextlib import contextmanager
 
 from canzona_cli.config.schema import TrackerName
-from canzona_cli.run import orphan
+from canzona_cli.launch.child import kill_tree, start_child
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
@@ -55,27 +51,9 @@ def tracked(
             except subprocess.TimeoutExpired:
                 say(f"{name} has not taken everything after {PATIENCE_S:.0f} s: the rest is in metrics.jsonl alone")
             finally:
-                _end(process)
+                kill_tree(process)
 
 
 def _start(files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name, str(start)]
-    with files.tracker_log(name).open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command],
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
-        )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """With what it has started, in case it has not gone by itself."""
-    if process.poll() is None:
-        with suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        process.kill()
-        process.wait()
+    return start_child(command, environment=environment, log=files.tracker_log(name), stdin=subprocess.PIPE)
