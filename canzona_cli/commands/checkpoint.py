@@ -140,28 +140,19 @@ def export(
     Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified before.
     """
     from canzona_cli.checkpoint.choose import choose
-    from canzona_cli.checkpoint.commit import bytes_written
-    from canzona_cli.checkpoint.saved_run import saved_run
     from canzona_cli.checkpoint.shard_file import tensor_bytes
-    from canzona_cli.checkpoint.verify import shortened, verify
     from canzona_cli.commands.output import progress
+    from canzona_cli.commands.verified import verified_run
     from canzona_cli.config.recipes import shown
-    from canzona_cli.errors import CheckpointInvalid, refuse
-    from canzona_cli.huggingface.beside import beside
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.huggingface.staging import check_empty
     from canzona_cli.model.qwen3 import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
-    from canzona_cli.run.files import RunFiles
     from canzona_cli.run.words import plural, size
 
     check_empty(out, key="OUT")
     found = choose(where).at(step)
-    refuse(found.problems, CheckpointInvalid)
-    with_it = beside(RunFiles(found.path.parent.parent), tokenizer)
-    with bar_of_bytes("hashing", bytes_written(found.path)) as on_bytes:
-        refuse(shortened(verify(found.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
-    manifest, config = saved_run(found.path)
+    manifest, config, with_it = verified_run(found, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.exporting import export_weights
 

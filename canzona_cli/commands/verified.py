@@ -1,0 +1,31 @@
+"""A checkpoint whose weights a command hands on."""
+
+from pathlib import Path
+
+from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.manifest import Manifest
+from canzona_cli.checkpoint.saved_run import saved_run
+from canzona_cli.checkpoint.store import Found
+from canzona_cli.checkpoint.verify import shortened, verify
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import CheckpointInvalid, refuse
+from canzona_cli.huggingface.beside import Beside, beside
+from canzona_cli.report.checkpoint import bar_of_bytes
+from canzona_cli.run.files import RunFiles
+
+
+def verified_run(found: Found, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
+    """What a checkpoint says of itself, the run it is of, and what goes with its weights; every byte is verified.
+
+    Args:
+        tokenizer: a folder whose tokenizer goes with them; None: the run's.
+
+    Raises:
+        CheckpointInvalid: it is damaged.
+        ConfigError: there is no such tokenizer.
+    """
+    refuse(found.problems, CheckpointInvalid)
+    with_it = beside(RunFiles(found.path.parent.parent), tokenizer)
+    with bar_of_bytes("hashing", bytes_written(found.path)) as on_bytes:
+        refuse(shortened(verify(found.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
+    return *saved_run(found.path), with_it
