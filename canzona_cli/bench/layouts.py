@@ -205,7 +205,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         gpus=config.gpus,
         device=config.cluster.device,
         profile=config.cluster.name,
-        calibrated=bool(config.cluster.measured_on),
+        calibrated=config.cluster.calibrated,
         fitted_on=fitted_on,
         machine=machine,
         rounds=tuning.rounds,

@@ -179,7 +179,7 @@ def _result(
         layout=lined_up.layout,
         device=config.cluster.device,
         profile=config.cluster.name,
-        calibrated=bool(config.cluster.measured_on),
+        calibrated=config.cluster.calibrated,
         machine=machine,
         rounds=session.rounds,
         steps_per_turn=session.steps_per_turn,

@@ -150,7 +150,7 @@ def run_simulation(
         optimizer=configs[0].optimizer.name,
         profile=configs[0].cluster.name,
         device=configs[0].cluster.device,
-        calibrated=bool(configs[0].cluster.measured_on),
+        calibrated=configs[0].cluster.calibrated,
         overrides=tuple(overrides),
         gpus=tuple(gpus),
         cells=tuple(cells),

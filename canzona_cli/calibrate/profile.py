@@ -76,9 +76,7 @@ def profile_of(
     base = config.cluster
     known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
     kept = (
-        base
-        if base.measured_on and not profile_mismatches(base)
-        else replace(base, measured_updates=(), collectives=())
+        base if base.calibrated and not profile_mismatches(base) else replace(base, measured_updates=(), collectives=())
     )
     here = {} if record.facts is None else asdict(record.facts)
     # Each under the name of its field; forward and backward become factors below.

@@ -55,7 +55,7 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     """How the machine a profile was measured on differs from this one; empty for a profile written by hand."""
-    found = list(_differences(cluster)) if cluster.measured_on else []
+    found = list(_differences(cluster)) if cluster.calibrated else []
     if not found:
         return ()
     return (

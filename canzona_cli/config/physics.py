@@ -26,7 +26,7 @@ def physics_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     for name in ("fp32_tflops", "tf32_tflops", "qr_tflops", "eigh_tflops"):
         yield from _above(name, getattr(cluster, name) or 0.0, "bf16_tflops", peak, "the fastest that the GPU has")
     # A calibrated link is what two ranks reached in an all-to-all; others may do better, up to what memory takes.
-    link = "memory_gb_per_s" if cluster.measured_on else "intra_node_gb_per_s"
+    link = "memory_gb_per_s" if cluster.calibrated else "intra_node_gb_per_s"
     limit = float(getattr(cluster, link))
     for kind, ranks, size, seconds, _ in cluster.collectives:
         if ranks < 2:

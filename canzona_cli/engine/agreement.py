@@ -10,7 +10,6 @@ from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_param
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.registry import UnusableOptimizer
-from canzona_cli.planner.parts import Mesh
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_difference import first_difference
 
@@ -94,7 +93,7 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
         return Problem(key="plan", reason="there is no plan, and strategies canzona and asc need one", fix=fix)
-    planned, found = plan.subject.layout, Mesh.of(world.layout)
+    planned, found = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp"):
         here, there = getattr(found, name), getattr(planned, name)
         if here != there:

@@ -13,12 +13,13 @@ from megatron.core.distributed.param_and_grad_buffer import group_params_for_buf
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
+from canzona_cli.config.schema import Mesh
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import align, stage_parameters
-from canzona_cli.planner.parts import Bucket, Mesh
+from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.plan import Plan
 
 TAG = "is_managed_by_layer_wise_optimizer"
@@ -98,8 +99,8 @@ def full_param_layout(
     Raises:
         PlanMismatch: the plan is for other ranks or another model.
     """
-    if Mesh.of(world.layout) != plan.subject.layout:
-        raise PlanMismatch(key="parallel", planned=plan.subject.layout, found=Mesh.of(world.layout))
+    if world.layout.mesh != plan.subject.layout:
+        raise PlanMismatch(key="parallel", planned=plan.subject.layout, found=world.layout.mesh)
     names = {param: name for name, param in global_parameters([model])}
     shards = world.groups.dp_cp.size()
     trainable = [param for param in model.parameters() if param.requires_grad]

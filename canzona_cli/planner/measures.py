@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.parts import Bucket, Cell, Mesh, MicroGroup, Place, Share
+from canzona_cli.planner.parts import Bucket, Cell, MicroGroup, Place, Share
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import collectives, sent_elements
 from canzona_cli.planner.rings import shares

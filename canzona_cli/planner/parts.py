@@ -10,7 +10,7 @@ from canzona_cli.config.schema import (
     Form,
     Gathering,
     Grouping,
-    Layout,
+    Mesh,
     Mode,
     Precision,
     Reduction,
@@ -19,7 +19,7 @@ from canzona_cli.config.schema import (
     Strategy,
     UpdateName,
 )
-from canzona_cli.config.schema.field import Count, CountOrZero, Ranks, Seconds
+from canzona_cli.config.schema.field import CountOrZero, Seconds
 from canzona_cli.model.matrix import Matrix
 
 Scalar = str | int | float | bool | None
@@ -190,36 +190,6 @@ class PlanSettings:
     exchange_dtype: Precision = "fp32"
     """What gradients travel in between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """The ranks a plan is for."""
-
-    tp: Ranks
-    pp: Ranks
-    vpp: Count = 1
-    """Model chunks of each pipeline stage."""
-    cp: Ranks
-    dp: Ranks
-
-    @classmethod
-    def of(cls, layout: Layout) -> "Mesh":
-        return cls(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, dp=layout.dp)
-
-    @property
-    def owners(self) -> int:
-        """Ranks that share out the matrices of a stage: gradients are reduced over dp * cp ranks."""
-        return self.dp * self.cp
-
-    @property
-    def cells(self) -> int:
-        """Ranks of one stage."""
-        return self.owners * self.tp
-
-    def rank(self, stage: int, cell: int) -> int:
-        """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
-        return stage * self.cells + cell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
-from canzona_cli.planner.parts import Mesh, PlanSettings, Scalar, Subject
+from canzona_cli.planner.parts import PlanSettings, Scalar, Subject
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -25,7 +25,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
-        layout=Mesh.of(layout),
+        layout=layout.mesh,
         optimizer=algorithm(config),
         settings=settings(config),
         buffers=MappingProxyType(

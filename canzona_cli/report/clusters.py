@@ -37,7 +37,7 @@ class ProfileList(Page):
             sizes = (cluster.memory_gib, cluster.bf16_tflops, cluster.memory_gb_per_s)
             links = (cluster.intra_node_gb_per_s, cluster.inter_node_gb_per_s)
             numbers = [str(cluster.gpus_per_node), *(f"{value:,g}" for value in (*sizes, *links))]
-            table.add_row(profile.name, *numbers, "measured" if cluster.measured_on else "not measured", origin)
+            table.add_row(profile.name, *numbers, "measured" if cluster.calibrated else "not measured", origin)
         yield table
         yield note(
             "ranks: GPUs or processes of a machine; TFLOP/s: dense bf16 peak; memory, inside, between: GB/s of one "
@@ -58,7 +58,7 @@ def _content(profile: Profile) -> dict[str, object]:
         "name": profile.name,
         "path": str(profile.path),
         "builtin": profile.builtin,
-        "measured": bool(profile.cluster is not None and profile.cluster.measured_on),
+        "measured": profile.cluster is not None and profile.cluster.calibrated,
         "problems": [{"key": p.key, "reason": p.reason, "fix": p.fix} for p in profile.problems],
         "settings": None if profile.cluster is None else asdict(profile.cluster),
     }

@@ -31,7 +31,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     return Prediction(
         strategy=result.strategy,
         profile=config.cluster.name,
-        calibrated=bool(config.cluster.measured_on),
+        calibrated=config.cluster.calibrated,
         iteration_s=result.iteration_s,
         optimizer_s=result.optimizer_exposed_s,
         phases=dict(result.mean_phases),

@@ -36,6 +36,7 @@ from canzona_cli.config.schema.run import (
     Gathering,
     Grouping,
     Layout,
+    Mesh,
     Mode,
     Reduction,
     RunConfig,

@@ -204,3 +204,8 @@ class ClusterConfig:
         str | None, "host:port that every machine can reach; needed when nodes > 1.", Example("node0:29500"), NOTHING
     ] = None
     rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all machines of a run.", NOTHING] = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its numbers were measured on a machine."""
+        return bool(self.measured_on)

@@ -207,8 +207,8 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A resolved spread of one job over its ranks; all numbers concrete, `gpus == tp * pp * cp * dp`."""
+class Mesh:
+    """The ranks of one job, which a plan is for; `gpus == tp * pp * cp * dp`."""
 
     tp: Ranks
     pp: Ranks
@@ -216,6 +216,31 @@ class Layout:
     """Model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp * vpp`."""
     cp: Ranks
     dp: Ranks
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share out the matrices of a stage, for gradients are reduced over them: data and context
+        parallel."""
+        return self.dp * self.cp
+
+    @property
+    def cells(self) -> int:
+        """Ranks of one stage."""
+        return self.owners * self.tp
+
+    @property
+    def world_size(self) -> int:
+        return self.cells * self.pp
+
+    def rank(self, stage: int, cell: int) -> int:
+        """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
+        return stage * self.cells + cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Mesh):
+    """A resolved spread of one job over its ranks; all numbers concrete."""
+
     micro_batch_size: Count
     """Sequences."""
     num_microbatches: Count
@@ -226,13 +251,9 @@ class Layout:
     sequence_parallel: bool
 
     @property
-    def owners(self) -> int:
-        """Ranks that gradients are reduced over, from which matrices get their owners: data and context parallel."""
-        return self.dp * self.cp
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
+    def mesh(self) -> Mesh:
+        """The ranks alone."""
+        return Mesh(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp)
 
     @cached_property
     def bare(self) -> "Layout":
