@@ -60,8 +60,12 @@ class PlannedOptimizer(MasterOptimizer):
         batches = self._batches(plan, stage, owner)
         self._owned = tuple(matrix for batch in batches for matrix in batch)
         modes = plan.modes
-        by_rows = [matrix for matrix in self._owned if modes[matrix.index] == "rows"]
-        batches = [tuple(matrix for matrix in batch if matrix not in by_rows) for batch in batches]
+        by_rows = [
+            (matrix, len(plan.assignment.shares[matrix.index].fragment))
+            for matrix in self._owned
+            if modes[matrix.index] == "rows"
+        ]
+        batches = [tuple(matrix for matrix in batch if modes[matrix.index] != "rows") for batch in batches]
         self._rounds = [plan.assignment.rounds([matrix.index for matrix in batch]) for batch in batches]
         self._whole = tuple(matrix for matrix in self._owned if matrix.index not in self._shares)
         """Those that are hosted."""
@@ -301,6 +305,11 @@ class PlannedOptimizer(MasterOptimizer):
         """Bytes of message buffers, gradient scratch, and what shared matrices need besides."""
         kept = sum(messages.bytes for messages in self._messages) + self._scratch.nbytes
         return kept + (self._sharing.memory.bytes if self._sharing is not None else 0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        beside = () if self._sharing is None else self._sharing.beside
+        return super().workspace_bytes + sum(workspace.nbytes for workspace in beside)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:

@@ -17,7 +17,7 @@ import torch
 from canzona_cli.engine.buffers import AllToAll
 from canzona_cli.engine.hosted import Copy, HostedGroup, Wiring, Write
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, SharedForm, Together
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, SharedForm, Together, Turns
 from canzona_cli.planner.exchange import Parcel
 
 
@@ -93,11 +93,11 @@ class SharedMatrix:
             self.master, self._x, whole=self.matrix.shape, answer=answer
         )
 
-    def together(self, scale: float, ranks: Together) -> None:
+    def together(self, scale: float, ranks: Together) -> Turns[None]:
         """The whole update, where squares are cut by rows; or the matrix is `left`. Collective."""
         self._take_scaled(scale)
         whole = self.matrix.shape
-        self.left = self.excluded or not self._optimizer.together(self.master, whole=whole, ranks=ranks)
+        self.left = self.excluded or not (yield from self._optimizer.together(self.master, whole=whole, ranks=ranks))
         self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:

@@ -12,8 +12,9 @@ from canzona_cli.engine.hosted import Wiring, write_finite
 from canzona_cli.engine.masters import left_out, settle
 from canzona_cli.engine.shared import SharedMatrix, SharedMemory, as_wide, lies_flat
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import SharedForm, Together
-from canzona_cli.planner.pipeline import in_flight
+from canzona_cli.optimizers.shared import SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.workspace import Workspace
+from canzona_cli.planner.pipeline import LANES, in_flight, turns
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ class Sharing:
 
     Args:
         groups: of each micro-group of the owner, its shared matrices and the ranks that host their squares.
-        by_rows: those whose squares are cut by rows.
+        by_rows: those whose squares are cut by rows, in the plan's order, each with how many parts its update has.
         rounds: of the iteration, where the groups have any.
         dtype: of the messages' elements that contributions have; of as many bytes their squares are of the products'.
     """
@@ -32,12 +33,12 @@ class Sharing:
         self,
         wiring: Wiring,
         groups: Sequence[Sequence[tuple[Matrix, int]]],
-        by_rows: Sequence[Matrix],
+        by_rows: Sequence[tuple[Matrix, int]],
         rounds: int,
         dtype: torch.dtype,
     ) -> None:
         self._wiring, self.groups = wiring, groups
-        self.hosted = (*by_rows, *(matrix for group in groups for matrix, _ in group))
+        self.hosted = (*(matrix for matrix, _ in by_rows), *(matrix for group in groups for matrix, _ in group))
         self.optimizer = wiring.make_optimizer(self.hosted, [wiring.masters[matrix.index] for matrix in self.hosted])
         assert isinstance(self.optimizer, SharedForm)
         assert not any(groups) or self.optimizer.rounds == rounds, "the plan is another optimizer's"
@@ -46,27 +47,46 @@ class Sharing:
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
         """Of matrices, in their order: finite where the last update was."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
-        self._by_rows = [SharedMatrix(wiring, matrix, self.form, None, self.memory.gradient) for matrix in by_rows]
+        self._by_rows = [SharedMatrix(wiring, matrix, self.form, None, self.memory.gradient) for matrix, _ in by_rows]
+        self._parts = [parts for _, parts in by_rows]
         self.matrices = [*self._by_rows]
         """As `hosted`, once those of all groups are made."""
-        self._ranks = Together(
-            place=wiring.rank,
-            count=wiring.fragments.tp,
-            total=self._travelling("all_reduce"),
-            swap=self._travelling("all_to_all_single"),
-            gather=self._travelling("all_gather_into_tensor"),
-        )
+        self.beside = [Workspace() for _ in range(LANES - 1)]
+        """Scratch of those that take turns with one that has the optimizer's."""
+        self._lanes = [
+            Together(
+                place=wiring.rank,
+                count=wiring.fragments.tp,
+                total=self._travelling("all_reduce"),
+                swap=self._travelling("all_to_all_single"),
+                gather=self._travelling("all_gather_into_tensor"),
+                workspace=workspace,
+            )
+            for workspace in (None, *self.beside)
+        ]
 
     def _travelling(
         self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
-    ) -> Callable[..., None]:
-        """That collective over the TP ranks, in the phase of what travels."""
+    ) -> Callable[..., Wait]:
+        """That collective over the TP ranks, begun and waited for in the phase of what travels."""
+        timer, watcher = self._wiring.timer, self._wiring.watcher
 
-        def call(*tensors: torch.Tensor) -> None:
-            with self._wiring.timer.phase("exchange"):
-                getattr(torch.distributed, name)(*tensors, group=self._wiring.tp_group)
+        def begin(*tensors: torch.Tensor) -> Wait:
+            with timer.phase("exchange"):
+                span = timer.span("exchange_total", timer.now())
+                work = getattr(torch.distributed, name)(*tensors, group=self._wiring.tp_group, async_op=True)
+                watcher.watch(span, work)
 
-        return call
+            def wait() -> None:
+                with timer.phase("exchange"):
+                    late = span.end is None
+                    work.wait()
+                    if late:
+                        watcher.waited(span)
+
+            return wait
+
+        return begin
 
     def _memory(self, rounds: int, dtype: torch.dtype) -> SharedMemory:
         wiring = self._wiring
@@ -90,10 +110,20 @@ class Sharing:
 
     @torch.no_grad()
     def update_by_rows(self, scale: float) -> None:
-        """Update those whose squares are cut by rows, one after another. Collective."""
-        for one in self._by_rows:
+        """Update those whose squares are cut by rows, in the order of `planner.pipeline.turns`. Collective."""
+        running: dict[int, Turns[None]] = {}
+        landing: dict[int, Sequence[Wait]] = {}
+        for place, part in turns(self._parts):
+            one, last = self._by_rows[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
-                one.together(scale, self._ranks)
+                if part == 0:
+                    running[place] = one.together(scale, self._lanes[place % LANES])
+                for wait in landing.pop(place, ()):
+                    wait()
+                landing[place] = next(running[place], ())
+            if not last:
+                continue
+            assert not landing.pop(place), "the plan is another optimizer's"
             if not one.left:
                 with self._wiring.timer.phase("exchange"):
                     one.publish()

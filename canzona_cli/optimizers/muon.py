@@ -12,9 +12,9 @@ from . import newton_schulz as iteration
 from .doubt import DISTRUSTED
 from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
 from .graphs import Replayed
-from .matrix_optimizer import MatrixOptimizer, OnFallback, products
+from .matrix_optimizer import MatrixOptimizer, OnFallback, in_products, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Message, Shape, Sum, Together
+from .shared import Message, Shape, Sum, Together, Turns
 from .shared_gram import Answers, contribute
 from .shared_rows import gram_by_rows
 from .workspace import Workspace
@@ -361,15 +361,20 @@ class Muon(MatrixOptimizer):
             self._take(p, update, trusted.clone(), whole)
         return True
 
-    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         """As `finish`."""
-        with products("fp32"):
-            x, square = self._whole_direction(p, self.dtype, min(whole), ranks.total)
-            x, trusted = gram_by_rows(x, self.steps, ranks, self.workspace, wide=_is_wide(p, whole))
-            trusted |= square == 0  # nothing becomes nothing, whatever is estimated of it
-            if _by_blocks(p) and not bool(trusted):
-                return self._declined(p)
-            self._take(p, x, trusted, whole)
+        return in_products("fp32", self._together(p, whole, ranks))
+
+    def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
+        workspace = ranks.workspace or self.workspace
+        x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
+        yield (ranks.total(square),)
+        _divide(x, norm, square)
+        x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
+        trusted |= square.view(()) == 0  # nothing becomes nothing, whatever is estimated of it
+        if _by_blocks(p) and not bool(trusted):
+            return self._declined(p)
+        self._take(p, x, trusted, whole)
         return True
 
     def _declined(self, p: torch.Tensor) -> bool:
@@ -385,17 +390,16 @@ class Muon(MatrixOptimizer):
             self._set_rates(p, group)
         self._move(p, update, group, whole)
 
-    def _whole_direction(
-        self, p: torch.Tensor, dtype: torch.dtype, side: int, total: Sum, *, again: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_direction` of a fragment, by the whole's norm; scratch. And that norm's square, ()."""
+    def _fragment_direction(
+        self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of that,
+        (1,), to be added up."""
         assert p.grad is not None
-        x = self.workspace.get("muon_x", p.shape, dtype, p.device)
+        x = workspace.get("muon_x", p.shape, dtype, p.device)
         own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
         norm = torch.as_tensor(own, device=p.device)
-        square = norm.double().square().view(1)
-        total(square)
-        return x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1)), square.view(())
+        return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
         """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
@@ -408,7 +412,11 @@ class Muon(MatrixOptimizer):
             gram.copy_(exact)
 
         with products("fp32"):
-            x, _ = self._whole_direction(p, self._standard, min(whole), total, again=not excluded)
+            x, norm, square = self._fragment_direction(
+                p, self._standard, min(whole), self.workspace, again=not excluded
+            )
+            total(square)
+            _divide(x, norm, square)
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
             if not _by_blocks(p):
                 self._set_rates(p, group)
@@ -493,6 +501,11 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     if mode == "unit_rms_norm":
         return math.sqrt(rows / cols)
     return math.sqrt(max(1.0, rows / cols))
+
+
+def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
+    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
+    x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:

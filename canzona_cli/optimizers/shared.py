@@ -10,16 +10,22 @@ An optimizer with this form does not know of ranks. Somebody (the engine) carrie
 place, in the fragments' order, and the answer back to all of them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from .workspace import Workspace
+
 Shape = tuple[int, int]
 """Of the whole matrix: rows, columns. Of one of them its fragments have all."""
 Sum = Callable[[torch.Tensor], object]
 """Adds up a tensor over all fragments, in place, for all of them alike."""
+Wait = Callable[[], object]
+"""Until what was begun is done; on a GPU the current stream waits, not the host."""
+type Turns[Result] = Generator[Sequence[Wait], None, Result]
+"""Goes on once all that it yields is waited for: another one may have its turn meanwhile."""
 
 CONTRIBUTED, ANSWERED = 3, 3
 """fp32 numbers of a contribution, and of an answer."""
@@ -38,16 +44,19 @@ class Message:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
     """What a fragment's optimizer is given to work with the other fragments' at the same time: collectives, which all
-    call alike. A square's rows are cut evenly among them."""
+    begin alike; their tensors are left alone until they are waited for. A square's rows are cut evenly among them."""
 
     place: int
     """Among the fragments."""
     count: int
-    total: Sum
-    swap: Callable[[torch.Tensor, torch.Tensor], object]
+    total: Callable[[torch.Tensor], Wait]
+    """As `Sum`."""
+    swap: Callable[[torch.Tensor, torch.Tensor], Wait]
     """Of everyone's (m, m) the rows of this place into (count, m / count, m), in the fragments' order; contiguous."""
-    gather: Callable[[torch.Tensor, torch.Tensor], object]
+    gather: Callable[[torch.Tensor, torch.Tensor], Wait]
     """(m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
+    workspace: Workspace | None = None
+    """For what is kept from turn to turn; None: the optimizer's own."""
 
     def rows(self, side: int) -> slice:
         """Its own."""
@@ -108,9 +117,10 @@ class SharedForm(Protocol):
         """
         ...
 
-    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         """Update the fragment without anybody who answers: what is worked out on squares is cut by rows. Arguments and
-        what is returned as of `contribute` and `finish`; m is a multiple of `ranks.count`."""
+        what is returned as of `contribute` and `finish`; m is a multiple of `ranks.count`. The gradient is read in the
+        first turn alone."""
         ...
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:

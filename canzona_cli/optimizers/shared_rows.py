@@ -25,14 +25,14 @@ from .gram_form import (
     starting_norm,
     undoing,
 )
-from .shared import Together
+from .shared import Together, Turns
 from .symmetric import plain
 from .workspace import Workspace
 
 
 def gram_by_rows(
     x: torch.Tensor, steps: Sequence[Step], ranks: Together, workspace: Workspace, *, wide: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Turns[tuple[torch.Tensor, torch.Tensor]]:
     """Orthogonalise the whole that `x` is a fragment of, of Frobenius norm `starting_norm` or 0. Collective.
 
     Args:
@@ -57,37 +57,34 @@ def gram_by_rows(
         alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
         told = torch.cat([_told(alpha, x), _told(norm_of_rows(r), x).square()])
-        ranks.total(told)
+        parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
+        yield ranks.total(told), ranks.swap(parts, r)
         mean = _number(told[0]) if number else norm * norm / side
         known = follows(of_segment, mean)
-        _add_up(r, told[0] - _told(known[0], x), ranks, workspace)
+        _add_up(r[own], parts, own.start, told[0] - _told(known[0], x))
+        yield (ranks.gather(r, r[own]),)
         rounded = _number((told[1] + _told(norm_of_rows(r), x).square()).sqrt())
-        found = _polynomial(r, of_segment, known, ranks, workspace)
+        found = yield from _polynomial(r, of_segment, known, ranks, workspace)
         apply(x, found.q, found.gamma, twin, wide=wide)
         error = found.error(error, mean, rounded)
         left = _told(found.left_of(own), x)
         x, twin = twin, x
-    ranks.total(left)
+    yield (ranks.total(left),)
     trusted = torch.as_tensor(error <= DOUBT, device=x.device).view(()) & (left <= most(steps) ** 2).view(())
     return x, trusted
 
 
-def _add_up(r: torch.Tensor, more: torch.Tensor, ranks: Together, workspace: Workspace) -> None:
-    """`r` <- everyone's, added up in their order and in fp32; and `more` on the diagonal, before it is rounded."""
-    side = r.size(0)
-    own = ranks.rows(side)
-    parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), r.dtype, r.device)
-    ranks.swap(parts, r)
-    rows = r[own]
-    diagonal = parts.diagonal(own.start, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
+def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
+    """`rows`, from row `first` on, <- everyone's `parts`, added up in their order and in fp32; and `more` on the
+    diagonal, before it is rounded."""
+    diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
     torch.sum(parts, 0, out=rows)
-    rows.diagonal(own.start).copy_(diagonal)
-    ranks.gather(r, rows)
+    rows.diagonal(first).copy_(diagonal)
 
 
 def _polynomial(
     r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], ranks: Together, workspace: Workspace
-) -> Polynomial:
+) -> Turns[Polynomial]:
     """As `gram_form.polynomial`. Of the last p only the own rows are there."""
     own = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
@@ -104,15 +101,15 @@ def _polynomial(
             if last:
                 before = norm_of_rows(q, turned)
             _multiply(mine, q, blend(half, q[own], value, mine, turned))
-            ranks.gather(q, half)
+            yield (ranks.gather(q, half),)
         if not last:
             _multiply(mine, r, blend(half, mine, alpha, r[own], value))
         if not place or not last:
-            ranks.gather(p, mine)
+            yield (ranks.gather(p, mine),)
         if not last:
             # The other way round than there: p is whole already.
             _multiply(half, p, blend(r[own], half, value, mine, both))
-            ranks.gather(r, r[own])
+            yield (ranks.gather(r, r[own]),)
     return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
 
 

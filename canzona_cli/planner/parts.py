@@ -79,7 +79,8 @@ class Share:
     Without rounds nobody is host: squares are cut by rows."""
 
     fragment: tuple[Seconds, ...]
-    """Of every rank of the owner's TP group, on its fragment: before each round, and after the last."""
+    """Of every rank of the owner's TP group, on its fragment: before each round, and after the last; without rounds
+    before, between and after what travels (`sharing.exchanges_by_rows`)."""
     host: tuple[Seconds, ...]
     """Of the host besides, in each round."""
 

@@ -8,7 +8,8 @@ A group goes through stages, with an all-to-all between each two (`planner.excha
     3     hosts        answer
     4     every rank   applies the answers
 
-Matrices whose squares are cut by rows come behind all groups, one after another, and travel in none.
+Matrices whose squares are cut by rows come behind all groups, and travel in none. Two of them take turns (`turns`):
+while what one waits for travels, the other computes.
 
 Gradients that are sent as they are set out as soon as they are reduced (`ahead`): norm, clip and AdamW hide them.
 
@@ -80,6 +81,22 @@ def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
             group = tick + 2 if stage == 0 else tick + 1 - stage
             if 0 <= group < len(rounds) and stage <= 2 * rounds[group]:
                 yield group, stage
+
+
+LANES = 2
+"""Matrices cut by rows that take turns, each with scratch of its own: one of an even place, one of an odd one."""
+
+
+def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(matrix, part) pairs of what is cut by rows, as all ranks of the TP group go through them.
+
+    Args:
+        parts: of each matrix, between which its squares travel.
+    """
+    for first in range(0, len(parts), LANES):
+        taking = range(first, min(first + LANES, len(parts)))
+        for part in range(max(parts[matrix] for matrix in taking)):
+            yield from ((matrix, part) for matrix in taking if part < parts[matrix])
 
 
 def ahead(shared: Sequence[bool]) -> int:
@@ -246,14 +263,21 @@ class HostedPipeline:
                     ranks.work(host, phase, seconds)
             if stage < 2 * load.rounds:
                 landed[number] = ranks.exchange(load.exchanges[stage])
-        for job in (job for group in groups for job in group if job.by_rows):
-            assert job.share is not None
+        self._run_by_rows([job for group in groups for job in group if job.by_rows], ranks)
+
+    def _run_by_rows[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
+        parts = [job.share.fragment for job in jobs if job.share is not None]
+        sides = {min(job.matrix.shape) for job in jobs}
+        moved = {side: moved_by_rows(side, self.steps, self.width, self.links, self.group) for side in sides}
+        landed: dict[int, Moment] = {}
+        for place, part in turns([len(own) for own in parts]):
             for host in range(self.tp):
-                ranks.work(host, "matrix_update", self.updating * job.share.each)
-            moved_s = moved_by_rows(job.matrix, self.steps, self.width, self.links, self.group)
-            behind = ranks.exchange(moved_s.times(self.exchanging))
-            for host in range(self.tp):
-                ranks.wait(host, behind)
+                if part:
+                    ranks.wait(host, landed[place])
+                ranks.work(host, "matrix_update", self.updating * parts[place][part])
+            if part + 1 < len(parts[place]):
+                transfer = moved[min(jobs[place].matrix.shape)][part]
+                landed[place] = ranks.exchange(transfer.times(self.exchanging))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
         key = tuple(job.matrix.index for job in group)

@@ -14,9 +14,10 @@ from canzona_cli.config.schema import Mode
 from canzona_cli.config.schema.field import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.parts import Assignment, Bucket, Cell, MicroGroup, Share, Subject
+from canzona_cli.planner.sharing import exchanges_by_rows
 from canzona_cli.run.codec import parse
 
-VERSION = 6
+VERSION = 7
 """Changes with the content or its meaning; a plan of another version is not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))
@@ -177,8 +178,11 @@ def _check(plan: Plan) -> None:
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
         share = plan.assignment.shares.get(index)
-        possible = mesh.tp > 1 and matrix.cut_long and (share is None or len(share.fragment) == share.rounds + 1)
-        if share is not None and not (possible and (share.rounds or min(matrix.shape) % mesh.tp == 0)):
+        if share is None:
+            continue
+        evenly = share.rounds > 0 or min(matrix.shape) % mesh.tp == 0
+        exchanges = share.rounds or len(exchanges_by_rows(plan.subject.optimizer.ns_steps))
+        if not (mesh.tp > 1 and matrix.cut_long and evenly and len(share.fragment) == exchanges + 1):
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):

@@ -6,9 +6,10 @@ divided by tp, what is left of its (14 u in all of five steps) the host does alo
 their rows of each square, without a symmetric product's gain, and gather them between products.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, reduce
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
@@ -51,36 +52,57 @@ def shares_by_rows(config: RunConfig, layout: Layout, members: Sequence[Matrix])
 
 @lru_cache(maxsize=1024)
 def share_by_rows(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
-    """As `share_of`, without the exchanges in between.
-
-    Bytes: as there, of a tp-th of each square; parts of a sum are read once.
-    """
+    """As `share_of`, in parts between the exchanges of `exchanges_by_rows`."""
     m, n = sorted((rows, cols))
-    width = product_bytes(a)
-    fragment, _ = _works(a.ns_steps, m, n, tp, width=width, sent=width)
-    work = Work(traffic=2 * width * m * n // tp, launches=4)  # divided by the whole's norm
-    for part in fragment:
-        work = _both(work, part)
-    for k in segments(a.ns_steps):
-        done = Work(
-            products=((4 * k - 3, m // tp, m, m),),
-            traffic=(width * (17 * k - 14) + (tp + 1) * width) * m * m / tp,
-            launches=11 * k + 5 + 7 * min(k, 2) + 15,
-        )
-        work = _both(work, done)
-    return Share(
-        fragment=(rounded(gram_scale(a, rows, cols, cluster) * duration(work, a.precision, cluster)),), host=()
-    )
+    scale = gram_scale(a, rows, cols, cluster)
+    works = works_by_rows(a.ns_steps, m, n, tp, width=product_bytes(a))
+    return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works), host=())
 
 
-def collectives_by_rows(steps: int) -> Mapping[Literal["all_reduce", "all_to_all", "all_gather"], int]:
-    """Of one matrix's update: norms and what to trust, Gram matrices, and products' rows (`optimizers.shared_rows`)."""
-    parts = segments(steps)
-    return {
-        "all_reduce": 2 + len(parts),
-        "all_to_all": len(parts),
-        "all_gather": sum(max(2, 3 * k - 2) for k in parts),
-    }
+def works_by_rows(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
+    """Of every rank, in each part.
+
+    Bytes: as in `_works`, of a tp-th of each square; parts of a sum are read once.
+    """
+    around = _around(m, n, tp, width=width)
+    works = [around.before]
+    begun = Work(traffic=2 * width * m * n // tp, launches=4)  # divided by the whole's norm
+    for k in segments(steps):
+        works.append(_both(begun, around.contributed))
+        begun = _both(around.applied, Work(launches=_AROUND[1]))
+        works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
+        number, launches = 4 * k - 3, 11 * k + 7 * min(k, 2) + 15
+        for products in _between_gathers(k):
+            share = products / number
+            done = Work(
+                products=((products, m // tp, m, m),),
+                traffic=share * width * (17 * k - 14) * m * m / tp,
+                launches=share * launches,
+            )
+            works.append(done)
+    return [*works, around.applied, around.after]
+
+
+def _between_gathers(steps: int) -> tuple[int, ...]:
+    """Products of squares in front of each gather of a segment's."""
+    return (2, *(1, 2, 1) * (steps - 2), 1, 2) if steps > 1 else (1,)
+
+
+Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
+
+
+def exchanges_by_rows(steps: int) -> tuple[tuple[Exchange, ...], ...]:
+    """What travels behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and
+    products' rows (`optimizers.shared_rows`)."""
+    found: list[tuple[Exchange, ...]] = [("all_reduce",)]
+    for k in segments(steps):
+        found += [("all_reduce", "all_to_all"), ("all_gather",), *(("all_gather",) for _ in _between_gathers(k))]
+    return (*found, ("all_reduce",))
+
+
+def collectives_by_rows(steps: int) -> Mapping[Exchange, int]:
+    """Of one matrix's update."""
+    return Counter(one for part in exchanges_by_rows(steps) for one in part)
 
 
 def sent_by_rows(matrix: Matrix, tp: int, steps: int, width: int) -> int:
@@ -89,18 +111,16 @@ def sent_by_rows(matrix: Matrix, tp: int, steps: int, width: int) -> int:
     return (found["all_to_all"] + found["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
 
-def moved_by_rows(matrix: Matrix, steps: int, width: int, links: Links, group: Group) -> Transfer:
-    """All of them, one behind the other."""
-    square, found = width * min(matrix.shape) ** 2, collectives_by_rows(steps)
+def moved_by_rows(side: int, steps: int, width: int, links: Links, group: Group) -> Sequence[Transfer]:
+    """Each of `exchanges_by_rows`, of a matrix with this short side."""
+    square = width * side**2
     parts = [square * (group.size - 1) / group.size] * group.size
-    moved = Transfer()
-    for number, transfer in (
-        (found["all_reduce"], links.all_reduce(_TOLD, group)),
-        (found["all_to_all"], links.all_to_all(parts, parts, group)),
-        (found["all_gather"], links.all_gather(square, group)),
-    ):
-        moved = moved.then(transfer.times(number))
-    return moved
+    of: Mapping[Exchange, Transfer] = {
+        "all_reduce": links.all_reduce(_TOLD, group),
+        "all_to_all": links.all_to_all(parts, parts, group),
+        "all_gather": links.all_gather(square, group),
+    }
+    return [reduce(Transfer.then, map(of.__getitem__, part)) for part in exchanges_by_rows(steps)]
 
 
 @lru_cache(maxsize=1024)
@@ -122,19 +142,14 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, width: int, cluster: C
 def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tuple[list[Work], list[Work]]:
     """Of every rank before each round and after the last, and of the host in each round.
 
-    Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided by what was
-    answered, a copy of it, and what it is added to. The host adds contributions up one by one, and copies its answer.
+    Bytes: the host adds contributions up one by one, and copies its answer.
     """
-    own = m * n // tp
-    contributed = Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m)
-    applied = Work(products=((1, m, m, n // tp),), traffic=4 * width * own)
-    before = Work(traffic=(32 + width) * own, launches=_AROUND[0])
-    after = Work(traffic=(24 + 2 * width) * own, launches=_AROUND[2])
+    around = _around(m, n, tp, width=width)
     parts = segments(steps)
     fragment = [
-        _both(before, contributed),
-        *(_both(_both(applied, contributed), Work(launches=_AROUND[1])) for _ in parts[1:]),
-        _both(applied, after),
+        _both(around.before, around.contributed),
+        *(_both(_both(around.applied, around.contributed), Work(launches=_AROUND[1])) for _ in parts[1:]),
+        _both(around.applied, around.after),
     ]
     host = [
         Work(
@@ -145,6 +160,27 @@ def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tup
         for k in parts
     ]
     return fragment, host
+
+
+class _Around(NamedTuple):
+    """What a rank does on its fragment."""
+
+    before: Work
+    contributed: Work
+    applied: Work
+    after: Work
+
+
+def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
+    """Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided by what
+    was answered, a copy of it, and what it is added to."""
+    own = m * n // tp
+    return _Around(
+        before=Work(traffic=(32 + width) * own, launches=_AROUND[0]),
+        contributed=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
+        applied=Work(products=((1, m, m, n // tp),), traffic=4 * width * own),
+        after=Work(traffic=(24 + 2 * width) * own, launches=_AROUND[2]),
+    )
 
 
 def _both(a: Work, b: Work) -> Work:

@@ -5,7 +5,7 @@ messages, two sets of each because two groups are in flight (one where an owner 
 rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
 together in fp32. What the ranks share needs messages for each round, two sets too; a place for what a host contributes
 to its own; the fragments that are worked on until the last round, of more groups (`pipeline.in_flight`); and an fp32
-gradient of one fragment that does not lie so. What is cut by rows has its squares in scratch.
+gradient of one fragment that does not lie so. What is cut by rows has its squares in scratch, where two take turns.
 
 With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
 for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
@@ -26,7 +26,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.parts import Share
-from canzona_cli.planner.pipeline import in_flight
+from canzona_cli.planner.pipeline import LANES, in_flight
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
@@ -156,13 +156,16 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
             for one in group
             for side in (min(one.matrix.shape),)
         ]
-        fragments += [(matrix.elements // tp, min(matrix.shape) ** 2, 0) for matrix in by_rows]
+        cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in by_rows]
+        fragments += [(*one, 0) for one in cut[::LANES]]
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,
             gradients=FP32 * copied_most + in_order,
             iterates=min(in_flight(rounds), len(groups)) * iterates,
-            workspace=workspace_bytes(config, [[matrix.shape for matrix in group] for group in hosted], fragments),
+            workspace=workspace_bytes(
+                config, [[matrix.shape for matrix in group] for group in hosted], fragments, cut[1::LANES]
+            ),
         )
 
 

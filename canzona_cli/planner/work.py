@@ -40,7 +40,7 @@ class Work:
     """FLOPs of elementwise kernels, counted for AdamW alone: next to matrix products they are negligible."""
     traffic: float = 0.0
     """Bytes elementwise kernels and copies move."""
-    launches: int = 0
+    launches: float = 0
     iteration: "Work | None" = None
     """Newton-Schulz in the run's precision, beside products with factors in fp32."""
 

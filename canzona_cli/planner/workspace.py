@@ -24,7 +24,10 @@ _CPU_BLOCK = 128 * 1024
 
 
 def workspace_bytes(
-    config: RunConfig, together: Iterable[Sequence[Shape]], shared: Iterable[tuple[int, int, int]] = ()
+    config: RunConfig,
+    together: Iterable[Sequence[Shape]],
+    shared: Iterable[tuple[int, int, int]] = (),
+    beside: Iterable[tuple[int, int]] = (),
 ) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
@@ -37,11 +40,12 @@ def workspace_bytes(
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
         shared: of each that the TP group shares, the elements of the fragment, of the squares that the rank works on (0
             where another one does), and of those in which it adds up contributions in fp32.
+        beside: the first two of each that takes turns with one of `shared`: it has iterates and squares of its own.
     """
     if not keeps_workspace(config):
         return 0
     if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, together, shared)
+        return _muon(config, config.optimizer, together, shared, beside)
     how = algorithm(config)
     shapes = {shape for batch in together for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]
@@ -63,8 +67,9 @@ def _muon(
     muon: MomentumConfig,
     together: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int, int]],
+    beside: Iterable[tuple[int, int]],
 ) -> int:
-    iterate = square = more = direction = block = summed = 0
+    iterate = square = more = direction = block = summed = second = squares = 0
     how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
@@ -79,12 +84,15 @@ def _muon(
         iterate, direction = max(iterate, fragment), max(direction, fragment)
         square, more, summed = max(square, answered), max(more, answered), max(summed, added)
         block = max(block, min(fragment, _CPU_BLOCK))
+    for fragment, answered in beside:
+        second, squares = max(second, fragment), max(squares, answered)
+        direction, block = max(direction, fragment), max(block, min(fragment, _CPU_BLOCK))
     fp32 = (
         summed
         + (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0)
         + (block if config.cluster.device == "cpu" else 0)
     )
-    return element_bytes(config)[0] * 2 * (iterate + square + more) + FP32 * fp32
+    return element_bytes(config)[0] * 2 * (iterate + square + more + second + 2 * squares) + FP32 * fp32
 
 
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
-from canzona_cli.config.schema import Layout, Reduction, RunConfig
+from canzona_cli.config.schema import Layout, Mode, Reduction, RunConfig
 from canzona_cli.engine.aside import Aside
 from canzona_cli.megatron import grouping
 from canzona_cli.megatron.in_flight import CONNECTIONS
@@ -218,10 +218,12 @@ def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> 
         assert {"aten::copy_", "aten::where"} <= set(rank.aside)
 
 
-def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:
-    """Contributions and answers are written by what computes, and travel in turns of memory that groups share. Of
-    squares of side 64 (k and v) the Gram form is not trusted in bf16, and repairs wait: so they are none here."""
-    config, layout = resolve(*SETTINGS, "optimizer.form=gram", "engine.mode=shared", "model.num_query_groups=8")
+@pytest.mark.parametrize("mode", ["shared", "rows"])
+def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody(mode: Mode) -> None:
+    """Contributions and answers are written by what computes, and travel in turns of memory that groups share; of rows
+    one matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in bf16,
+    and repairs wait: so they are none here."""
+    config, layout = resolve(*SETTINGS, "optimizer.form=gram", f"engine.mode={mode}", "model.num_query_groups=8")
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:
         with _standing(config, layout) as (trainee, record):

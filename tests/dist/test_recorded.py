@@ -7,7 +7,7 @@ no host waits for a value or for a collective before it must.
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import muon
 from canzona_cli.planner.measures import communication, exchanges
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.sharing import collectives_by_rows
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
@@ -141,6 +142,14 @@ def under_updates(events: list[Event]) -> list[bool]:
     ]
 
 
+def gathered_beside_others(events: list[Event]) -> Iterator[bool]:
+    """Of each gather of squares, whether something else sets out before it is waited for."""
+    waits = {event.number: place for place, event in reversed([*enumerate(events)]) if event.kind == "wait"}
+    for place, event in enumerate(events):
+        if (event.kind, event.phase, event.name) == ("launch", "exchange", "all_gather_single"):
+            yield bool(launches(events[place + 1 : waits[event.number]]))
+
+
 CASES = {
     "canzona": (),
     "many micro-groups": ("gpus=32", "train.batch_tokens=128", "engine.grouping=greedy", "engine.c_max_mib=0.13"),
@@ -209,8 +218,15 @@ def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
     of_owners = exchanges(plan)
     assert all(len(each) == of_owners[0, rank // layout.tp] for rank, each in under.items())
     one_owners = [under[rank] for rank in range(layout.tp)]
-    # All but the first gradients out and the last weights back: somebody updates meanwhile. For rows all wait.
+    # All but the first gradients out and the last weights back: somebody updates meanwhile.
     assert case[0] == "rows" or all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
+    if case[0] == "rows":
+        cut = Counter(plan.assignment.cells[index].owner for index in plan.assignment.shares)
+        assert max(cut.values()) > 1
+        for rank, events in found.items():
+            # Of an odd one nothing travels beside another's.
+            lonely = cut[rank // layout.tp] % 2 * collectives_by_rows(5)["all_gather"]
+            assert [*gathered_beside_others(events)].count(False) == lonely
     assert case[0] != "many micro-groups" or len(one_owners[0]) >= 4
 
 

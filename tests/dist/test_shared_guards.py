@@ -5,19 +5,21 @@ import signal
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import pytest
 import torch
 
 from canzona_cli.config.schema import Mode
+from canzona_cli.engine import sharing
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Message, Shape, Together
+from canzona_cli.optimizers.shared import Message, Shape, Together, Turns
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -68,11 +70,17 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
 
     by_rows = form.together
 
-    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
-        with pytest.MonkeyPatch.context() as within:
-            if p is matrices.masters[index]:
-                within.setattr(shared_rows, "DOUBT", -1.0)
-            return by_rows(p, whole=whole, ranks=ranks)
+    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        running = by_rows(p, whole=whole, ranks=ranks)
+        while True:
+            with pytest.MonkeyPatch.context() as within:  # not in another one's turn
+                if p is matrices.masters[index]:
+                    within.setattr(shared_rows, "DOUBT", -1.0)
+                try:
+                    waits = next(running)
+                except StopIteration as end:
+                    return bool(end.value)
+            yield waits
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "answer", answer)
@@ -112,7 +120,7 @@ def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
             found.append(1)
         answer(key, contributions, out, number=number)
 
-    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         if p is matrices.masters[index]:
             found.append(2)
         return by_rows(p, whole=whole, ranks=ranks)
@@ -169,6 +177,51 @@ def test_cut_by_rows_it_comes_to_the_same(both: Both) -> None:
     assert moved
     for name in moved:
         assert (one[-1][name] - other[-1][name]).abs().max() < 1e-4 * 0.01
+
+
+def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
+    """Against one after another, each with its own scratch too."""
+    config, layout = resolve(*SETTINGS, "engine.mode=rows", "train.precision=bf16", "model.num_query_groups=8")
+    plan = planned(config, layout)
+
+    def one_by_one(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        return ((place, part) for place, count in enumerate(parts) for part in range(count))
+
+    def work(in_turns: bool, world: World) -> tuple[list[list[float]], list[int]]:
+        trainee = assemble_trainee(config, world, plan)
+        matrices = engine_of(trainee).matrices
+        (form,) = [one.optimizer for one in matrices.sharing]
+        assert isinstance(form, Muon)
+        by_rows, order = form.together, list[int]()
+
+        def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+            place = next(place for place, one in enumerate(matrices.fragments) if one.master is p)
+            running = by_rows(p, whole=whole, ranks=ranks)
+            while True:
+                order.append(place)
+                try:
+                    waits = next(running)
+                except StopIteration as end:
+                    return bool(end.value)
+                yield waits
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(form, "together", together)
+            if not in_turns:
+                patched.setattr(sharing, "turns", one_by_one)
+            for step in range(2):
+                optimizer_step(trainee, step)
+        return [one.master.detach().flatten().tolist() for one in matrices.fragments], order
+
+    found = on_ranks(dict.fromkeys((True, False), (config, layout)), work)
+    for (masters, order), (others, one_after_another) in zip(found[True], found[False], strict=True):
+        assert len(masters) > 2
+        assert masters == others
+        assert order == found[True][0][1], "on this rank in another order"
+        assert sorted(order) == sorted(one_after_another)
+        changes, fewest = (sum(a != b for a, b in pairwise(one)) for one in (order, one_after_another))
+        assert fewest == 2 * len(masters) - 1
+        assert changes > 0.8 * len(order)
 
 
 def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() -> None:

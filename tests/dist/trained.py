@@ -20,7 +20,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared import Message, Shape, Together
+from canzona_cli.optimizers.shared import Message, Shape, Together, Turns
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
@@ -237,7 +237,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
             keep(p)
         contribute(p, x, out, whole=whole, answer=answer)
 
-    def by_rows(p: torch.Tensor, *, whole: Shape, ranks: Together) -> bool:
+    def by_rows(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         keep(p)
         return together(p, whole=whole, ranks=ranks)
 

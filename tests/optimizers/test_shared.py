@@ -9,12 +9,14 @@ from typing import Literal
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
 from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together
+from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together, Turns, Wait
+from canzona_cli.planner.sharing import Exchange, exchanges_by_rows, works_by_rows
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
@@ -61,7 +63,7 @@ class Cut:
 
     def step_alone(self) -> None:
         def one(rank: int, ranks: Together) -> None:
-            self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=ranks.total)
+            self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=lambda part: ranks.total(part)())
 
         self._at_once(one)
 
@@ -70,11 +72,13 @@ class Cut:
         for p, part in zip(self.fragments, gradient.chunk(len(self.fragments), dim=self.axis), strict=True):
             p.grad = part
         return self._at_once(
-            lambda rank, ranks: self.optimizers[rank].together(self.fragments[rank], whole=self.whole, ranks=ranks)
+            lambda rank, ranks: alone(
+                self.optimizers[rank].together(self.fragments[rank], whole=self.whole, ranks=ranks)
+            )
         )
 
     def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
-        """All fragments at a time, as they wait for one another."""
+        """All fragments at a time, as they wait for one another. Collectives read and write as late as they may."""
         count = len(self.fragments)
         barrier, given = Barrier(count), [torch.empty(0)] * count
 
@@ -89,9 +93,9 @@ class Cut:
             ranks = Together(
                 place=rank,
                 count=count,
-                total=lambda part: part.copy_(everyones(rank, part).sum(0)),
-                swap=lambda out, square: out.copy_(everyones(rank, square)[:, ranks.rows(square.size(0))]),
-                gather=lambda out, rows: out.copy_(everyones(rank, rows).flatten(0, 1)),
+                total=lambda part: lambda: part.copy_(everyones(rank, part).sum(0)),
+                swap=lambda out, square: lambda: out.copy_(everyones(rank, square)[:, ranks.rows(square.size(0))]),
+                gather=lambda out, rows: lambda: out.copy_(everyones(rank, rows).flatten(0, 1)),
             )
             with torch.no_grad():
                 return one(rank, ranks)
@@ -102,6 +106,18 @@ class Cut:
     def _message(self, numbers: int, dtype: torch.dtype) -> Message:
         side = min(self.whole)
         return Message(square=torch.full((side, side), math.nan, dtype=dtype), numbers=torch.full((numbers,), math.nan))
+
+
+def alone[Result](running: Turns[Result]) -> Result:
+    """Where nobody else has a turn."""
+    while True:
+        try:
+            waits = next(running)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        for wait in waits:
+            wait()
 
 
 Precision = Literal["fp32", "bf16"]
@@ -230,6 +246,44 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> No
     assert apart(split.gathered(), exact, start) < 1.5 * apart(standard, exact, start)
     averages = [o.state[p]["momentum_buffer"] for o, p in zip(split.optimizers, split.fragments, strict=True)]
     torch.testing.assert_close(torch.cat(averages, dim=1), gradient * 0.05)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 10])
+def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None:
+    """Part by part; what `left_of` multiplies of some rows is left out there, and is no `addmm` here."""
+    whole, begun = (40, 96), list[Exchange]()
+
+    def begin(kind: Exchange, move: Callable[..., object]) -> Callable[..., Wait]:
+        def collective(*tensors: torch.Tensor) -> Wait:
+            begun.append(kind)
+            return lambda: move(*tensors)
+
+        return collective
+
+    ranks = Together(
+        place=0,
+        count=1,
+        total=begin("all_reduce", lambda part: None),
+        swap=begin("all_to_all", lambda out, square: out.copy_(square.view_as(out))),
+        gather=begin("all_gather", lambda out, rows: out.copy_(rows)),
+    )
+    p = parameter(gaussian(whole, 0))
+    p.grad = gaussian(whole, 1)
+    travelled, multiplied = list[tuple[Exchange, ...]](), list[int]()
+    running = muon(p, "fp32", "deepseekv4", steps).together(p, whole=whole, ranks=ranks)
+    done = False
+    while not done:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            for wait in next(running, ()):
+                wait()
+        multiplied.append(counter.get_flop_counts().get("Global", {}).get(torch.ops.aten.addmm, 0))
+        done = not begun
+        if begun:
+            travelled.append((*begun,))
+            begun.clear()
+    works = works_by_rows(steps, *whole, 1, width=4)
+    assert travelled == [*exchanges_by_rows(steps)]
+    assert multiplied == [work.product_flops for work in works]
 
 
 def test_who_has_the_form() -> None:

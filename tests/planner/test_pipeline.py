@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from canzona_cli.planner.pipeline import in_flight, order
+from canzona_cli.planner.pipeline import LANES, in_flight, order, turns
 
 
 def test_hosted_groups_by_hand() -> None:
@@ -46,3 +46,17 @@ def test_of_each_exchange_two_are_in_flight_at_most() -> None:
             if own == stage + 1:
                 open_now.remove(group)
     assert all(a != b for a, b in pairwise(turns))
+
+
+def test_two_matrices_cut_by_rows_take_turns_by_hand() -> None:
+    assert [*turns([])] == []
+    assert [*turns([3])] == [(0, 0), (0, 1), (0, 2)]
+    assert [*turns([3, 3])] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [*turns([1, 3, 2])] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_of_those_that_share_scratch_one_is_done_before_the_next_begins() -> None:
+    parts = [2, 5, 4, 1, 3, 3, 2]
+    for lane in range(LANES):
+        own = [turn for turn in turns(parts) if turn[0] % LANES == lane]
+        assert own == [(matrix, part) for matrix in range(lane, len(parts), LANES) for part in range(parts[matrix])]

@@ -219,7 +219,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, but this canzona reads version 6" in refusal(written, *planned[:2])
+    assert "version 99, but this canzona reads version 7" in refusal(written, *planned[:2])
 
 
 def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

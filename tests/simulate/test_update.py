@@ -7,7 +7,8 @@ import pytest
 
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import Assignment, Cell, MicroGroup
+from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, Share
+from canzona_cli.planner.sharing import exchanges_by_rows, sent_by_rows
 from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
@@ -95,6 +96,22 @@ def test_norm_clip_and_adamw_hide_the_first_two_exchanges() -> None:
     assert update.exchange_s == pytest.approx(gradients + 3 * weights)
     assert update.exchange_total_s == pytest.approx(3 * (gradients + weights))
     assert update.begun_s == norm_s
+
+
+@pytest.mark.parametrize(("count", "alone"), [(1, 1), (2, 0), (3, 1), (4, 0)])
+def test_of_two_matrices_cut_by_rows_one_is_updated_while_the_other_travels(count: int, alone: int) -> None:
+    """An odd one waits for all that travels of it; and all do that where there is nothing to do meanwhile."""
+    parts, matrices = len(exchanges_by_rows(5)) + 1, [matrix(index) for index in range(count)]
+    model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, [1.0] * count)
+    travels = sent_by_rows(matrices[0], 2, 5, 2) / BYTES
+    for cost, waited in ((1.0, alone), (0.0, count)):
+        shares = {index: Share(fragment=(cost,) * parts, host=()) for index in range(count)}
+        assignment = Assignment(cells=(Cell(owner=0, host=0),) * count, shares=shares)
+        group = MicroGroup(stage=0, owner=0, index=0, matrices=tuple(range(count)))
+        for update in model.hosted([group], assignment):
+            assert update.matrix_update_s == count * parts * cost
+            assert update.exchange_s == pytest.approx(waited * travels, rel=1e-3)
+            assert update.exchange_total_s == pytest.approx(count * travels, rel=1e-3)
 
 
 def test_a_fast_host_waits_for_the_slow_one_to_send_weights() -> None:
