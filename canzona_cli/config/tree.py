@@ -105,10 +105,10 @@ def composed(
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+    from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
     from hydra._internal.defaults_list import create_defaults_list
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.plugins import Plugins
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -118,8 +118,9 @@ def composed(
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
     # A `defaults:` list is resolved while Hydra composes, before what it leads to can be looked at.
     OmegaConf.clear_resolver("oc.env")
-    Plugins.instance()  # registers the sources that Hydra reads from
     search = ConfigSearchPathImpl()
+    # The two that are read from. Hydra's own way to them is to import every plugin that is installed.
+    SourcesRegistry.instance().register(StructuredConfigSource)
     SourcesRegistry.instance().register(folder_source())
     for folder in dirs:
         search.append("canzona", f"{SCHEME}://{folder}")
