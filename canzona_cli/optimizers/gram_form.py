@@ -94,13 +94,16 @@ def undoing(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def gram_newton_schulz(
-    x: torch.Tensor, steps: Sequence[Step], workspace: Workspace
+    x: torch.Tensor, steps: Sequence[Step], workspace: Workspace, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Orthogonalise `x`, of Frobenius norm `starting_norm` or 0, as `newton_schulz`.
 
+    Args:
+        into: fp32, of the shape of a single `x` in fp16: the last product goes there as it adds up.
+
     Returns:
-        `x` or the workspace's twin of it, and whether it can be trusted: bool, of x's batch, never true of what is not
-        finite.
+        `into`, or else `x` or the workspace's twin of it; and whether it can be trusted: bool, of x's batch, never true
+        of what is not finite.
     """
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
@@ -110,9 +113,10 @@ def gram_newton_schulz(
     error: Number = 0.0
     done = 0
     for count in segments(len(steps)):
-        error = _segment(x, of_norm[done : done + count], twin, workspace, mean, error)
-        x, twin = twin, x
         done += count
+        out = twin if into is None or done < len(steps) else into
+        error = _segment(x, of_norm[done - count : done], out, workspace, mean, error)
+        x, twin = out, x
         mean = mean_square(x)
     trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(steps) ** 2)
     return x, trusted.view(x.shape[:-2])
@@ -223,7 +227,7 @@ class Polynomial:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:
             self.q.diagonal(dim1=-2, dim2=-1).add_(_flat(self.gamma))
-            torch.matmul(*_sides(x, self.q, wide=wide), out=out)
+            _product(*_sides(x, self.q, wide=wide), out)
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
@@ -341,6 +345,16 @@ def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *,
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
     # As a factor of `fused`, oneDNN would compile a kernel for every new gamma.
     fused(torch.mul(x, gamma, out=out), *_sides(x, q, wide=wide), out=out)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """`out` <- a b, in fp32 not rounded to their type."""
+    if out.dtype is a.dtype:
+        torch.matmul(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:  # processors have no such product
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Number) -> torch.Tensor:

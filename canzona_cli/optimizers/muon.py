@@ -172,16 +172,19 @@ class Muon(MatrixOptimizer):
         """Put on the device what changes from step to step: the decay, and the learning rate."""
         rates = self._rates.get(id(group))
         if rates is None:
-            rates = self._rates[id(group)] = p.new_empty(2)
+            rates = self._rates[id(group)] = p.new_empty(3)
         rates[0].fill_(1 - group["lr"] * group["weight_decay"])
         rates[1].fill_(group["lr"])
+        rates[2].fill_(group["lr"] * group["weight_decay"])
 
     def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
         """All else that an update of these matrices depends on, as far as it may change."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
-        return group["momentum"], self.workspace.nbytes, tuple(self._form(p) for p in matrices), places
+        forms = tuple(self._form(p) for p in matrices)
+        decay = group["weight_decay"] if "gram" in forms else None  # the host's number there, in `_move`
+        return group["momentum"], decay, self.workspace.nbytes, forms, places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
         """How many matrices of one shape are updated together."""
@@ -275,11 +278,14 @@ class Muon(MatrixOptimizer):
         """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
-        result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         if not _by_blocks(matrices[0]):
+            wider = x.dtype is torch.float16 and x.ndim == 2
+            # The direction is needed no more.
+            into = self.workspace.like("muon_direction", matrices[0]) if wider else None
+            result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
             self._trusted.update(zip(matrices, trusted.view(-1), strict=True))
-            # Not by a factor of 0: what is left out may be NaN.
-            return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
+            return result
+        result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
@@ -462,13 +468,30 @@ class Muon(MatrixOptimizer):
         return tuple(p.shape), str(p.device), self._form(p)
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
-        self._move(p, x, group, (p.size(0), p.size(1)))
+        trusted = self._trusted.get(p) if self._form(p) == "gram" else None
+        self._move(p, x, group, (p.size(0), p.size(1)), trusted)
 
-    def _move(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float], whole: Shape) -> None:
-        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`."""
+    def _move(
+        self,
+        p: torch.Tensor,
+        x: torch.Tensor,
+        group: Mapping[str, float],
+        whole: Shape,
+        trusted: torch.Tensor | None = None,
+    ) -> None:
+        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where `x` is not
+        `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if not _by_blocks(p):
-            decay, rate = self._rates[id(group)]
+            decay, rate, lost = self._rates[id(group)]
+            if trusted is not None and x.dtype is p.dtype and size:
+                # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
+                good = trusted.float()
+                _descend(p, x, rate * size, group["weight_decay"] / size, but_where=1 - good)
+                _descend(p, p, lost, 0.0, but_where=good)
+                return
+            if trusted is not None:  # not by a factor of 0: what is left out may be NaN
+                x.masked_fill_(trusted.logical_not(), 0)
             p.mul_(decay).addcmul_(x, rate, value=-size)
             return
         lr = group["lr"]
@@ -506,6 +529,14 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
     """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
+
+
+def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
+    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1, which is asked on the device."""
+    torch._fused_sgd_(
+        [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False, found_inf=but_where,
+    )  # fmt: skip
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:

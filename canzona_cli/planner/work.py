@@ -18,7 +18,7 @@ GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
 """Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
-MUON_AROUND = 14
+MUON_AROUND = 16
 """Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
 PROBE_ROWS = 32
 """Rows of a matrix from which the Gram form estimates what it lost in rounding (`optimizers.gram_form`)."""
@@ -138,17 +138,29 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
 
     Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
-    4, the copy of the weight for the model 4 + w; in Gram form leaving out what is not trusted, 2 w.
+    4, the copy of the weight for the model 4 + w. In Gram form decay and weight in one pass 12, as the last product is
+    in fp32; those of a stack as they were, and leaving out what is not trusted 2 w.
     """
-    iteration = _iteration(a, rows, cols)
-    traffic = iteration.traffic + (56 + (5 if a.form == "gram" else 3) * product_bytes(a)) * rows * cols
+    iteration, w = _iteration(a, rows, cols), product_bytes(a)
+    traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
     return replace(iteration, traffic=traffic, launches=iteration.launches + MUON_AROUND), Work()
 
 
+def _moved(a: Algorithm) -> int:
+    """Bytes per element of Muon's decay and weight."""
+    w = product_bytes(a)
+    if a.form != "gram":
+        return 16 + w
+    return 16 + 3 * w if a.stack is True else 12
+
+
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Muon's, and the norms of rows and their scaling: 2 w + 4 bytes per element."""
+    """Muon's, and per element the norms of rows w bytes and their scaling w + 4, of what is in fp32 already 4 and 8;
+    then decay and weight 20, in one pass 12."""
     muon, none = _muon(a, rows, cols)
-    traffic = muon.traffic + (2 * product_bytes(a) + 4) * rows * cols
+    gram = a.form == "gram"
+    scaled = 12 if gram and a.stack is not True else 2 * product_bytes(a) + 4
+    traffic = muon.traffic + (scaled + (12 if gram else 20) - _moved(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 

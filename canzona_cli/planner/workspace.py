@@ -32,9 +32,9 @@ def workspace_bytes(
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
     Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for all
-    stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always). Shampoo and SOAP,
-    all fp32: one square, one whole matrix, and one for each preconditioned side. SOAP-Muon: both, in standard
-    form and without stacking.
+    stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always; on GPUs what the
+    Gram form makes in fp16 of a matrix alone). Shampoo and SOAP, all fp32: one square, one whole matrix, and one for
+    each preconditioned side. SOAP-Muon: both, in standard form and without stacking.
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
@@ -69,7 +69,8 @@ def _muon(
     shared: Iterable[tuple[int, int, int]],
     beside: Iterable[tuple[int, int]],
 ) -> int:
-    iterate = square = more = direction = block = summed = second = squares = 0
+    iterate = square = more = direction = wider = block = summed = second = squares = 0
+    half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
     how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
@@ -78,6 +79,8 @@ def _muon(
             square = max(square, stacked * min(rows, cols) ** 2)
             if form_of(how, rows, cols, config.cluster) == "gram":
                 more = max(more, stacked * min(rows, cols) ** 2)
+                # One may be left over from stacks.
+                wider = max(wider, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
     for fragment, answered, added in shared:
@@ -89,7 +92,7 @@ def _muon(
         direction, block = max(direction, fragment), max(block, min(fragment, _CPU_BLOCK))
     fp32 = (
         summed
-        + (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else 0)
+        + (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider)
         + (block if config.cluster.device == "cpu" else 0)
     )
     return element_bytes(config)[0] * 2 * (iterate + square + more + second + 2 * squares) + FP32 * fp32

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import Muon, Workspace, cpu_products, gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, cpu_products, gram_form, muon, shared_gram, shared_rows
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
@@ -192,6 +193,78 @@ def test_scale_is_of_no_account() -> None:
     for size in (1e-30, 1e-10, 1.0, 1e10, 1e30):
         assert apart(moved(x * size), wanted) < 0.02
     assert not bool(moved(x * 0).any())
+
+
+def test_the_last_product_is_added_up_in_fp32_where_it_is_asked_for() -> None:
+    """A product of CUDA's, which fake tensors have too; processors do without, with the same result."""
+    steps = coefficients("quintic", 5)
+    for x in (spectrum("gaussian", 64, 160), spectrum("gaussian", 160, 64)):
+        given = (x * starting_norm(64, HALF)).half()
+        into = torch.empty(x.shape)
+        rounded, _ = gram_newton_schulz(given.clone(), steps, Workspace())
+        found, trusted = gram_newton_schulz(given, steps, Workspace(), into)
+        assert found is into
+        assert bool(trusted)
+        assert not torch.equal(found, found.half().float())
+        # The same sums, rounded once.
+        torch.testing.assert_close(found, rounded.float(), rtol=2**-10, atol=1e-6)
+        assert apart(found, exact(x, steps)) <= apart(rounded, exact(x, steps))
+    with FakeTensorMode():
+        a, out = torch.empty(4, 6, dtype=HALF, device="cuda"), torch.empty(4, 4, device="cuda")
+        gram_form._product(a, a.mT, out)
+        assert torch.mm(a, a.mT, out_dtype=torch.float32).device == out.device
+
+
+@pytest.mark.usefixtures("_on_gpus")
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("lr", [0.02, 0.0])
+def test_weights_move_in_one_pass_as_they_do_in_two(
+    kind: type[Muon], ahead: bool, lr: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole tensors decay and update are one pass; against blocks of rows, which take the update rounded to fp16 (of
+    elements below 1, 2^-11), and fp32 is rounded otherwise. Sizes and decays as large as they come."""
+    grads = reference.gradients([(12, 40), (40, 12), (16, 16)], 3)
+
+    def run(decay: float) -> list[torch.Tensor]:
+        return reference.run(
+            lambda p: kind(p, lr, weight_decay=decay, nesterov=ahead, form="gram"),
+            [(12, 40), (40, 12), (16, 16)],
+            grads,
+        )[0]
+
+    blocked = [run(decay) for decay in (0.0, 0.1, 5.0)]
+    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    for decay, others in zip((0.0, 0.1, 5.0), blocked, strict=True):
+        for one, other in zip(run(decay), others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=3 * lr * 0.2 * 40**0.5 * 2**-10 + 1e-7)
+
+
+@pytest.mark.usefixtures("_on_gpus")
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_what_is_left_out_only_decays_even_where_it_is_not_a_number(
+    kind: type[Muon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    filled: list[float] = []
+
+    def broken(x: torch.Tensor, _steps: Any, _workspace: Any, into: torch.Tensor | None = None) -> Any:
+        assert into is not None
+        assert into.dtype is torch.float32
+        return into.fill_(filled[-1]), torch.zeros((), dtype=torch.bool)
+
+    monkeypatch.setattr(muon, "gram_newton_schulz", broken)
+    for number in (math.nan, math.inf, 3.0):
+        filled.append(number)
+        (p,) = reference.weights([(12, 40)])
+        before = p.detach().clone()
+        optimizer = kind([p], 0.02, form="gram", weight_decay=0.5)
+        p.grad = torch.ones(12, 40)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), before * (1 - 0.02 * 0.5))
+        doubted = optimizer.doubted()
+        assert doubted is not None
+        assert doubted.item() == 1
 
 
 @pytest.mark.usefixtures("_on_gpus")

@@ -71,6 +71,23 @@ def test_replays_are_the_steps_themselves(
     assert graph.replays == len(RATES) - 1, "all but the first step, which makes state and scratch"
 
 
+def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
+    on_cuda: list[StandInGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
+        p.copy_(torch.where(but_where == 1, p, p - rate * (x + decay * p)))
+
+    # CUDA's kernel takes the rate from the device, which torch reads back on a processor, and so do we numbers.
+    monkeypatch.setattr("canzona_cli.optimizers.gram_form._number", lambda of_each: of_each[..., None, None])
+    monkeypatch.setattr("canzona_cli.optimizers.muon._descend", descend)
+    make = partial(Muon, form="gram", precision="fp32")
+    assert_equal(train(make, graph=True), train(make, graph=False))
+    assert not on_cuda
+    monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1 if step < 3 else 0.2) for step, (lr, _) in enumerate(RATES)])
+    assert_equal(train(make, graph=True), train(make, graph=False))
+    assert [graph.replays for graph in on_cuda] == [2, 2], "all but the first step of each decay"
+
+
 @pytest.mark.parametrize("standard", [100, 1])
 def test_an_update_that_is_left_out_is_left_out_of_a_replay(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew, and
