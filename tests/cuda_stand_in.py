@@ -33,6 +33,8 @@ from tests.collectives import COLLECTIVES, POINT_TO_POINT, READS, device_in, on_
 
 DEVICE = torch.device("cuda", 0)
 COMPUTE = "compute"
+_ONLY_READ = {"c10d::_allgather_base_": 1}
+"""Of collectives, the place of the tensor that is sent and left as it is."""
 Clock = dict[str, int]
 """By stream: the number of the last operation that is known to be over."""
 
@@ -367,7 +369,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream = f"nccl {torch._C._distributed_c10d.ProcessGroup.unbox(groups[0]).group_name}"
         _merge(device.done[stream], device.done[device.current[-1]])
         # Not every schema says what it writes.
-        return device.enqueue(func._schema.name, stream, [(tensor, True) for tensor, _ in given])
+        read = _ONLY_READ.get(func._schema.name)
+        written = [(tensor, place != read) for place, (tensor, _) in enumerate(given)]
+        return device.enqueue(func._schema.name, stream, written)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

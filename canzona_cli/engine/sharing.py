@@ -112,18 +112,18 @@ class Sharing:
     def update_by_rows(self, scale: float) -> None:
         """Update those whose squares are cut by rows, in the order of `planner.pipeline.turns`. Collective."""
         running: dict[int, Turns[None]] = {}
-        landing: dict[int, Sequence[Wait]] = {}
+        landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
             one, last = self._by_rows[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
                     running[place] = one.together(scale, self._lanes[place % LANES])
-                for wait in landing.pop(place, ()):
+                for wait in landing.get(place) or ():
                     wait()
-                landing[place] = next(running[place], ())
+                landing[place] = next(running[place], None)
             if not last:
                 continue
-            assert not landing.pop(place), "the plan is another optimizer's"
+            assert landing[place] is None, "the plan is another optimizer's"
             if not one.left:
                 with self._wiring.timer.phase("exchange"):
                     one.publish()

@@ -25,7 +25,7 @@ from .gram_form import (
     starting_norm,
     undoing,
 )
-from .shared import Together, Turns
+from .shared import Together, Turns, Wait
 from .symmetric import plain
 from .workspace import Workspace
 
@@ -64,7 +64,7 @@ def gram_by_rows(
         _add_up(r[own], parts, own.start, told[0] - _told(known[0], x))
         yield (ranks.gather(r, r[own]),)
         rounded = _number((told[1] + _told(norm_of_rows(r), x).square()).sqrt())
-        found = yield from _polynomial(r, of_segment, known, ranks, workspace)
+        found = yield from _polynomial(r, of_segment, known, ranks, workspace, twin)
         apply(x, found.q, found.gamma, twin, wide=wide)
         error = found.error(error, mean, rounded)
         left = _told(found.left_of(own), x)
@@ -83,33 +83,50 @@ def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Ten
 
 
 def _polynomial(
-    r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], ranks: Together, workspace: Workspace
+    r: torch.Tensor,
+    steps: Sequence[Step],
+    known: Sequence[Number],
+    ranks: Together,
+    workspace: Workspace,
+    free: torch.Tensor,
 ) -> Turns[Polynomial]:
-    """As `gram_form.polynomial`. Of the last p only the own rows are there."""
+    """As `gram_form.polynomial`. Of the last p only the own rows are there.
+
+    A turn for each product, in such an order that most gathers are needed only behind the next one. `free` is scratch
+    as large as a fragment: of a matrix no shorter than its square.
+    """
     own = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
     half = workspace.get("ns_half", r[own].shape, r.dtype, r.device)
+    beside = free.view(-1)[: half.numel()].view_as(half)
     before: Number = 0.0
     p = q
+    late: tuple[Wait, ...] = ()
     for place, (_, _, c) in enumerate(steps):
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
-        mine = p[own]
+        # What others are sent is read on meanwhile, and is not where p arrives.
+        mine = p[own] if last else beside
         _multiply(r[own], r, torch.mul(r[own], factor, out=mine), c)
+        if len(steps) == 1:
+            yield (ranks.gather(p, mine),)
+            break
+        gathered = () if last else (ranks.gather(p, mine),)
+        yield late
+        if not last:
+            _multiply(mine, r, blend(half, mine, alpha, r[own], value))
+            yield gathered
+            # The other way round than there: p is whole already.
+            _multiply(half, p, blend(r[own], half, value, mine, both))
+            gathered = (ranks.gather(r, r[own]),)
+            yield () if place else gathered
         if place:
             if last:
                 before = norm_of_rows(q, turned)
             _multiply(mine, q, blend(half, q[own], value, mine, turned))
-            yield (ranks.gather(q, half),)
-        if not last:
-            _multiply(mine, r, blend(half, mine, alpha, r[own], value))
-        if not place or not last:
-            yield (ranks.gather(p, mine),)
-        if not last:
-            # The other way round than there: p is whole already.
-            _multiply(half, p, blend(r[own], half, value, mine, both))
-            yield (ranks.gather(r, r[own]),)
+            late = (ranks.gather(q, half),)
+            yield late if last else gathered
     return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
 
 

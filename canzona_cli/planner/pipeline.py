@@ -23,6 +23,7 @@ it up, to compare groupings by; the simulator draws it.
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -36,7 +37,7 @@ from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.norm_clip import least_before_updates
 from canzona_cli.planner.parts import Share
-from canzona_cli.planner.sharing import moved_by_rows
+from canzona_cli.planner.sharing import exchanges_by_rows, moved_by_rows
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -269,15 +270,16 @@ class HostedPipeline:
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: moved_by_rows(side, self.steps, self.width, self.links, self.group) for side in sides}
-        landed: dict[int, Moment] = {}
+        behind, landed = exchanges_by_rows(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
         for place, part in turns([len(own) for own in parts]):
             for host in range(self.tp):
-                if part:
-                    ranks.wait(host, landed[place])
+                for moment in landed[place, part]:
+                    ranks.wait(host, moment)
                 ranks.work(host, "matrix_update", self.updating * parts[place][part])
-            if part + 1 < len(parts[place]):
+            if part < len(behind) and behind[part].exchanges:
                 transfer = moved[min(jobs[place].matrix.shape)][part]
-                landed[place] = ranks.exchange(transfer.times(self.exchanging))
+                before = part + 1 + behind[part].under
+                landed[place, before].append(ranks.exchange(transfer.times(self.exchanging)))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
         key = tuple(job.matrix.index for job in group)

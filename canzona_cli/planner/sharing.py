@@ -71,38 +71,44 @@ def works_by_rows(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wo
         works.append(_both(begun, around.contributed))
         begun = _both(around.applied, Work(launches=_AROUND[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
-        number, launches = 4 * k - 3, 11 * k + 7 * min(k, 2) + 15
-        for products in _between_gathers(k):
-            share = products / number
-            done = Work(
-                products=((products, m // tp, m, m),),
-                traffic=share * width * (17 * k - 14) * m * m / tp,
-                launches=share * launches,
-            )
-            works.append(done)
+        number = 4 * k - 3
+        product = Work(
+            products=((1, m // tp, m, m),),
+            traffic=width * (17 * k - 14) / number * m * m / tp,
+            launches=(11 * k + 7 * min(k, 2) + 15) / number,
+        )
+        works += [product] * number
     return [*works, around.applied, around.after]
-
-
-def _between_gathers(steps: int) -> tuple[int, ...]:
-    """Products of squares in front of each gather of a segment's."""
-    return (2, *(1, 2, 1) * (steps - 2), 1, 2) if steps > 1 else (1,)
 
 
 Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
-def exchanges_by_rows(steps: int) -> tuple[tuple[Exchange, ...], ...]:
-    """What travels behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and
-    products' rows (`optimizers.shared_rows`)."""
-    found: list[tuple[Exchange, ...]] = [("all_reduce",)]
+class Behind(NamedTuple):
+    """What sets out behind a part of an update by rows."""
+
+    exchanges: tuple[Exchange, ...] = ()
+    under: int = 0
+    """How many parts go on without it."""
+
+
+def exchanges_by_rows(steps: int) -> tuple[Behind, ...]:
+    """Behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and products' rows
+    (`optimizers.shared_rows`). Each product of squares is a part."""
+    told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
+    gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
+    found = [told]
     for k in segments(steps):
-        found += [("all_reduce", "all_to_all"), ("all_gather",), *(("all_gather",) for _ in _between_gathers(k))]
-    return (*found, ("all_reduce",))
+        found += [summed, gathered]
+        if k > 1:
+            found += [hidden, Behind(), gathered, *(hidden, Behind(), hidden, hidden) * (k - 2), Behind()]
+        found.append(gathered)
+    return (*found, told)
 
 
 def collectives_by_rows(steps: int) -> Mapping[Exchange, int]:
     """Of one matrix's update."""
-    return Counter(one for part in exchanges_by_rows(steps) for one in part)
+    return Counter(one for behind in exchanges_by_rows(steps) for one in behind.exchanges)
 
 
 def sent_by_rows(matrix: Matrix, tp: int, steps: int, width: int) -> int:
@@ -120,7 +126,9 @@ def moved_by_rows(side: int, steps: int, width: int, links: Links, group: Group)
         "all_to_all": links.all_to_all(parts, parts, group),
         "all_gather": links.all_gather(square, group),
     }
-    return [reduce(Transfer.then, map(of.__getitem__, part)) for part in exchanges_by_rows(steps)]
+    return [
+        reduce(Transfer.then, (of[one] for one in behind.exchanges), Transfer()) for behind in exchanges_by_rows(steps)
+    ]
 
 
 @lru_cache(maxsize=1024)

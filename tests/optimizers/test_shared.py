@@ -78,7 +78,8 @@ class Cut:
         )
 
     def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
-        """All fragments at a time, as they wait for one another. Collectives read and write as late as they may."""
+        """All fragments at a time, as they wait for one another. Collectives read as late as they may, and
+        overwrite as early."""
         count = len(self.fragments)
         barrier, given = Barrier(count), [torch.empty(0)] * count
 
@@ -90,12 +91,22 @@ class Cut:
             return found
 
         def fragment(rank: int) -> Done:
+            def swap(out: torch.Tensor, square: torch.Tensor) -> Wait:
+                out.fill_(math.nan)
+                return lambda: out.copy_(everyones(rank, square)[:, ranks.rows(square.size(0))])
+
+            def gather(out: torch.Tensor, rows: torch.Tensor) -> Wait:
+                own = rows.clone()
+                out.fill_(math.nan)
+                rows.copy_(own)  # where it lies there
+                return lambda: out.copy_(everyones(rank, rows).flatten(0, 1))
+
             ranks = Together(
                 place=rank,
                 count=count,
                 total=lambda part: lambda: part.copy_(everyones(rank, part).sum(0)),
-                swap=lambda out, square: lambda: out.copy_(everyones(rank, square)[:, ranks.rows(square.size(0))]),
-                gather=lambda out, rows: lambda: out.copy_(everyones(rank, rows).flatten(0, 1)),
+                swap=swap,
+                gather=gather,
             )
             with torch.no_grad():
                 return one(rank, ranks)
@@ -251,12 +262,19 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> No
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 10])
 def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None:
     """Part by part; what `left_of` multiplies of some rows is left out there, and is no `addmm` here."""
-    whole, begun = (40, 96), list[Exchange]()
+    whole, sent, landed = (40, 96), list[tuple[Exchange, int]](), dict[int, int]()
+    multiplied: list[int] = []
 
     def begin(kind: Exchange, move: Callable[..., object]) -> Callable[..., Wait]:
         def collective(*tensors: torch.Tensor) -> Wait:
-            begun.append(kind)
-            return lambda: move(*tensors)
+            number = len(sent)
+            sent.append((kind, len(multiplied)))
+
+            def wait() -> None:
+                move(*tensors)
+                landed[number] = len(multiplied)
+
+            return wait
 
         return collective
 
@@ -269,21 +287,21 @@ def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int)
     )
     p = parameter(gaussian(whole, 0))
     p.grad = gaussian(whole, 1)
-    travelled, multiplied = list[tuple[Exchange, ...]](), list[int]()
     running = muon(p, "fp32", "deepseekv4", steps).together(p, whole=whole, ranks=ranks)
-    done = False
-    while not done:
+    waits: Sequence[Wait] | None = ()
+    while waits is not None:
+        for wait in waits:
+            wait()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            for wait in next(running, ()):
-                wait()
+            waits = next(running, None)
         multiplied.append(counter.get_flop_counts().get("Global", {}).get(torch.ops.aten.addmm, 0))
-        done = not begun
-        if begun:
-            travelled.append((*begun,))
-            begun.clear()
-    works = works_by_rows(steps, *whole, 1, width=4)
-    assert travelled == [*exchanges_by_rows(steps)]
-    assert multiplied == [work.product_flops for work in works]
+    assert multiplied == [work.product_flops for work in works_by_rows(steps, *whole, 1, width=4)]
+    planned = [
+        ((kind, part), part + 1 + behind.under)
+        for part, behind in enumerate(exchanges_by_rows(steps))
+        for kind in behind.exchanges
+    ]
+    assert [(one, landed[number]) for number, one in enumerate(sent)] == planned
 
 
 def test_who_has_the_form() -> None:
