@@ -178,3 +178,5 @@ def _pinned() -> Iterator[Pinned]:
 
 
 PINNED = tuple(_pinned())
+PROBLEMS = verify()
+"""Of what is installed: looked at once, before an agent's ranks are forked."""

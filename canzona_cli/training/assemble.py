@@ -55,7 +55,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not everywhere the
             same.
     """
-    refuse(contract.verify(), EnvironmentProblem)
+    refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
     execution = execution_of(config)

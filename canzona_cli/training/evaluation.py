@@ -50,7 +50,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         world = join(config, layout, alive=record.heart.progress)
     journal = Journal(files, writes=rank == 0, heart=record.heart)
     journal.stage("build model", config.model.name)
-    refuse(contract.verify(), EnvironmentProblem)
+    refuse(contract.PROBLEMS, EnvironmentProblem)
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
     Pulse(record.heart).follow(model.timer)
     journal.stage("build data", ", ".join(str(one.prefix) for one in corpus.sets))

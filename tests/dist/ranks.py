@@ -5,6 +5,7 @@ process group over loopback, exactly as under torchrun.
 """
 
 import gc
+import importlib.metadata
 import multiprocessing
 import os
 import random
@@ -19,12 +20,12 @@ import torch
 import torch._dynamo  # which every rank would import anew with its first torch optimizer
 from torch.distributed import distributed_c10d
 
-from canzona_cli.megatron import contract
 from canzona_cli.optimizers import cpu_products
 from tests.waiting import PATIENCE_S
 
 cpu_products.install()  # as workers do
-contract.verify()  # reads much source, once here and not on every rank
+# Each rank's torch would look through all installed packages for backends.
+INSTALLED = importlib.metadata.entry_points()
 
 # Forking is only safe while this process has no thread pool of its own.
 torch.set_num_threads(1)
@@ -115,6 +116,7 @@ def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, s
     torch.set_num_threads(1)
     assert hasattr(distributed_c10d, "_unpickler"), "torch reads pickles from other ranks by another name now"
     distributed_c10d._unpickler = _refuse  # type: ignore[assignment]
+    importlib.metadata.entry_points = INSTALLED.select
     # What was there before lives on: without this each collection, and a run makes some, would go through a million
     # objects of torch and Megatron, and copy their memory.
     gc.freeze()
