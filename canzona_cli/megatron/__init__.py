@@ -3,9 +3,13 @@
 Megatron and emerging-optimizers decorate some thirty functions with `torch.compile` when they are imported, and the
 decorator alone loads the whole compiler: more than half of a worker's start-up, on four ranks of two cores ten seconds.
 A run on CPUs calls none of them. Here compilation waits for the first call.
+
+Its timers import wandb where that is installed, a quarter of the time Megatron takes, to write what canzona's trackers
+write in processes of their own. Here it is not there meanwhile.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import cast
 
@@ -33,7 +37,12 @@ def compile_when_called(function: Callable[..., object] | None = None, **options
 
 
 torch.compile = compile_when_called  # type: ignore[assignment]
+_wandb = sys.modules.get("wandb")
+sys.modules["wandb"] = None  # type: ignore[assignment] # an import of it fails
 try:
     import megatron.core.models.gpt.gpt_model  # noqa: F401 - decorates what megatron.core alone does not
 finally:
     torch.compile = _compile
+    del sys.modules["wandb"]
+    if _wandb is not None:
+        sys.modules["wandb"] = _wandb
