@@ -34,7 +34,7 @@ test-slurm: setup
 
 # The slow sweeps, which CI runs too.
 test-sweep: setup
-	scripts/run-tests -m sweep
+	HAVING=mark.sweep scripts/run-tests -m sweep
 
 # 300 random runs on real ranks against one process, and small wrong edits of the sources, which tests have to notice.
 fuzz: setup
