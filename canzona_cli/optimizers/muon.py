@@ -284,7 +284,10 @@ class Muon(MatrixOptimizer):
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
             self._trusted.update(zip(matrices, trusted.view(-1), strict=True))
-            return result
+            if x.ndim == 2 and result.dtype is torch.float32:
+                return result  # which `_move` leaves out
+            # Not by a factor of 0: what is left out may be NaN.
+            return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
@@ -479,19 +482,17 @@ class Muon(MatrixOptimizer):
         whole: Shape,
         trusted: torch.Tensor | None = None,
     ) -> None:
-        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where `x` is not
-        `trusted`, on CUDA, p only decays."""
+        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x` in fp32 is
+        not `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if not _by_blocks(p):
             decay, rate, lost = self._rates[id(group)]
-            if trusted is not None and x.dtype is p.dtype and size:
+            if trusted is not None and x.dtype is torch.float32 and size:
                 # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
                 good = trusted.float()
                 _descend(p, x, rate * size, group["weight_decay"] / size, but_where=1 - good)
                 _descend(p, p, lost, 0.0, but_where=good)
                 return
-            if trusted is not None:  # not by a factor of 0: what is left out may be NaN
-                x.masked_fill_(trusted.logical_not(), 0)
             p.mul_(decay).addcmul_(x, rate, value=-size)
             return
         lr = group["lr"]

@@ -18,7 +18,7 @@ GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
 """Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
-MUON_AROUND = 16
+MUON_AROUND = 14
 """Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
 PROBE_ROWS = 32
 """Rows of a matrix from which the Gram form estimates what it lost in rounding (`optimizers.gram_form`)."""
@@ -143,24 +143,29 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """
     iteration, w = _iteration(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
-    return replace(iteration, traffic=traffic, launches=iteration.launches + MUON_AROUND), Work()
+    launches = iteration.launches + MUON_AROUND + (2 if _in_one_pass(a) else 0)
+    return replace(iteration, traffic=traffic, launches=launches), Work()
 
 
 def _moved(a: Algorithm) -> int:
     """Bytes per element of Muon's decay and weight."""
     w = product_bytes(a)
-    if a.form != "gram":
-        return 16 + w
-    return 16 + 3 * w if a.stack is True else 12
+    return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
+
+
+def _in_one_pass(a: Algorithm) -> bool:
+    """Whether decay and update are, of what the Gram form leaves in fp32."""
+    return a.form == "gram" and a.stack is not True
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Muon's, and per element the norms of rows w bytes and their scaling w + 4, of what is in fp32 already 4 and 8;
     then decay and weight 20, in one pass 12."""
     muon, none = _muon(a, rows, cols)
-    gram = a.form == "gram"
-    scaled = 12 if gram and a.stack is not True else 2 * product_bytes(a) + 4
-    traffic = muon.traffic + (scaled + (12 if gram else 20) - _moved(a)) * rows * cols
+    w = product_bytes(a)
+    left_out = 2 * w if a.form == "gram" and a.stack is True else 0
+    scaled = 12 if _in_one_pass(a) else 2 * w + 4
+    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + left_out - _moved(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 
