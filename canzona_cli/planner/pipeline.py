@@ -33,7 +33,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
-from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic
+from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic, senders
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.norm_clip import least_before_updates
 from canzona_cli.planner.parts import Share
@@ -172,6 +172,10 @@ class HostedPipeline:
     """Of a gradient on its way."""
     buffer: int = FP32
     """Of a gradient where it was reduced."""
+    taken: int = 0
+    """Bytes of memory traffic per element of a weight behind its exchange."""
+    own: int = 0
+    """And where its host stores it, besides its rounded copy, which is a part of the update."""
     byte_s: float = 0.0
     """Seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -191,6 +195,8 @@ class HostedPipeline:
         cluster, own = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", own)
+        # A GPU does not wait to know whether a weight is finite: it reads the old one too, and writes one of them.
+        chosen = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
             links=Links(cluster=cluster),
@@ -198,6 +204,8 @@ class HostedPipeline:
             width=width,
             grad=grad,
             buffer=element_bytes(config)[1],
+            taken=chosen or 2 * width,
+            own=0 if cluster.measured_updates else chosen,  # measured updates have it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
@@ -209,8 +217,10 @@ class HostedPipeline:
 
     @property
     def packing_s(self) -> float:
-        """Seconds of packing and unpacking per element of a matrix, all ranks together, without launches."""
-        return (self._sent + self._received + 2 * self._written) * self.byte_s
+        """Seconds of packing and unpacking per element of a matrix, all ranks together and at least, without
+        launches."""
+        travels = (self.tp - 1) / self.tp
+        return (travels * (self._sent + self.taken) + self._received) * self.byte_s
 
     @property
     def _sent(self) -> int:
@@ -221,11 +231,6 @@ class HostedPipeline:
     def _received(self) -> int:
         """And behind it."""
         return self.grad + FP32
-
-    @property
-    def _written(self) -> int:
-        """Of a weight, in front of its exchange and behind it."""
-        return 2 * self.width
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
         """From the first step to the last without norm, clip and AdamW, for an owner's groups in this order.
@@ -246,7 +251,8 @@ class HostedPipeline:
             for group in groups:
                 ranks.work(0, "matrix_update", self.updating * self.replay_s)
                 for job in group:
-                    ranks.work(0, "matrix_update", self.updating * job.seconds)
+                    own_s = self.own * job.matrix.elements * self.byte_s
+                    ranks.work(0, "matrix_update", self.updating * job.seconds + own_s)
             return
         loads = [
             self._load([job for job in group if not job.by_rows], {} if known is None else known) for group in groups
@@ -307,15 +313,15 @@ class HostedPipeline:
         elements, matrices = asked.hosted[host], asked.matrices[host]
         stored, others = asked.stored[host], asked.fragments[host] - matrices
         if stage == 0:
-            yield "exchange", self._copies(stored * self._sent, others)
+            yield "exchange", self._copies(asked.sent[host] * self._sent, others)
         if stage == 1:
             yield "exchange", self._copies(elements * self._received, self.tp * matrices)
             replay_s = self.replay_s if matrices else 0.0
             yield "matrix_update", self.updating * (replay_s + asked.seconds[host])
             # Other ranks' fragments, and its own: rounded, then taken where they are finite.
-            yield "exchange", self._copies(elements * self._written, (self.tp + 1) * matrices)
+            yield "exchange", self._copies(asked.own[host] * self.own, (self.tp + 1) * matrices)
         if stage == 2:
-            yield "exchange", self._copies(stored * self._written, others)
+            yield "exchange", self._copies(stored * self.taken, others)
         if hosts and asked.answers[host]:
             yield "matrix_update", self.updating * asked.answer_s[host][number]
             answers = asked.answers[host] * (self.tp - 1)
@@ -352,7 +358,8 @@ class _Asked:
 
     def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:
         tp = pipeline.tp
-        self.stored, self.fragments = [0] * tp, [0] * tp
+        self.sent, self.stored, self.own, self.fragments = [0] * tp, [0] * tp, [0] * tp, [0] * tp
+        """Elements whose gradients go to others, whose weights come from others, and of its own."""
         self.hosted, self.matrices, self.seconds = [0] * tp, [0] * tp, [0.0] * tp
         self.answers, self.squares = [0] * tp, [0] * tp
         shares = {job.matrix.index: job.share for job in group if job.share is not None}
@@ -379,8 +386,11 @@ class _Asked:
             self.seconds[host] += job.seconds
             for rank in {host, *matrix.holders(tp)}:
                 self.fragments[rank] += 1
+            held = matrix.held_elements(tp)
             for rank in matrix.holders(tp):
-                self.stored[rank] += matrix.held_elements(tp)
+                (self.own if rank == host else self.stored)[rank] += held
+            for rank in senders(matrix, host, tp):
+                self.sent[rank] += held if rank != host else 0
 
 
 def planning(config: RunConfig) -> RunConfig:

@@ -124,8 +124,9 @@ def test_a_fast_host_waits_for_the_slow_one_to_send_weights() -> None:
 def test_packing_and_unpacking_go_through_memory() -> None:
     cluster = replace(FREE, memory_gb_per_s=1000.0)
     (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], cluster)
-    # Read and written: two fragments packed, one whole matrix unpacked, in gradients; and back, in weights.
-    moved = 2 * SIDE * SIDE * 2 * (4 + 2)
+    # Gradients read and written: the other's fragment packed, one whole matrix put together. Weights: of both fragments
+    # the old and the new one read, one of them written; that they are rounded is a part of the update.
+    moved = SIDE * SIDE * (0.5 * 2 * 4 + 2 * 4 + 2 * 0.5 * 3 * 2)
     assert update.packed_s + update.exchange_s == pytest.approx(moved / (0.9 * 1e12))
 
 
