@@ -223,7 +223,8 @@ def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody(mode: Mod
     """Contributions and answers are written by what computes, and travel in turns of memory that groups share; of rows
     one matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in bf16,
     and repairs wait: so they are none here."""
-    config, layout = resolve(*SETTINGS, "optimizer.form=gram", f"engine.mode={mode}", "model.num_query_groups=8")
+    shared = (f"engine.mode={mode}", "optimizer.form=gram", "model.num_query_groups=8", "train.micro_batch_size=4")
+    config, layout = resolve(*SETTINGS, *shared)
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:
         with _standing(config, layout) as (trainee, record):
