@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import Muon, NorMuon, Workspace, cpu_products, gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, shared_gram, shared_rows
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
@@ -76,7 +76,7 @@ def test_gpus_have_fp16_where_they_would_have_bf16_and_processors_that_have_neit
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert products_type(torch.bfloat16, cuda) is HALF
     for narrow, expected in ((False, torch.bfloat16), (True, HALF)):
-        monkeypatch.setattr(cpu_products, "installed", lambda narrow=narrow: narrow)
+        monkeypatch.setattr("canzona_cli.optimizers.gram_form.cpu_products.installed", lambda narrow=narrow: narrow)
         assert products_type(torch.bfloat16, cpu) is expected
         assert products_type(torch.float32, cpu) is torch.float32
     assert products_type(torch.float32, cuda) is torch.float32

@@ -1,0 +1,12 @@
+"""The Gram form multiplies bf16 in these tests, as on processors that have it: elsewhere it has fp16 for that."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from canzona_cli.optimizers import gram_form
+
+
+@pytest.fixture(autouse=True)
+def _with_units_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_form, "cpu_products", SimpleNamespace(installed=lambda: False))
