@@ -17,6 +17,7 @@ from canzona_cli.cluster.machine import (
     read_smi,
     select,
 )
+from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.run.machine import cores
 from tests.sizes import CPU, H100
@@ -45,6 +46,12 @@ def test_a_gpus_profile_is_about_the_gpu() -> None:
     [said] = profile_mismatches(gpu)
     assert "gpu NVIDIA Abacus there" in said
     assert "processor" not in said
+
+
+def test_a_calibration_that_was_cut_off_says_what_it_lacks() -> None:
+    [said] = profile_warnings(replace(here(), not_measured=("model", "updates")), training=False)
+    assert "model, updates come from profile cpu" in said
+    assert not profile_warnings(here(), training=False)
 
 
 def test_the_fingerprint_names_no_machine() -> None:
