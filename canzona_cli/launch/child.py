@@ -40,9 +40,11 @@ def kill_tree(child: subprocess.Popen[bytes]) -> None:
     """Kill a process and all below it, if it has not ended. Some have sessions of their own, so that its process group
     would not be enough."""
     if child.poll() is None:
-        family = psutil.Process(child.pid)
-        family.suspend()  # it must not start another process between the listing and the killing
-        processes = [*family.children(recursive=True), family]
+        processes = list[psutil.Process]()
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            family = psutil.Process(child.pid)
+            family.suspend()  # it must not start another process between the listing and the killing
+            processes = [*family.children(recursive=True), family]
         for process in processes:
             kill(process)
         child.wait()
