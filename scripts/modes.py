@@ -67,7 +67,7 @@ class Cell:
         return Found(
             balance=balance(plan),
             update_ms=1e3 * (result.phases["matrix_update"] + result.phases["exchange"]),
-            optimizer_ms=1e3 * result.optimizer_exposed_s,
+            optimizer_ms=1e3 * result.optimizer_s,
             iteration_s=result.iteration_s,
             shared=len(plan.assignment.shares),
         )

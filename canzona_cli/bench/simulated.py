@@ -22,7 +22,7 @@ from canzona_cli.simulate.study import Study, study_run
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 MOST_GPUS = 65_536
 """More would take minutes to plan, and no profile describes links of such a machine."""
-VERSION = 1
+VERSION = 2
 """Of what `--json` prints; additions keep it."""
 
 

@@ -54,12 +54,6 @@ class SimulationView(Page):
             _group(
                 cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
             ),
-            _group(
-                cells,
-                "exposed, ms",
-                ("canzona", "asc"),
-                lambda one, name: milliseconds(one.result(name).optimizer_exposed_s),
-            ),
             _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: f"{100 * one.overhead(name):+.1f}%"),
             _group(cells, "optimizer, times canzona's", _OTHERS, _times),
             _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
@@ -72,8 +66,7 @@ class SimulationView(Page):
     def _legend(self) -> Iterator[str]:
         yield (
             "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
-            "optimizer step: from reduced gradients to the next forward, as if the exchange were hidden under nothing; "
-            "exposed: the part of it that the iteration waits for (the other strategies hide nothing)."
+            "optimizer step: from reduced gradients to the next forward, without what hides under other work."
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
         if any(not found.fits for study in studies for found in study.strategies.values()):

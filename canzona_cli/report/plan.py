@@ -205,13 +205,13 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield GroupedTable(
         labels=STRATEGIES,
         groups=columns(
-            ("iteration", "optimizer", "exposed", "+ AdamW", "opt. /", "iter. /", "GiB"),
+            ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB"),
             (_strategy_cells(study, name) for name in STRATEGIES),
         ),
         styles=["bold" if name == planned else "" for name in STRATEGIES],
     )
     yield note(
-        "exposed: the part that the iteration waits for; + AdamW: overhead over its iteration; /: divided by "
+        "optimizer: what the iteration waits for; + AdamW: overhead over its iteration; /: divided by "
         f"{planned}'s; GiB: on the fullest rank"
     )
     if not all(one.fits for one in study.strategies.values()):
@@ -223,7 +223,6 @@ def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
     return (
         step_time(one.result.iteration_s),
         step_time(one.result.optimizer_s),
-        step_time(one.result.optimizer_exposed_s),
         MISSING if name == "adamw" else f"{100 * study.overhead(name):+.2f}%",
         f"{study.optimizer_speedup(name):.2f}x" if gain else "",
         f"{study.iteration_speedup(name):.2f}x" if gain else "",

@@ -38,8 +38,7 @@ class Prediction:
     """Processor cores that the ranks of one machine share; None where each rank has a device of its own."""
     iteration_s: float
     optimizer_s: float
-    """From reduced gradients to the next forward, as the step has it: time hidden under other work is not counted
-    (`StrategyResult.optimizer_exposed_s`)."""
+    """`StrategyResult.optimizer_s`."""
     phases: Mapping[str, float]
     """Mean over ranks; the phases of a step add up to `iteration_s`, totals are listed with them."""
     load_balance: float

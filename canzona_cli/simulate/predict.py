@@ -33,7 +33,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
         profile=config.cluster.name,
         calibrated=config.cluster.calibrated,
         iteration_s=result.iteration_s,
-        optimizer_s=result.optimizer_exposed_s,
+        optimizer_s=result.optimizer_s,
         phases=dict(result.mean_phases),
         cores=config.cluster.cores if config.cluster.device == "cpu" else None,
         load_balance=result.update_balance,

@@ -44,10 +44,8 @@ class StrategyResult:
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
-    """From reduced gradients to the next forward, with the exchange as if hidden under nothing: norm and clip, exchange
-    (total), matrix update, AdamW's update, and what the forward waits for gathered parameters."""
-    optimizer_exposed_s: float
-    """The same with the exchange's exposed part only: how much longer an iteration is for it."""
+    """From reduced gradients to the next forward, as the iteration waits for it: norm and clip, AdamW's update, matrix
+    updates, the exchange that no update hides, and what the forward waits for gathered parameters."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`; the `_total`s ran (partly) under others."""
     mean_phases: Mapping[str, float]
@@ -146,8 +144,8 @@ class _Step:
         """The cell whose updates are done first."""
         return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
 
-    def optimizer(self) -> tuple[float, float]:
-        """The optimizer step without and with the exchange that hides under updates.
+    def optimizer_s(self) -> float:
+        """How long the iteration waits for the optimizer.
 
         Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a tied
         embedding under grad_reduce, and no part of it. The rank that waits longest in all decides: another stage may
@@ -155,8 +153,7 @@ class _Step:
         """
         waited = [end + found["param_gather"] for end, found in zip(self.updated, self.phases, strict=True)]
         longest = self._last(waited)
-        exposed = self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
-        return exposed, exposed + self.cells[longest].update.exchange_hidden_s
+        return self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
 
     @staticmethod
     def _last(ends: Sequence[float]) -> int:
@@ -179,14 +176,12 @@ class _Simulation:
     def result(self) -> StrategyResult:
         step = self._step()
         cells, slowest, first = step.cells, step.slowest, step.first
-        exposed_s, optimizer_s = step.optimizer()
         shown = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
         mean = self._mean([(cell.team.ranks, found) for cell, found in zip(cells, step.phases, strict=True)])
         return StrategyResult(
             strategy=self._workload.strategy,
             iteration_s=step.end,
-            optimizer_s=optimizer_s,
-            optimizer_exposed_s=exposed_s,
+            optimizer_s=step.optimizer_s(),
             phases=MappingProxyType(_ordered(step.phases[slowest])),
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),

@@ -40,7 +40,7 @@ LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "rows", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
-VERSION = 1
+VERSION = 2
 """Of what `--json` prints; additions keep it."""
 
 
@@ -118,7 +118,6 @@ class Study:
         return {
             "iteration_s": compared.result.iteration_s,
             "optimizer_s": compared.result.optimizer_s,
-            "optimizer_exposed_s": compared.result.optimizer_exposed_s,
             "overhead_over_adamw": self.overhead(strategy),
             "memory_bytes": compared.memory_bytes,
             "fits": compared.fits,

@@ -64,11 +64,6 @@ class RankUpdate:
     def seconds(self) -> float:
         return self.matrix_update_s + self.exchange_s
 
-    @property
-    def exchange_hidden_s(self) -> float:
-        """In flight under updates; sums of floats in another order must not make it negative."""
-        return max(0.0, self.exchange_total_s - self.exchange_s - self.packed_s)
-
 
 class UpdateModel:
     """Prices updates and exchanges of a run's matrices."""

@@ -57,7 +57,7 @@ def test_json_has_what_scripts_rely_on(large: dict[str, object]) -> None:
     assert {"dp_reduce_bytes", "dp_gather_bytes", "tp_exchange_bytes", "padding_fraction"} <= keys("communication")
     assert keys("strategies") == {"sc", "layerwise", "asc", "canzona", "adamw"}
     for strategy in keys("strategies"):
-        wanted = {"iteration_s", "optimizer_s", "optimizer_exposed_s", "phases"}
+        wanted = {"iteration_s", "optimizer_s", "phases"}
         assert wanted <= keys("strategies", strategy)
         assert {"forward", "backward", "matrix_update", "param_gather"} <= keys("strategies", strategy, "phases")
     wanted = {f"{what}_vs_{over}" for what in ("optimizer", "iteration") for over in ("sc", "layerwise")}

@@ -111,7 +111,7 @@ def test_phases_add_up_and_nothing_is_exposed_longer_than_it_takes(
         assert sum(phases[name] for name in IN_STEP) == pytest.approx(result.iteration_s)
         for name in ("grad_reduce", "exchange", "param_gather"):
             assert phases[name] <= phases[f"{name}_total"] + 1e-9
-    assert result.optimizer_exposed_s <= result.optimizer_s <= result.iteration_s
+    assert 0 <= result.optimizer_s <= result.iteration_s
     assert 0 <= result.slowest_rank < mesh.world_size
     # The one rank the plots show longest is busy within the iteration, one thing at a time on each stream.
     reach: dict[tuple[int, str], float] = {}
@@ -214,7 +214,7 @@ def test_a_plan_is_never_slower_than_that_of_asc_which_it_could_take(size: Size,
     config = config_of(size, mesh)
     own, asc = (simulate_plan(run, mesh, plan_unbounded(run, mesh)) for run in (config, with_strategy(config, "asc")))
     assert own.iteration_s <= asc.iteration_s * (1 + 1e-9)
-    assert own.optimizer_exposed_s <= asc.optimizer_exposed_s * (1 + 1e-9)
+    assert own.optimizer_s <= asc.optimizer_s * (1 + 1e-9)
 
 
 def pipeline(
@@ -469,7 +469,7 @@ def test_owners_that_do_the_same_are_simulated_once(
     monkeypatch.setattr(UpdatePhase, "_alike", one_by_one)
     apart = simulate(*given_run)
     assert cells[0] < cells[1]
-    for name in ("iteration_s", "optimizer_s", "optimizer_exposed_s", "phases", "slowest_rank", "events"):
+    for name in ("iteration_s", "optimizer_s", "phases", "slowest_rank", "events"):
         assert getattr(together, name) == getattr(apart, name), name
     assert together.mean_phases == pytest.approx(apart.mean_phases, rel=1e-12)
     assert together.update_balance == pytest.approx(apart.update_balance, rel=1e-12)
@@ -507,7 +507,7 @@ def test_a_core_for_every_rank_is_as_good_as_a_device(strategy: AnyStrategy, mes
     # Twice as many, for a transfer may run under the work of the same rank.
     shared = simulated(config_of("0.6b", mesh, replace(H100, cores=2 * mesh.world_size)), mesh, strategy)
     assert shared.iteration_s == pytest.approx(alone.iteration_s, rel=1e-3)
-    assert shared.optimizer_exposed_s == pytest.approx(alone.optimizer_exposed_s, rel=1e-3)
+    assert shared.optimizer_s == pytest.approx(alone.optimizer_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("mesh", SMALL_MESHES, ids=("dp4", "tp2-dp2", "tp4", "tp2-pp2"))
@@ -533,7 +533,7 @@ def test_on_one_core_a_step_takes_the_work_of_all_ranks(strategy: AnyStrategy, m
     whole = repeated * sum(costs[index] for index in everyone)
     fragments = {"layerwise", "sc"} & {strategy} and mesh.tp > 1
     # A duplicated update does its elementwise part on its own fragment only.
-    assert result.optimizer_exposed_s >= whole * (0.8 if fragments else 1.0) - 1e-9
+    assert result.optimizer_s >= whole * (0.8 if fragments else 1.0) - 1e-9
 
 
 def test_work_that_is_spread_gains_nothing_from_ranks_that_share_a_core() -> None:
@@ -543,5 +543,5 @@ def test_work_that_is_spread_gains_nothing_from_ranks_that_share_a_core() -> Non
         for strategy in ("canzona", "layerwise")
     }
     # Four ranks that repeat an update do four times the work of four that share it.
-    ratio = results["layerwise"].optimizer_exposed_s / results["canzona"].optimizer_exposed_s
+    ratio = results["layerwise"].optimizer_s / results["canzona"].optimizer_s
     assert ratio == pytest.approx(4.0, rel=0.01)
