@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .shared import Turns
-
 OnFallback = Callable[[torch.Tensor, str], None]
 """Called with the matrix, and a text on what failed and what was used instead."""
 ProductPrecision = Literal["fp32", "tf32"]
@@ -98,15 +96,3 @@ def products(precision: ProductPrecision) -> Iterator[None]:
     finally:
         cuda.fp32_precision, cpu.fp32_precision = before
         cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction = parts
-
-
-def in_products[Result](precision: ProductPrecision, running: Turns[Result]) -> Turns[Result]:
-    """`running`, each of its turns within `products`."""
-    while True:
-        with products(precision):
-            try:
-                waits = next(running)
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-        yield waits

@@ -12,9 +12,9 @@ from . import newton_schulz as iteration
 from .doubt import DISTRUSTED
 from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
 from .graphs import Replayed
-from .matrix_optimizer import MatrixOptimizer, OnFallback, in_products, products
+from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Message, Shape, Sum, Together, Turns
+from .shared import Message, Shape, Sum, Together, Turns, each_turn
 from .shared_gram import Answers, contribute
 from .shared_rows import gram_by_rows
 from .workspace import Workspace
@@ -372,7 +372,7 @@ class Muon(MatrixOptimizer):
 
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         """As `finish`."""
-        return in_products("fp32", self._together(p, whole, ranks))
+        return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
 
     def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
         workspace = ranks.workspace or self.workspace

@@ -11,6 +11,7 @@ place, in the fragments' order, and the answer back to all of them.
 """
 
 from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -126,3 +127,15 @@ class SharedForm(Protocol):
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
         """Update the fragment in the same step in another way, slow and safe; as `excluded` also some of the next."""
         ...
+
+
+def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
+    """`running`, each of its turns within a context of its own, which another one's do not see."""
+    while True:
+        with within():
+            try:
+                waits = next(running)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        yield waits

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Message, Shape, Together, Turns
+from canzona_cli.optimizers.shared import Message, Shape, Together, Turns, each_turn
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -72,15 +73,9 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
 
     def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         running = by_rows(p, whole=whole, ranks=ranks)
-        while True:
-            with pytest.MonkeyPatch.context() as within:  # not in another one's turn
-                if p is matrices.masters[index]:
-                    within.setattr(shared_rows, "DOUBT", -1.0)
-                try:
-                    waits = next(running)
-                except StopIteration as end:
-                    return bool(end.value)
-            yield waits
+        if p is not matrices.masters[index]:
+            return running
+        return each_turn(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "answer", answer)
@@ -196,14 +191,13 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
 
         def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
             place = next(place for place, one in enumerate(matrices.fragments) if one.master is p)
-            running = by_rows(p, whole=whole, ranks=ranks)
-            while True:
+
+            @contextmanager
+            def noted() -> Iterator[None]:
                 order.append(place)
-                try:
-                    waits = next(running)
-                except StopIteration as end:
-                    return bool(end.value)
-                yield waits
+                yield
+
+            return each_turn(by_rows(p, whole=whole, ranks=ranks), noted)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(form, "together", together)
