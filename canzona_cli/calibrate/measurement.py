@@ -110,6 +110,8 @@ class Facts:
     """Of one rank."""
     workers: int
     """Ranks that computed at the same time."""
+    bf16_in_fp32: bool
+    """A field of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,7 @@ def profile_of(
         base if base.calibrated and not profile_mismatches(base) else replace(base, measured_updates=(), collectives=())
     )
     here = {} if record.facts is None else asdict(record.facts)
+    bf16_in_fp32 = here.pop("bf16_in_fp32", base.bf16_in_fp32)
     # Each under the name of its field; forward and backward become factors below.
     others = ("forward", "backward", "grouped_collectives")
     measured = {name: significant(value) for name, value in known.items() if name not in others}
@@ -89,6 +90,7 @@ def profile_of(
         base,
         name=name,
         matmul_tflops=products,
+        bf16_in_fp32=bf16_in_fp32,
         measured_updates=_updates(kept, record),
         collectives=_collectives(kept, record),
         grouped_collectives=bool(known.get("grouped_collectives", base.grouped_collectives)),

@@ -14,6 +14,7 @@ from canzona_cli.run.files import write_text_atomic
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Of one run, not of a machine."""
 _MEANING = {
+    "bf16_in_fp32": "this processor has no instructions for bf16",
     "cores": "processor cores the ranks share",
     "bf16_tflops": "what the fastest product or pass reached: no datasheet tells a processor's peak",
     "forward_factor": "measured forward over what the model of it says on this profile",

@@ -27,6 +27,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.calibrate.updates import measure_adamw, measure_updates
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.megatron import parallel
+    from canzona_cli.optimizers import cpu_products
     from canzona_cli.training.assemble import join
 
     orders = Orders.read(files)
@@ -46,6 +47,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             backend=str(torch.distributed.get_backend()),
             threads=torch.get_num_threads(),
             workers=workers.size,
+            bf16_in_fp32=cpu_products.installed(),
         )
     )
 

@@ -147,7 +147,8 @@ def torch_backends(found: Mapping[str, object] | str) -> Iterator[Finding]:
     if isinstance(bf16, float) and isinstance(fp32, float):
         value = f"bf16 {bf16:,.0f}, fp32 {fp32:,.0f} GFLOP/s a thread"
         if found.get("bf16_in_fp32"):
-            yield info("torch", "CPU matmul", value, "no instructions for bf16: CPU runs make its products in fp32")
+            meaning = "no instructions for bf16: CPU runs make its products in fp32 (cluster.bf16_in_fp32=true)"
+            yield info("torch", "CPU matmul", value, meaning)
             return
         slow = bf16 < fp32
         meaning = "CPU runs in bf16 are slower than in fp32" if slow else "CPU runs are fastest in bf16, the default"

@@ -105,8 +105,8 @@ class Muon(MatrixOptimizer):
         scale_mode: See `scale`.
         scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
             arXiv:2502.16982).
-        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always. On CUDA
-            fp16 is what the Gram form has for bf16 (`gram_form.products_type`).
+        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always. Where
+            it is as fast the Gram form has fp16 for bf16 (`gram_form.products_type`).
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)

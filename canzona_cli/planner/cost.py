@@ -183,10 +183,11 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
     """Whether the Gram form can be trusted with momentum as training has it, on this device and in this precision.
 
-    Where half precision is bf16, as on CPUs, it cannot: of qwen3-tiny's 28 momenta it doubted all in the first thirty
-    steps and half after 300, which are then in standard form all the same.
+    Where half precision is bf16, as on CPUs with instructions for it, it cannot: of qwen3-tiny's 28 momenta it doubted
+    all in the first thirty steps and half after 300, which are then in standard form all the same. In fp16, which GPUs
+    and CPUs without such instructions have for it (`optimizers.gram_form.products_type`), it doubted none.
     """
-    return a.precision != "bf16" or cluster.device == "cuda"
+    return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:

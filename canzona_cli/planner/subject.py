@@ -40,6 +40,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name in affecting(PLAN, "cluster")
                 for value in (getattr(config.cluster, name),)
+                if value or name != "bf16_in_fp32"  # without it plans have the hash they had before there was one
             }
         ),
     )

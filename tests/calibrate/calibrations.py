@@ -42,7 +42,7 @@ MEASUREMENTS = (
 RECORD = Record(
     measurements=MEASUREMENTS,
     done=ALL,
-    facts=Facts(torch="2.10.0", backend="gloo", threads=1, workers=2),
+    facts=Facts(torch="2.10.0", backend="gloo", threads=1, workers=2, bf16_in_fp32=True),
 )
 
 

@@ -27,6 +27,7 @@ def test_measured_numbers_stand_in_place_of_the_base_profiles() -> None:
     assert (found.fp32_tflops, found.qr_tflops, found.eigh_tflops) == (0.2, 0.04, 0.1)
     assert found.launch_us == 0.9123, "four significant digits"
     assert found.adamw_ns == 3.5
+    assert (found.bf16_in_fp32, base.bf16_in_fp32) == (True, False)
     assert memory_rate(found) == pytest.approx(0.9 * 17e9)
     assert found.measured_updates == (
         ("megatron/muon/standard/5", 256, 768, 3.5e-3),

@@ -23,6 +23,7 @@ from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
+from canzona_cli.optimizers import cpu_products
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
@@ -69,6 +70,7 @@ def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(
     }
     assert found.profile.adamw_ns is not None
     assert found.profile.forward_factor != 1.0
+    assert found.profile.bf16_in_fp32 is cpu_products.slow()
     assert found.profile.measured_on["workers"] == 2, "as many as the run has, however few the cores"
     write_profile(tmp_path / "here.yaml", found)
     again = compose_run(["recipe=tiny", f"cluster={tmp_path / 'here.yaml'}"])

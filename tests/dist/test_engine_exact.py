@@ -13,6 +13,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.config.schema import (
+    Form,
     KLShampooConfig,
     Layout,
     MuonConfig,
@@ -28,6 +29,7 @@ from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
+from canzona_cli.planner.cost import algorithm, form_of
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, planned
 from tests.dist.synthetic import (
@@ -37,6 +39,7 @@ from tests.dist.synthetic import (
     Result,
     exact_muon,
     farther,
+    run_engine,
     run_engines,
     single_process,
     whole_gradients,
@@ -358,6 +361,32 @@ def test_bf16_weights_are_the_rounded_masters() -> None:
     )  # fmt: skip
     rounded = {name: weight.bfloat16().float() for name, weight in expected.items()}
     assert _different(found.after, rounded, rounded) == []
+
+
+def test_a_profile_that_multiplies_bf16_in_fp32_has_the_gram_form_executed() -> None:
+    """Bitwise what one process comes to that has the plan's forms; in standard form those in Gram form differ."""
+    settings = ("train.precision=bf16", "cluster.bf16_in_fp32=true", "gpus=2")
+    wide = ("model.num_layers=1", "model.hidden_size=256", "model.ffn_hidden_size=768")
+    config, layout = _resolve("optimizer=muon", *settings, *wide)
+    how = algorithm(config)
+    assert how.form == "auto"
+    found = run_engine(config, layout, 2)
+
+    def after(form: Form | dict[tuple[int, int], Form]) -> Weights:
+        weights = single_process(
+            found.before, config, 2,
+            lambda params: Muon(params, 0.01, weight_decay=0.1, precision="bf16", form=form),
+        )  # fmt: skip
+        return {name: weight.bfloat16().float() for name, weight in weights.items()}
+
+    standard = after("standard")
+    shapes = {name: (weight.size(0), weight.size(1)) for name, weight in standard.items()}
+    forms = {shape: form_of(how, *shape, config.cluster) for shape in shapes.values()}
+    planned_so = after(forms)
+    assert _different(found.after, planned_so, planned_so) == []
+    gram = [name for name, shape in shapes.items() if forms[shape] == "gram"]
+    assert _different(found.after, standard, standard) == gram
+    assert {name.split(".")[-2] for name in gram} == {"gate_proj", "up_proj", "down_proj"}
 
 
 def test_gradients_in_bf16_travel_rounded_once() -> None:

@@ -111,6 +111,8 @@ def test_on_cpus_half_precision_has_too_few_digits_for_the_gram_form() -> None:
     forms = [form_of(replace(auto, precision=precision), 5120, 25600, cpu) for precision in ("bf16", "fp32")]
     assert forms == ["standard", "gram"]
     assert form_of(GRAM, 5120, 25600, cpu) == "gram"
+    in_fp32 = replace(cpu, bf16_in_fp32=True)
+    assert [form_of(auto, *shape, in_fp32) for shape in ((5120, 25600), (5120, 5120))] == ["gram", "standard"]
 
 
 def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> None:

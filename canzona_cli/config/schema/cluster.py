@@ -84,6 +84,12 @@ class ClusterConfig:
         Example("0.6"),
         PLAN,
     ] = 1.0
+    bf16_in_fp32: Annotated[
+        bool,
+        "Of CPU ranks: the processor has no instructions for bf16, so that its products are made in fp32. fp16 takes as"
+        " long there, and Newton-Schulz' Gram form, which optimizer.form=auto then may choose, has fp16 for bf16.",
+        PLAN,
+    ] = False
     fp32_tflops: Annotated[
         Positive | None,
         "Rate that large fp32 products reach; null: a sixteenth of the bf16 peak.",
