@@ -53,11 +53,9 @@ def run(compiled: str, *arguments: str) -> Run:
     return Run(wall_s=wall, cpu_s=usage.ru_utime + usage.ru_stime, peak_mib=usage.ru_maxrss / 1024, said=said)
 
 
-def best(runs: int, *arguments: str) -> Run:
-    """The fastest of several, after one that compiles."""
-    with tempfile.TemporaryDirectory() as compiled:
-        run(compiled, *arguments)
-        return min((run(compiled, *arguments) for _ in range(runs)), key=lambda found: found.wall_s)
+def best(runs: int, compiled: str, *arguments: str) -> Run:
+    """The fastest of several."""
+    return min((run(compiled, *arguments) for _ in range(runs)), key=lambda found: found.wall_s)
 
 
 def main() -> None:
@@ -65,17 +63,27 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--recipe", default="qwen3-32b")
     given = parser.parse_args()
-    print(f"{given.recipe}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}\n")
+    with tempfile.TemporaryDirectory() as compiled:
+        sys.exit("over the limit" if table(given.recipe, given.runs, compiled) else 0)
+
+
+def table(recipe: str, runs: int, compiled: str) -> bool:
+    """Measure and print; whether a limit is passed."""
+    validate = ("validate", "recipe=tiny")
+    plans = {gpus: ("plan", f"recipe={recipe}", f"gpus={gpus}", "--dry-run", "--json") for gpus in GPUS}
+    for arguments in (validate, plans[GPUS[0]]):  # these compile all that the others import
+        run(compiled, *arguments)
+    print(f"{recipe}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}\n")
     columns = "GPUs | layout | matrices x ranks | wall | limit | processor | planning | peak memory"
     print(f"| {columns} | planning / (matrices x ranks) |")
     print("|---|---|---|---|---|---|---|---|---|")
-    start = best(given.runs, "validate", "recipe=tiny")
+    start = best(runs, compiled, *validate)
     print(
         f"| start-up (`validate`) | | | {start.wall_s:.2f} s | | {start.cpu_s:.2f} s | | {start.peak_mib:.0f} MiB | |"
     )
     failed = False
-    for gpus in GPUS:
-        found = best(given.runs, "plan", f"recipe={given.recipe}", f"gpus={gpus}", "--dry-run", "--json")
+    for gpus, arguments in plans.items():
+        found = best(runs, compiled, *arguments)
         said = json.loads(found.said)
         mesh, limit = said["layout"], LIMITS.get(gpus)
         work = said["matrices"] * gpus
@@ -87,7 +95,7 @@ def main() -> None:
             f"{found.peak_mib:.0f} MiB | {1e9 * said['planning_s'] / work:.0f} ns |",
             flush=True,
         )
-    sys.exit("over the limit" if failed else 0)
+    return failed
 
 
 if __name__ == "__main__":
