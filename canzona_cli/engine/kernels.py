@@ -78,8 +78,9 @@ def choose_kernels(
 
 
 def _on_cpu(shape: Shape) -> KernelChoice:
-    side, long, _ = shape
-    return KernelChoice(side=side, long=long, kernel=STRIPS if symmetric.in_strips(side, long) > 1 else PLAIN)
+    side, long, dtype = shape
+    kernel = STRIPS if symmetric.in_strips(side, long) > 1 else PLAIN
+    return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=kernel)
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
