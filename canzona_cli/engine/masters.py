@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.muon import LOST
+from canzona_cli.optimizers.doubt import LOST
 from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)

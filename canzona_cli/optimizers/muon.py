@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
-from .doubt import DISTRUSTED
+from .doubt import LOST, count_down, distrust, steps_left
 from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
@@ -21,12 +21,8 @@ from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
-__all__ = ["DISTRUSTED", "Muon", "ScaleMode", "Workspace", "scale"]
+__all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
 
-STANDARD_STEPS = 100
-"""That many behind a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and where the Gram form is
-doubted again and again, to have tried it costs 1% of what updates take."""
-LOST = f"the Gram form lost too much in rounding; it is updated in standard form for {STANDARD_STEPS} steps"
 SAFE_NORMS = 2.0**-40, 2.0**60
 """Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
@@ -155,7 +151,7 @@ class Muon(MatrixOptimizer):
             else:
                 self._update_all(matrices, group)
         for p in excluded:  # here, and not where they are updated: a replay knows of no host's numbers
-            self._count_down(p)
+            count_down(self.state[p])
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
@@ -295,9 +291,8 @@ class Muon(MatrixOptimizer):
                 again = torch.empty_like(one, dtype=self._standard)
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
                 one.copy_(newton_schulz(again, self.steps, Workspace()))
-                self.state[p][DISTRUSTED] = STANDARD_STEPS
-                if self.on_fallback is not None:
-                    self.on_fallback(p, LOST)
+                distrust(self.state[p])
+                self._tell(p)
         return result
 
     # --- one matrix in fragments (`shared`) ---
@@ -311,16 +306,7 @@ class Muon(MatrixOptimizer):
         return len(segments(len(self.steps)))
 
     def excluded(self, p: torch.Tensor) -> bool:
-        return bool(self.state[p].get(DISTRUSTED))
-
-    def _count_down(self, p: torch.Tensor) -> None:
-        """Of the updates in standard form that are left, one is made."""
-        state = self.state[p]
-        left = STANDARD_STEPS if state[DISTRUSTED] is True else state[DISTRUSTED]
-        if left > 1:
-            state[DISTRUSTED] = left - 1
-        else:
-            del state[DISTRUSTED]
+        return steps_left(self.state[p]) > 0
 
     def contribute(
         self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
@@ -363,7 +349,8 @@ class Muon(MatrixOptimizer):
         trusted = answer.numbers[2] > 0
         if _by_blocks(p) and not bool(trusted):
             self._norms.pop(p, None)
-            return self._declined(p)
+            self._tell(p)
+            return False
         with products("fp32"):
             update = self.workspace.like("muon_x", x)
             self._answered(p, x, whole, answer, out=update)
@@ -382,14 +369,14 @@ class Muon(MatrixOptimizer):
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
         trusted |= square.view(()) == 0  # nothing becomes nothing, whatever is estimated of it
         if _by_blocks(p) and not bool(trusted):
-            return self._declined(p)
+            self._tell(p)
+            return False
         self._take(p, x, trusted, whole)
         return True
 
-    def _declined(self, p: torch.Tensor) -> bool:
+    def _tell(self, p: torch.Tensor) -> None:
         if self.on_fallback is not None:
             self.on_fallback(p, LOST)
-        return False
 
     def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
@@ -430,10 +417,7 @@ class Muon(MatrixOptimizer):
             if not _by_blocks(p):
                 self._set_rates(p, group)
             self._move(p, x, group, whole)
-        if excluded:
-            self._count_down(p)
-        else:
-            self.state[p][DISTRUSTED] = STANDARD_STEPS
+        (count_down if excluded else distrust)(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
         return next(group for group in self.param_groups if any(one is p for one in group["params"]))
@@ -454,7 +438,7 @@ class Muon(MatrixOptimizer):
         """
         found = [p for p, good in self._trusted.items() if not bool(good)]
         for p in found:
-            self.state[p][DISTRUSTED] = STANDARD_STEPS
+            distrust(self.state[p])
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
         return found
 

@@ -18,7 +18,7 @@ from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.optimizers import muon, shared_rows
+from canzona_cli.optimizers import doubt, muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared import Message, Shape, Together, Turns, each_turn
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -91,7 +91,7 @@ def _break(trainee: Trainee, fault: Fault) -> None:
         assert isinstance(average, torch.Tensor)
         average[0, 0] = torch.nan
     if fault == "marked":
-        fragment.replace_marks({muon.DISTRUSTED: True})
+        fragment.replace_marks({doubt.DISTRUSTED: True})
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def both() -> Both:
     def work(case: tuple[Mode, Fault], world: World) -> Faulted:
         mode, fault = case
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
-            patched.setattr(muon, "STANDARD_STEPS", STANDARD)
+            patched.setattr(doubt, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
                 patched.setattr(muon, "_by_blocks", lambda matrix: False)
             trainee = assemble_trainee(made[mode][0], world, plans[mode])
