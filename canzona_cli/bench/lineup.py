@@ -62,6 +62,8 @@ class LineUp:
 
     layout: Layout
     strategies: tuple[PreparedStrategy, ...]
+    arithmetic: str
+    """As `BenchResult.arithmetic`."""
     notes: tuple[str, ...]
 
     @property
@@ -103,7 +105,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     names = _possible(base, strategies, notes)
     if "engine.splitting" not in composed.explicit and "engine" not in composed.explicit:
         base = _split_alike(base, names, notes)
-    base = _form_alike(base, names, notes, chosen="optimizer.form" in composed.explicit)
+    base, arithmetic = _form_alike(base, names, chosen="optimizer.form" in composed.explicit)
     base = replace(
         base,
         # The rates of the recipe's own first steps, however short the bench is.
@@ -125,7 +127,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             if strategies is not None or not prepared:
                 raise
             notes.append(f"without {name}: {error.problems[0].reason}")
-    return LineUp(layout=layout, strategies=tuple(prepared), notes=tuple(notes))
+    return LineUp(layout=layout, strategies=tuple(prepared), arithmetic=arithmetic, notes=tuple(notes))
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
@@ -199,19 +201,18 @@ def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[st
     return replace(config, engine=replace(config.engine, splitting="qkv"))
 
 
-def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str], *, chosen: bool) -> RunConfig:
-    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; then it is said
-    that arithmetic differs."""
+def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], *, chosen: bool) -> tuple[RunConfig, str]:
+    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; and what to say of
+    it (`BenchResult.arithmetic`)."""
     optimizer = config.optimizer
     theirs = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
     if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not theirs:
-        return config
-    whose = f"{' and '.join(theirs)} {'is' if len(theirs) == 1 else 'are'} Megatron's own, in standard form"
+        return config, ""
+    whose = f"Megatron's own ({' and '.join(theirs)})"
     if chosen:
-        notes.append(f"other arithmetic: optimizer.form={optimizer.form} in canzona and asc; {whose}")
-        return config
-    notes.append(f"optimizer.form=standard for all: {whose}; canzona's own is faster with form=auto")
-    return replace(config, optimizer=replace(optimizer, form="standard"))
+        return config, f"optimizer.form={optimizer.form} in canzona's own strategies, standard in {whose}"
+    said = f"the standard form in all strategies, for {whose} have no other; optimizer.form=auto compares canzona's own"
+    return replace(config, optimizer=replace(optimizer, form="standard")), said
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:

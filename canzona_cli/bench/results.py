@@ -96,6 +96,8 @@ class BenchResult:
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
     """The reference, by sitting. `strategies[reference]` is the first."""
+    arithmetic: str = ""
+    """Which forms of the update are compared, where Megatron's own take part and canzona has another one."""
     notes: tuple[str, ...] = ()
     """Choices made for the user: splitting, sittings, which strategies were left out and why."""
 

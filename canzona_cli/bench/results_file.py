@@ -41,6 +41,7 @@ def content_of(result: BenchResult) -> dict[str, object]:
         "optimizer": result.optimizer,
         "layout": asdict(result.layout),
         "machine": dict(result.machine),
+        "arithmetic": result.arithmetic,
         "notes": list(result.notes),
         "reference": result.reference,
         "speedup": speedups,

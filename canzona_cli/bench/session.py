@@ -187,6 +187,7 @@ def _result(
         reference=reference,
         strategies=strategies,
         references=tuple(found.get(reference, measurements[0][reference]) for found in measurements),
+        arithmetic=lined_up.arithmetic,
         notes=(*lined_up.notes, *_notes(sittings, reference, machine)),
     )
 

@@ -154,6 +154,7 @@ def heading(result: BenchResult, what: str, screen: Screen, *, without: str = ""
         "predicted": profile,
         "measured": f"{_rounds(result)} in turns, after {result.warm_up_rounds} to warm up",
         "machine": machine,
+        "arithmetic": clean(result.arithmetic),
         "settings": " ".join(clean(override) for override in result.overrides),
     }
     yield from labelled(((label, value) for label, value in rows.items() if value), 11)

@@ -109,6 +109,7 @@ def bench(
             for name in strategies
         },
         references=(ours,),
+        arithmetic="the standard form in all strategies",
         notes=("splitting qkv: as far as sc and layerwise go, so that all update the same matrices",),
     )
 

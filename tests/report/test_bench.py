@@ -149,6 +149,11 @@ def test_a_profile_by_hand_is_said_to_be_one() -> None:
     assert "not calibrated" in shown(BenchView(replace(bench(), calibrated=False)))
 
 
+def test_whose_arithmetic_is_compared_is_said_above_the_figures() -> None:
+    text = shown(BenchView(bench(("canzona", "sc"))))
+    assert "the standard form in all strategies" in text.partition("matrix update")[0]
+
+
 def test_control_characters_of_users_do_not_reach_the_terminal() -> None:
     text = shown(BenchView(replace(bench(), recipe="mine\x1b[2J", notes=("a\x07b",), overrides=("data.path=\x1bc",))))
     assert "\x1b" not in text
