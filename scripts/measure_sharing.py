@@ -43,8 +43,8 @@ from canzona_cli.megatron.in_flight import watcher_for
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.newton_schulz import Form
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.planner.exchange import from_hosts, to_hosts
 from canzona_cli.planner.measures import exchange_sent
 from canzona_cli.planner.pipeline import order
@@ -111,7 +111,7 @@ def one_matrix(side: int, rounds: int, precision: Precision) -> Seconds:
             aside=Aside(CPU),
             device=CPU,
             masters={0: master} if updates else {},
-            make_optimizer=lambda _, params: Muon(params, 0.01, form=form, precision=precision),
+            make_optimizer=lambda _, params: SharedMuon(params, 0.01, form=form, precision=precision),
         )
         count, widths = 2 if shared else 1, (dtype.itemsize, 4)
         exchanges = []

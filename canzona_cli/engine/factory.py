@@ -19,10 +19,10 @@ from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.matrix_optimizer import OnFallback
-from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.shampoo import Shampoo
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.optimizers.stagger import stagger
@@ -34,7 +34,7 @@ _OURS = __name__.partition(".")[0]
 
 Kind = Callable[..., torch.optim.Optimizer]
 _KINDS: Mapping[OptimizerName, Kind] = {
-    "muon": Muon,
+    "muon": SharedMuon,
     "normuon": NorMuon,
     "shampoo": Shampoo,
     "kl-shampoo": KLShampoo,

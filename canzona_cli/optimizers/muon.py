@@ -10,13 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
 from .doubt import LOST, count_down, distrust, steps_left
-from .gram_form import Number, apply, gram_newton_schulz, mean_square, products_type, segments, starting_norm
+from .gram_form import gram_newton_schulz, products_type, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Message, Shape, Sum, Together, Turns, each_turn
-from .shared_gram import Answers, contribute
-from .shared_rows import gram_by_rows
+from .shared import Shape
 from .workspace import Workspace
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -58,8 +56,9 @@ class Muon(MatrixOptimizer):
         O = newton_schulz(D / |D|)                      U V^T where D = U S V^T: every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    O needs all of D, however its rows and columns are spread over ranks: that is what this project is about. Muon is
-    not for embeddings, the output layer and vectors; AdamW updates those.
+    O needs all of D, however its rows and columns are spread over ranks: that is what this project is about. Where
+    ranks keep their fragments, they update them together (`shared_muon`). Muon is not for embeddings, the output layer
+    and vectors; AdamW updates those.
 
     The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products write into
     a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay in cache; on CUDA they
@@ -131,10 +130,6 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        self._shares = coefficients not in STANDARD_ONLY
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """By fragment: what its x was divided by, until the first answer."""
-        self._answers = Answers(self.steps, self.dtype, self.workspace)
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -142,7 +137,7 @@ class Muon(MatrixOptimizer):
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         excluded = [p for p in matrices if self.excluded(p)]
         with products("fp32"):
-            on_host = not matrices or _by_blocks(matrices[0])
+            on_host = not matrices or by_blocks(matrices[0])
             if not on_host:
                 self._set_rates(matrices[0], group)
             if self.graph and not on_host:
@@ -226,7 +221,7 @@ class Muon(MatrixOptimizer):
         average, weight = self._average(p), 0.0 if again else 1 - momentum
         start = starting_norm(side, out.dtype)
         direction = self.workspace.like("muon_direction", p) if self.nesterov else average
-        if not _by_blocks(p):
+        if not by_blocks(p):
             average.lerp_(grad, weight)
             if self.nesterov:
                 torch.lerp(grad, average, momentum, out=direction)
@@ -274,7 +269,7 @@ class Muon(MatrixOptimizer):
         """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
-        if not _by_blocks(matrices[0]):
+        if not by_blocks(matrices[0]):
             wider = x.dtype is torch.float16 and x.ndim == 2
             # The direction is needed no more.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
@@ -295,134 +290,9 @@ class Muon(MatrixOptimizer):
                 self._tell(p)
         return result
 
-    # --- one matrix in fragments (`shared`) ---
-
-    @property
-    def shares(self) -> bool:
-        return self._shares
-
-    @property
-    def rounds(self) -> int:
-        return len(segments(len(self.steps)))
-
-    def excluded(self, p: torch.Tensor) -> bool:
-        return steps_left(self.state[p]) > 0
-
-    def contribute(
-        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
-    ) -> None:
-        """The Gram matrix of the fragment, alpha off its diagonal; alpha, and the norm by which it was divided."""
-        with products("fp32"):
-            if answer is None:
-                assert p.grad is not None
-                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=min(whole))
-                out.numbers[1] = norm
-                # For the answer to come: then nobody knows any more what this fragment was divided by.
-                self._norms[p] = out.numbers[1].clone()
-            else:
-                self._answered(p, x, whole, answer, out=x)
-                out.numbers[1] = 1.0
-            wide = _is_wide(p, whole)
-            mean: Number = starting_norm(min(whole), x.dtype) ** 2 / min(whole)
-            if answer is not None:
-                mean = mean_square(x, wide=wide)
-            contribute(x if wide else x.mT, mean, self.steps, out, self.workspace)
-
-    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
-        """The polynomial of the round's steps; its gamma, what fragments are to be divided by, whether to trust it."""
-        with products("fp32"):
-            self._answers.answer(key, contributions, out, number)
-
-    def _answered(self, p: torch.Tensor, x: torch.Tensor, whole: Shape, answer: Message, *, out: torch.Tensor) -> None:
-        """`out` <- what the answer makes of the fragment `x`."""
-        gamma, divisor = answer.numbers[0], answer.numbers[1]
-        norm = self._norms.pop(p, None)
-        factor = torch.ones_like(gamma) if norm is None else norm / divisor.clamp_min(torch.finfo(norm.dtype).tiny)
-        q = answer.square
-        if q.dtype is not x.dtype:
-            q = self.workspace.get("ns_all", q.shape, x.dtype, x.device).copy_(q)
-        scaled = torch.mul(x, factor.view(1, 1), out=self.workspace.like("ns_twin", x))
-        apply(scaled, q, float(gamma) if _by_blocks(x) else gamma.view(1, 1), out, wide=_is_wide(p, whole))
-
-    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
-        """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
-        trusted = answer.numbers[2] > 0
-        if _by_blocks(p) and not bool(trusted):
-            self._norms.pop(p, None)
-            self._tell(p)
-            return False
-        with products("fp32"):
-            update = self.workspace.like("muon_x", x)
-            self._answered(p, x, whole, answer, out=update)
-            self._take(p, update, trusted.clone(), whole)
-        return True
-
-    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """As `finish`."""
-        return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
-
-    def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
-        workspace = ranks.workspace or self.workspace
-        x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
-        yield (ranks.total(square),)
-        _divide(x, norm, square)
-        x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
-        trusted |= square.view(()) == 0  # nothing becomes nothing, whatever is estimated of it
-        if _by_blocks(p) and not bool(trusted):
-            self._tell(p)
-            return False
-        self._take(p, x, trusted, whole)
-        return True
-
     def _tell(self, p: torch.Tensor) -> None:
         if self.on_fallback is not None:
             self.on_fallback(p, LOST)
-
-    def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
-        group = self._settings(p)
-        if not _by_blocks(p):
-            self._trusted[p] = trusted
-            update.masked_fill_(trusted.logical_not(), 0)
-            self._set_rates(p, group)
-        self._move(p, update, group, whole)
-
-    def _fragment_direction(
-        self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of that,
-        (1,), to be added up."""
-        assert p.grad is not None
-        x = workspace.get("muon_x", p.shape, dtype, p.device)
-        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
-        norm = torch.as_tensor(own, device=p.device)
-        return x, norm, norm.double().square().view(1)
-
-    def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
-        was one, has updated the momentum."""
-        group, excluded = self._settings(p), self.excluded(p)
-
-        def summed(gram: torch.Tensor) -> None:
-            exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
-            total(exact)
-            gram.copy_(exact)
-
-        with products("fp32"):
-            x, norm, square = self._fragment_direction(
-                p, self._standard, min(whole), self.workspace, again=not excluded
-            )
-            total(square)
-            _divide(x, norm, square)
-            x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
-            if not _by_blocks(p):
-                self._set_rates(p, group)
-            self._move(p, x, group, whole)
-        (count_down if excluded else distrust)(self.state[p])
-
-    def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
-        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
-
-    # --- what was left out ---
 
     def doubted(self) -> torch.Tensor | None:
         """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
@@ -441,6 +311,10 @@ class Muon(MatrixOptimizer):
             distrust(self.state[p])
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
         return found
+
+    def excluded(self, p: torch.Tensor) -> bool:
+        """Whether its next update is in standard form, behind one that was doubted."""
+        return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
         if self.excluded(p):
@@ -469,7 +343,7 @@ class Muon(MatrixOptimizer):
         """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x` in fp32 is
         not `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
-        if not _by_blocks(p):
+        if not by_blocks(p):
             decay, rate, lost = self._rates[id(group)]
             if trusted is not None and x.dtype is torch.float32 and size:
                 # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
@@ -511,11 +385,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
-    x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
-
-
 def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
     """p <- p - rate (x + decay p), element by element, unless `but_where` is 1, which is asked on the device."""
     torch._fused_sgd_(
@@ -524,12 +393,8 @@ def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float,
     )  # fmt: skip
 
 
-def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
-    return fragment.size(0) == whole[0]
-
-
-def _by_blocks(matrix: torch.Tensor) -> bool:
+def by_blocks(matrix: torch.Tensor) -> bool:
+    """Whether passes over it go by blocks of rows; there the host reads numbers too, elsewhere nothing waits."""
     return matrix.device.type == "cpu"
 
 

@@ -20,10 +20,11 @@ class NorMuon(Muon):
         N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows alike, and the update as long as Muon's
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
-    Rows are output neurons: the mean is over whole ones, which is plain here, as hosts have whole matrices. The paper
-    (algorithm 1) gives N the root mean square 0.2; the authors' code, Microsoft's dion and emerging-optimizers keep
-    |O| and leave the size to the scale, as here, so Muon's learning rates carry over. emerging-optimizers takes columns
-    where the matrix is wider than high.
+    Rows are output neurons: the mean is over whole ones, which is plain here, as hosts have whole matrices. Ranks
+    with fragments would not know |O|: there is no such form of it as `shared_muon`. The paper (algorithm 1) gives N the
+    root mean square 0.2; the authors' code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the
+    scale, as here, so Muon's learning rates carry over. emerging-optimizers takes columns where the matrix is wider
+    than high.
 
     State of a matrix: Muon's, and `row_square`, v.
     """
@@ -40,11 +41,6 @@ class NorMuon(Muon):
             raise ValueError(f"row_beta is {row_beta}; a moving average needs 0 <= decay < 1")
         super().__init__(params, lr, **settings)
         self.row_beta = row_beta
-
-    @property
-    def shares(self) -> bool:
-        """Rows of the update are brought to one size by the norm of all of it, which fragments do not know."""
-        return False
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {**super().kept(p), "row_square": (p.size(0),)}

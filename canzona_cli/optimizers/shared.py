@@ -6,8 +6,8 @@ travels, and the part that one rank does alone, on squares, is the smaller one.
 
 Where whoever answers has nobody to share the work with, squares may be cut by rows instead (`Together`).
 
-An optimizer with this form does not know of ranks. Somebody (the engine) carries contributions of all fragments to one
-place, in the fragments' order, and the answer back to all of them.
+An optimizer with this form (`shared_muon`) does not know of ranks. Somebody (the engine) carries contributions of all
+fragments to one place, in the fragments' order, and the answer back to all of them.
 """
 
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -69,11 +69,6 @@ class Together:
 class SharedForm(Protocol):
     """An optimizer whose parameters may be fragments. Of each and in each step: `contribute`, `answer` at one place,
     `contribute` with the answer, and so on for `rounds`; then `finish`."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether it has the form, with its settings."""
-        ...
 
     @property
     def rounds(self) -> int: ...

@@ -328,7 +328,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
     if old:
         monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", True)
     mark = True if old else STANDARD_STEPS
-    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
     fused = resolve("gpus=1", "optimizer.form=gram", "engine.splitting=fused")

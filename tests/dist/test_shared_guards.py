@@ -21,6 +21,7 @@ from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import doubt, muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared import Message, Shape, Together, Turns, each_turn
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -60,7 +61,7 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
     """The host's last answer for `HIT` says that it is not to be trusted; cut by rows, all ranks find that."""
     (sharing,) = matrices.sharing
     form = sharing.optimizer
-    assert isinstance(form, Muon)
+    assert isinstance(form, SharedMuon)
     real = form.answer
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
 
@@ -99,7 +100,7 @@ def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
     """Grows by a number for each contribution to `HIT`, each answer, and each update by rows."""
     (sharing,) = matrices.sharing
     form, found = sharing.optimizer, list[int]()
-    assert isinstance(form, Muon)
+    assert isinstance(form, SharedMuon)
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
     contribute, answer, by_rows = form.contribute, form.answer, form.together
 
@@ -137,7 +138,7 @@ def both() -> Both:
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
             patched.setattr(doubt, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
-                patched.setattr(muon, "_by_blocks", lambda matrix: False)
+                patched.setattr(muon, "by_blocks", lambda matrix: False)
             trainee = assemble_trainee(made[mode][0], world, plans[mode])
             matrices = engine_of(trainee).matrices
             assert isinstance(matrices, PlannedOptimizer)
@@ -186,7 +187,7 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
         trainee = assemble_trainee(config, world, plan)
         matrices = engine_of(trainee).matrices
         (form,) = [one.optimizer for one in matrices.sharing]
-        assert isinstance(form, Muon)
+        assert isinstance(form, SharedMuon)
         by_rows, order = form.together, list[int]()
 
         def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:

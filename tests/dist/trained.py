@@ -21,6 +21,7 @@ from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.shared import Message, Shape, Together, Turns
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
@@ -219,7 +220,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     if not held or trainee.config.engine.splitting != "split":
         return recorded
     form, places = held[0].optimizer, Fragments(trainee.config.model, world.layout.tp, world.tp_rank, {})
-    assert isinstance(form, Muon)
+    assert isinstance(form, SharedMuon)
     matrices: dict[torch.Tensor, Matrix] = {one.master: one.matrix for one in held}
     contribute, together = form.contribute, form.together
 

@@ -16,8 +16,8 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.compose import compose_run, load_resolved
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch.resume import resumption
-from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared import Message
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch
@@ -36,15 +36,17 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def doubt_an_answer() -> None:
     """From now on, until this process has been the host of a shared matrix once."""
-    real = Muon.answer
+    real = SharedMuon.answer
 
-    def doubted(self: Muon, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+    def doubted(
+        self: SharedMuon, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int
+    ) -> None:
         real(self, key, contributions, out, number=number)
         if number == self.rounds - 1:
             out.numbers[2] = 0.0
-            Muon.answer = real  # type: ignore[method-assign]
+            SharedMuon.answer = real  # type: ignore[method-assign]
 
-    Muon.answer = doubted  # type: ignore[method-assign]
+    SharedMuon.answer = doubted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

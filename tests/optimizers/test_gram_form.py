@@ -213,7 +213,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     def iterated(x: torch.Tensor, _steps: object, _workspace: object, into: torch.Tensor | None = None) -> Any:
         return x if into is None else into, torch.ones(x.shape[:-2], dtype=torch.bool)
 
-    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
     monkeypatch.setattr(muon, "products_type", lambda dtype, _: gram_form.products_type(dtype, torch.device("cuda")))
     monkeypatch.setattr(muon, "newton_schulz", lambda x, *_: x)
     monkeypatch.setattr(muon, "gram_newton_schulz", iterated)
@@ -348,7 +348,7 @@ def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on CUDA: whole tensors, and flags that the host reads later."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", 2)
     (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 4)
     optimizer = Muon([p, q], 0.02, form="gram")

@@ -10,7 +10,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import Muon, NorMuon, Workspace, doubt, gram_form, muon, shared_gram, shared_rows
+from canzona_cli.optimizers import (
+    Muon,
+    NorMuon,
+    Workspace,
+    doubt,
+    gram_form,
+    muon,
+    shared_gram,
+    shared_muon,
+    shared_rows,
+)
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
@@ -34,7 +44,7 @@ from . import reference
 from .test_gram_form import apart, exact, spectrum, updated
 from .test_shared import LR, Cut, cut, gaussian, parameter
 from .test_shared import apart as apart_from_start
-from .test_shared import muon as shared_muon
+from .test_shared import muon as gram_muon
 
 SETS = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
 HALF = torch.float16
@@ -50,7 +60,7 @@ def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _on_gpus: None) -> None:
     """In fp16 by blocks of rows, and as whole tensors."""
     if request.param == "GPUs":
-        monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+        monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
 
 
 def momentum(seed: int, power: float) -> torch.Tensor:
@@ -112,7 +122,7 @@ def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch:
         results = []
         for norm in (1.0, 4.0):
             with monkeypatch.context() as patched:
-                for module in (gram_form, muon, shared_gram, shared_rows):
+                for module in (gram_form, muon, shared_gram, shared_muon, shared_rows):
                     patched.setattr(module, "starting_norm", lambda side, dtype, norm=norm: norm)
                 errors: list[float] = []
                 real = gram_form.Polynomial.error
@@ -124,7 +134,7 @@ def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch:
                 patched.setattr(gram_form.Polynomial, "error", told)
                 alone = parameter(start)
                 alone.grad = gradient
-                shared_muon(alone, "fp32", ns, steps).step()
+                gram_muon(alone, "fp32", ns, steps).step()
                 found = [alone.detach()]
                 for by_rows in (False, True):
                     split = cut(start, 2, "fp32", ns, steps)
@@ -234,7 +244,7 @@ def test_weights_move_in_one_pass_as_they_do_in_two(
         )[0]
 
     blocked = [run(decay) for decay in (0.0, 0.1, 5.0)]
-    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
     for decay, others in zip((0.0, 0.1, 5.0), blocked, strict=True):
         for one, other in zip(run(decay), others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=3 * lr * 0.2 * 40**0.5 * 2**-10 + 1e-7)
@@ -245,7 +255,7 @@ def test_weights_move_in_one_pass_as_they_do_in_two(
 def test_what_is_left_out_only_decays_even_where_it_is_not_a_number(
     kind: type[Muon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "_by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
     filled: list[float] = []
 
     def broken(x: torch.Tensor, _steps: Any, _workspace: Any, into: torch.Tensor | None = None) -> Any:
@@ -287,8 +297,8 @@ def test_fragments_lose_little_more_than_the_whole_and_less_than_in_bf16(whole: 
     right, p, standard = parameter(start), parameter(start), parameter(start)
     for one in (right, p, standard):
         one.grad = gradient
-    shared_muon(right, "fp32").step()
-    shared_muon(p, "bf16").step()
+    gram_muon(right, "fp32").step()
+    gram_muon(p, "bf16").step()
     Muon([standard], LR).step()
     split = cut(start, 4, "bf16")
     split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=HALF)

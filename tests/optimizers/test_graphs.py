@@ -23,7 +23,7 @@ RATES = [(0.02, 0.1), (0.01, 0.2), (0.03, 0.0), (0.005, 0.1), (0.02, 0.3), (0.0,
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandInGraph]]:
     """Whole-tensor passes, as on CUDA."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon._by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     graphs._pool.cache_clear()
     with cuda_graphs() as made:
         yield made

@@ -16,6 +16,7 @@ from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.planner.sharing import Exchange, exchanges_by_rows, works_by_rows
 
 LR = 0.05
@@ -28,7 +29,7 @@ class Cut:
     """Fragments of one matrix, each with an optimizer of its own, as ranks have."""
 
     whole: Shape
-    optimizers: Sequence[Muon]
+    optimizers: Sequence[SharedMuon]
     fragments: Sequence[torch.nn.Parameter]
     travels: torch.dtype = torch.float32
 
@@ -134,8 +135,8 @@ def alone[Result](running: Turns[Result]) -> Result:
 Precision = Literal["fp32", "bf16"]
 
 
-def muon(p: torch.nn.Parameter, precision: Precision, ns: CoefficientSet = "quintic", steps: int = 5) -> Muon:
-    return Muon([p], LR, precision=precision, form="gram", coefficients=ns, ns_steps=steps)
+def muon(p: torch.nn.Parameter, precision: Precision, ns: CoefficientSet = "quintic", steps: int = 5) -> SharedMuon:
+    return SharedMuon([p], LR, precision=precision, form="gram", coefficients=ns, ns_steps=steps)
 
 
 def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
@@ -306,7 +307,5 @@ def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int)
 
 def test_who_has_the_form() -> None:
     p = parameter(gaussian((8, 16), 0))
-    assert isinstance(Muon([p], LR), SharedForm)
-    assert Muon([p], LR).shares
-    assert not Muon([p], LR, coefficients="cans").shares
-    assert not NorMuon([p], LR).shares
+    assert isinstance(SharedMuon([p], LR), SharedForm)
+    assert not isinstance(NorMuon([p], LR), SharedForm)

@@ -1,0 +1,160 @@
+"""Muon of a matrix in fragments (`shared`): in Gram form, by one who answers or cut by rows; else in standard form."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Unpack
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from . import muon
+from .doubt import count_down, distrust
+from .gram_form import Number, apply, mean_square, segments, starting_norm
+from .matrix_optimizer import products
+from .newton_schulz import newton_schulz
+from .shared import Message, Shape, Sum, Together, Turns, each_turn
+from .shared_gram import Answers, contribute
+from .shared_rows import gram_by_rows
+from .workspace import Workspace
+
+
+class SharedMuon(muon.Muon):
+    """Muon whose parameters may also be fragments, of matrices in Gram form.
+
+    `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram matrix; they
+    come from all of them, as `SharedForm` says, and the fragment then becomes what it would be of the whole.
+
+    State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
+    """
+
+    def __init__(self, params: ParamsT, lr: float, **settings: Unpack[muon.MuonSettings]) -> None:
+        """Args:
+        params, lr, settings: Muon's.
+        """
+        super().__init__(params, lr, **settings)
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        """By fragment: what its x was divided by, until the first answer."""
+        self._answers = Answers(self.steps, self.dtype, self.workspace)
+
+    @property
+    def rounds(self) -> int:
+        return len(segments(len(self.steps)))
+
+    def contribute(
+        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
+    ) -> None:
+        """The Gram matrix of the fragment, alpha off its diagonal; alpha, and the norm by which it was divided."""
+        with products("fp32"):
+            if answer is None:
+                assert p.grad is not None
+                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=min(whole))
+                out.numbers[1] = norm
+                # For the answer to come: then nobody knows any more what this fragment was divided by.
+                self._norms[p] = out.numbers[1].clone()
+            else:
+                self._answered(p, x, whole, answer, out=x)
+                out.numbers[1] = 1.0
+            wide = _is_wide(p, whole)
+            mean: Number = starting_norm(min(whole), x.dtype) ** 2 / min(whole)
+            if answer is not None:
+                mean = mean_square(x, wide=wide)
+            contribute(x if wide else x.mT, mean, self.steps, out, self.workspace)
+
+    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
+        """The polynomial of the round's steps; its gamma, what fragments are to be divided by, whether to trust it."""
+        with products("fp32"):
+            self._answers.answer(key, contributions, out, number)
+
+    def _answered(self, p: torch.Tensor, x: torch.Tensor, whole: Shape, answer: Message, *, out: torch.Tensor) -> None:
+        """`out` <- what the answer makes of the fragment `x`."""
+        gamma, divisor = answer.numbers[0], answer.numbers[1]
+        norm = self._norms.pop(p, None)
+        factor = torch.ones_like(gamma) if norm is None else norm / divisor.clamp_min(torch.finfo(norm.dtype).tiny)
+        q = answer.square
+        if q.dtype is not x.dtype:
+            q = self.workspace.get("ns_all", q.shape, x.dtype, x.device).copy_(q)
+        scaled = torch.mul(x, factor.view(1, 1), out=self.workspace.like("ns_twin", x))
+        apply(scaled, q, float(gamma) if muon.by_blocks(x) else gamma.view(1, 1), out, wide=_is_wide(p, whole))
+
+    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
+        """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
+        trusted = answer.numbers[2] > 0
+        if muon.by_blocks(p) and not bool(trusted):
+            self._norms.pop(p, None)
+            self._tell(p)
+            return False
+        with products("fp32"):
+            update = self.workspace.like("muon_x", x)
+            self._answered(p, x, whole, answer, out=update)
+            self._take(p, update, trusted.clone(), whole)
+        return True
+
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        """As `finish`."""
+        return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
+
+    def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
+        workspace = ranks.workspace or self.workspace
+        x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
+        yield (ranks.total(square),)
+        _divide(x, norm, square)
+        x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
+        trusted |= square.view(()) == 0  # nothing becomes nothing, whatever is estimated of it
+        if muon.by_blocks(p) and not bool(trusted):
+            self._tell(p)
+            return False
+        self._take(p, x, trusted, whole)
+        return True
+
+    def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
+        group = self._settings(p)
+        if not muon.by_blocks(p):
+            self._trusted[p] = trusted
+            update.masked_fill_(trusted.logical_not(), 0)
+            self._set_rates(p, group)
+        self._move(p, update, group, whole)
+
+    def _fragment_direction(
+        self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of that,
+        (1,), to be added up."""
+        assert p.grad is not None
+        x = workspace.get("muon_x", p.shape, dtype, p.device)
+        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
+        norm = torch.as_tensor(own, device=p.device)
+        return x, norm, norm.double().square().view(1)
+
+    def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
+        """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
+        was one, has updated the momentum."""
+        group, excluded = self._settings(p), self.excluded(p)
+
+        def summed(gram: torch.Tensor) -> None:
+            exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
+            total(exact)
+            gram.copy_(exact)
+
+        with products("fp32"):
+            x, norm, square = self._fragment_direction(
+                p, self._standard, min(whole), self.workspace, again=not excluded
+            )
+            total(square)
+            _divide(x, norm, square)
+            x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
+            if not muon.by_blocks(p):
+                self._set_rates(p, group)
+            self._move(p, x, group, whole)
+        (count_down if excluded else distrust)(self.state[p])
+
+    def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
+        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
+
+
+def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
+    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
+    x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
+
+
+def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
+    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
+    return fragment.size(0) == whole[0]
