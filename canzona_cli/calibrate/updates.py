@@ -176,7 +176,7 @@ class Group:
             assert isinstance(variant.config.optimizer, MuonConfig)
             return megatron_muon(self._masters, variant.config.optimizer, variant.config.train.precision)
         matrices = _matrices(self.count, rows, cols)
-        return optimizer_factory(variant.config, matrices)(matrices, self._masters)
+        return optimizer_factory(variant.config, [matrices])(matrices, self._masters)
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:

@@ -24,6 +24,7 @@ from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrices import stage_matrices
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.refresh import by_rank
 
 
 def build_engine(
@@ -39,11 +40,11 @@ def build_engine(
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
-        own = updated_matrices(plan, world)
+        own, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        own = list(stage_matrices(everything, world.pp_rank))
+        own, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
         tag_matrices(chunks, parameters)
@@ -71,7 +72,7 @@ def build_engine(
         aside=Aside(world.device),
         device=world.device,
         masters=masters,
-        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, own, fallbacks), source, world),
+        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, ranks, fallbacks), source, world),
     )
     updater: MasterOptimizer
     if plan is not None:

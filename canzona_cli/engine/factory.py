@@ -25,9 +25,9 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
-from canzona_cli.optimizers.stagger import stagger
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import algorithm, form_of, peak_seconds, seconds, stack_of
+from canzona_cli.planner.cost import algorithm, form_of, stack_of
+from canzona_cli.planner.refresh import refreshes
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
@@ -71,13 +71,12 @@ class Fallbacks:
 
 
 def optimizer_factory(
-    config: RunConfig, matrices: Sequence[Matrix], on_fallback: OnFallback | None = None
+    config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
 ) -> MakeOptimizer:
     """How a rank makes an optimizer of some of the matrices it hosts.
 
     Args:
-        matrices: all that this rank updates. Refreshes of factors are spread over their period by cost, so that each
-            rank has as much to do in every step, and in a step all ranks as much, for the slowest is waited for.
+        ranks: what this rank and all that wait for it update: refreshes of factors take turns (`planner.refresh`).
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
@@ -86,9 +85,8 @@ def optimizer_factory(
     if isinstance(chosen, MomentumConfig):
         return _orthogonal(config, chosen, _KINDS[chosen.name], on_fallback)
     if isinstance(chosen, KroneckerConfig):
-        return _preconditioned(
-            config, chosen, _KINDS[chosen.name], _refresh_offsets(config, chosen, matrices), on_fallback
-        )
+        turns = refreshes(config, chosen, ranks).turns
+        return _preconditioned(config, chosen, _KINDS[chosen.name], turns, on_fallback)
     assert isinstance(chosen, CustomConfig)
     return _custom(chosen, torch.device(config.cluster.device))
 
@@ -121,7 +119,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
 
 
 def _preconditioned(
-    config: RunConfig, chosen: KroneckerConfig, kind: Kind, offsets: dict[int, int], on_fallback: OnFallback | None
+    config: RunConfig, chosen: KroneckerConfig, kind: Kind, turns: Mapping[int, int], on_fallback: OnFallback | None
 ) -> MakeOptimizer:
     workspace, own = Workspace(), _own(chosen)
     if "roots" in own:
@@ -136,7 +134,7 @@ def _preconditioned(
             weight_decay=chosen.weight_decay,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.eps,
-            refresh_offsets=[offsets[matrix.index] for matrix in matrices],
+            refresh_offsets=[turns[matrix.index] for matrix in matrices],
             on_fallback=on_fallback,
             precision="tf32" if chosen.tf32 else "fp32",
             workspace=workspace,
@@ -160,12 +158,3 @@ def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
         return make(params)
 
     return custom
-
-
-def _refresh_offsets(config: RunConfig, chosen: KroneckerConfig, matrices: Sequence[Matrix]) -> dict[int, int]:
-    if not chosen.stagger:
-        return {matrix.index: 0 for matrix in matrices}
-    how, cluster = algorithm(config), config.cluster
-    costs = [peak_seconds(how, *matrix.shape, cluster) - seconds(how, *matrix.shape, cluster) for matrix in matrices]
-    offsets = stagger(costs, chosen.precondition_frequency)
-    return {matrix.index: offset for matrix, offset in zip(matrices, offsets, strict=True)}

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .stagger import stagger
-
 if TYPE_CHECKING:
     from .kl_shampoo import KLShampoo
     from .muon import Muon
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from .soap_muon import SOAPMuon
     from .workspace import Workspace
 
-__all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "SOAPMuon", "Shampoo", "Workspace", "stagger"]
+__all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "SOAPMuon", "Shampoo", "Workspace"]
 
 _MODULES = {
     "KLShampoo": "kl_shampoo",

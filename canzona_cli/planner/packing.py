@@ -28,6 +28,8 @@ SEARCHED = 100
 """Distinct costs up to which a packing is searched; with more, largest first has sizes for every gap."""
 Pattern = tuple[int, ...]
 """How many items of each distinct cost one bin holds."""
+RESOLUTION = 1e-6
+"""Share of a bound by which bisection leaves it below what it could prove."""
 _TINY = 1e-9
 _FINEST = 24
 """Largest k of the rounding functions u_k that are tried."""
@@ -308,7 +310,7 @@ def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
             low = height
         else:
             high = height
-        if high - low <= 1e-6 * low:
+        if high - low <= RESOLUTION * low:
             break
     return low
 

@@ -114,6 +114,13 @@ class PlanView(Page):
             f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} of updates "
             f"(mean {step_time(balance.mean_s)})",
         )
+        if study.refreshes is not None:
+            steps = study.refreshes.steps_s
+            yield (
+                "refreshes",
+                f"take turns over {plural(len(steps), 'step')}, of which the longest has {step_time(max(steps))} of "
+                f"updates, a mean one {step_time(study.refreshes.mean_s)}",
+            )
         largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
         yield (
             "buckets",

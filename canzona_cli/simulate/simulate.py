@@ -15,7 +15,7 @@ from operator import itemgetter
 from types import MappingProxyType
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import flops_per_token
 from canzona_cli.planner.activations import stage_weights
@@ -24,6 +24,7 @@ from canzona_cli.planner.cost import implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Transfer
 from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
+from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
@@ -68,7 +69,8 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
     Raises:
         ConfigError: by the profile it would compute faster than the processor can.
     """
-    result = _Simulation(with_strategy(config, workload.strategy), layout, workload).result()
+    config = with_strategy(config, workload.strategy)
+    result = _Simulation(config, layout, _in_a_mean_step(config, workload)).result()
     tokens = layout.global_batch_size * config.train.seq_length
     cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
@@ -340,11 +342,22 @@ def assumptions() -> tuple[str, ...]:
         "compares the same arithmetic.",
         "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type. Of "
         "shared matrices squares travel, in the narrower of both to their hosts, which add them up one by one.",
-        "Shampoo and SOAP pay their refreshes spread evenly over the refresh period.",
+        "Shampoo and SOAP: all updates are stretched alike to what the steps of a refresh period take on average, each "
+        "as long as on its slowest rank.",
         "Gradients are clipped in every step.",
         "Memory: scratch that optimizers keep counts as lasting; communicators' buffers are within the profile's "
         "reserved_gib, 0.25 GiB for each that data goes through.",
     )
+
+
+def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
+    """Refreshes make steps differ, by rank too: which one is the slowest changes from step to step."""
+    assignment, optimizer = workload.assignment, config.optimizer
+    if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
+        return workload
+    ranks = by_rank(workload.matrices, None if assignment is None else assignment.cells)
+    found = refreshes(config, optimizer, ranks)
+    return replace(workload, costs=[found.mean_s / found.most_s * cost for cost in workload.costs])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from canzona_cli.config.schema import (
     BufferLayout,
     EngineConfig,
     Form,
+    KroneckerConfig,
     Layout,
     Mode,
     MomentumConfig,
@@ -28,6 +29,7 @@ from canzona_cli.planner.measures import Balance, Communication, balance, commun
 from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan, plan_unbounded
+from canzona_cli.planner.refresh import Refreshes, by_rank, refreshes
 from canzona_cli.run import phases
 from canzona_cli.simulate.outlook import Outlook, outlook
 from canzona_cli.simulate.predict import layerwise, simulate_plan, simulate_strategy, with_cores
@@ -112,6 +114,14 @@ class Study:
         """What the planned iteration comes to over the run."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
+    @property
+    def refreshes(self) -> Refreshes | None:
+        """Of the planned strategy, with an optimizer that has any."""
+        plan, chosen = self.plan, self.config.optimizer
+        if not isinstance(chosen, KroneckerConfig):
+            return None
+        return refreshes(self.config, chosen, by_rank(plan.matrices, plan.assignment.cells))
+
     def figures(self, strategy: str) -> dict[str, object]:
         """A strategy's row of `--json`."""
         compared = self.strategies[strategy]
@@ -153,6 +163,7 @@ class Study:
                 "reduction_scratch_bytes": buffers.reduction,
                 "gathering_scratch_bytes": buffers.gathering,
             },
+            "refresh_steps_s": None if self.refreshes is None else list(self.refreshes.steps_s),
             "communication": asdict(self.communication),
             "outlook": asdict(self.outlook),
             "strategies": {

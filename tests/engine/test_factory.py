@@ -16,6 +16,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.refresh import by_rank
 from tests.sizes import layout
 
 LION = """
@@ -55,7 +56,7 @@ def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
     assert execution_of(config) is Execution.PLANNED
     members = matrices(config.model, layout(), "split")
     master = torch.nn.Parameter(torch.zeros(members[0].rows, members[0].cols))
-    optimizer = optimizer_factory(config, members)(members[:1], [master])
+    optimizer = optimizer_factory(config, [members])(members[:1], [master])
     assert optimizer.beta == 0.8  # type: ignore[attr-defined]
     optimizer.param_groups[0]["lr"] = 0.5
     master.grad = torch.ones_like(master)
@@ -74,7 +75,7 @@ def test_an_optimizer_is_tried_on_the_runs_device(recipes: Path, monkeypatch: py
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     on_gpu = replace(config, cluster=replace(config.cluster, device="cuda"))
-    optimizer_factory(on_gpu, matrices(config.model, layout(), "split"))
+    optimizer_factory(on_gpu, [matrices(config.model, layout(), "split")])
     # Two weights, and their gradients of two steps.
     assert moved == [torch.device("cuda")] * 6
 
@@ -92,7 +93,7 @@ def test_a_built_in_optimizer_that_is_not_there_is_refused(recipes: Path) -> Non
     assert isinstance(config.optimizer, CustomConfig)
     absent = replace(config.optimizer, source="canzona_cli.optimizers.absent:Absent")
     with pytest.raises(ValueError, match="cannot be imported"):
-        optimizer_factory(replace(config, optimizer=absent), matrices(config.model, layout(), "split"))
+        optimizer_factory(replace(config, optimizer=absent), [matrices(config.model, layout(), "split")])
 
 
 @pytest.mark.parametrize("name", ["shampoo", "soap"])
@@ -104,11 +105,10 @@ def test_a_ranks_refreshes_are_spread_over_its_steps(name: str) -> None:
     config, layout = fit.resolve(compose_run(["recipe=qwen3-8b", "gpus=8", *settings]).config)
     plan, how = make_plan(config, layout), algorithm(config)
     period = how.refresh_period
-    ranks = []
-    for cell in {(cell.owner, cell.host): cell for cell in plan.assignment.cells}.values():
-        own = [matrix for matrix, at in zip(plan.matrices, plan.assignment.cells, strict=True) if at == cell]
+    held, ranks = by_rank(plan.matrices, plan.assignment.cells), []
+    for own in held:
         params = [torch.nn.Parameter(torch.empty(matrix.shape, device="meta")) for matrix in own]
-        optimizer = optimizer_factory(config, own)(own, params)
+        optimizer = optimizer_factory(config, held)(own, params)
         steps = [0.0] * period
         for matrix, param in zip(own, params, strict=True):
             mean, peak = (price(how, *matrix.shape, config.cluster) for price in (seconds, peak_seconds))

@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, stagger
+from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
 
 from . import reference as reference
@@ -202,27 +200,3 @@ def test_offsets_have_to_fit(kind: Kind) -> None:
         kind(reference.weights(SHAPES), 0.02, precondition_frequency=0)
     with pytest.raises(ValueError, match=r"betas\[1\] is 1.0"):
         kind(reference.weights(SHAPES), 0.02, betas=(0.9, 1.0))
-
-
-@given(
-    costs=st.lists(st.floats(min_value=0, max_value=1e3), max_size=40),
-    period=st.integers(min_value=1, max_value=12),
-)
-def test_staggered_refreshes_are_balanced(costs: list[float], period: int) -> None:
-    """The dearest step is at most 4/3 of any schedule's, so of neither the mean nor the dearest matrix alone; greedy in
-    any order is at most mean + dearest."""
-    offsets = stagger(costs, period)
-    assert len(offsets) == len(costs)
-    assert all(0 <= offset < period for offset in offsets)
-    loads = [sum(cost for cost, at in zip(costs, offsets, strict=True) if at == offset) for offset in range(period)]
-    assert max(loads) <= sum(costs) / period + max(costs, default=0.0) * (1 - 1 / period) + 1e-6
-    assert offsets == stagger(costs, period)
-
-
-def test_equal_costs_take_turns() -> None:
-    assert sorted(stagger([1.0] * 6, 3)) == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_period_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="period is 0"):
-        stagger([1.0], 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.execution import AnyStrategy, with_strategy
-from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, Splitting
+from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, SoapConfig, Splitting
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
@@ -21,6 +21,7 @@ from canzona_cli.planner.micro_groups import Grouped, micro_groups
 from canzona_cli.planner.parts import PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate.buffers import Chunk
@@ -266,6 +267,17 @@ def test_the_first_gathering_of_32b_is_hidden() -> None:
     config = config_of("32b", mesh := layout(tp=8, dp=32, count=2, micro=4))
     found = simulate_plan(config, mesh, plan_unbounded(config, mesh))
     assert found.phases["param_gather"] == 0.0 < found.phases["param_gather_total"]
+
+
+def test_a_step_with_refreshes_lasts_as_long_as_the_slowest_ranks_of_a_period_do_on_average() -> None:
+    """Where ranks have one to three matrices that is longer than for the rank that has most to do in all."""
+    base = config_of("32b", mesh := layout(tp=1, dp=256, count=2, micro=1))
+    optimizer = SoapConfig(name="soap", lr=base.optimizer.lr)
+    config = replace(base, optimizer=optimizer)
+    plan = plan_unbounded(config, mesh)
+    found = refreshes(config, optimizer, by_rank(plan.matrices, plan.assignment.cells))
+    assert found.mean_s > 1.1 * found.most_s
+    assert simulate_plan(config, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
 
 
 def test_a_tied_embeddings_gradient_is_summed_once_both_ends_have_it() -> None:

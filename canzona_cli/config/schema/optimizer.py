@@ -162,8 +162,8 @@ class KroneckerConfig(OptimizerBase):
     max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
     stagger: Annotated[
         bool,
-        "Spread the refreshes of the matrices that a rank updates over the period, so that no step has all of them: a"
-        " matrix's turn depends on the layout. false: all at the same step; any layout trains the same model.",
+        "Spread refreshes over the period, so that no step has all of them: a matrix's turn depends on the layout."
+        " false: all at the same step; any layout trains the same model.",
         CURVE,
     ] = True
     tf32: Annotated[

@@ -1,0 +1,161 @@
+"""When each matrix renews its preconditioner (Shampoo, SOAP and their kin), and what that makes of a period's steps.
+
+A refresh takes as long as many plain updates, and in every step all ranks wait for the slowest. So refreshes take
+turns: those of one rank are spread over the period, and steps that are full on one rank are full on all.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from canzona_cli.config.schema import KroneckerConfig, RunConfig
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
+from canzona_cli.planner.parts import Cell
+
+_ROUNDING = 1e-9
+"""Share of a time by which sums of the same numbers in another order may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A rank's matrix updates."""
+
+    every_s: float
+    """Of every step, without refreshes."""
+    refreshes_s: Sequence[float]
+    """Of each matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshes:
+    """Who refreshes when."""
+
+    turns: dict[int, int]
+    """By matrix: it refreshes when the steps it has made and this add up to a multiple of the period."""
+    steps_s: tuple[float, ...]
+    """Of matrix updates on the slowest rank, by turn."""
+    most_s: float
+    """The same in a mean step of the rank that has most to do in a period."""
+
+    @property
+    def mean_s(self) -> float:
+        """Of matrix updates in a mean step, each as long as on its slowest rank."""
+        return sum(self.steps_s) / len(self.steps_s)
+
+
+def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes:
+    """Turns of all matrices.
+
+    Args:
+        chosen: the run's optimizer.
+        ranks: what each of them updates.
+    """
+    held, period = [list(matrices) for matrices in ranks], chosen.precondition_frequency
+    works = [_work(config, matrices, period) for matrices in held]
+    turns = take_turns(works, period) if chosen.stagger else [[0] * len(matrices) for matrices in held]
+    return Refreshes(
+        turns={
+            matrix.index: turn
+            for matrices, own in zip(held, turns, strict=True)
+            for matrix, turn in zip(matrices, own, strict=True)
+        },
+        steps_s=slowest(works, turns, period),
+        most_s=max((work.every_s + sum(work.refreshes_s) / period for work in works), default=0.0),
+    )
+
+
+def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
+    """What each rank updates: each cell of a stage, or, without cells, each stage."""
+    found: dict[tuple[int, Cell | None], list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
+    return list(found.values())
+
+
+def take_turns(ranks: Sequence[Work], period: int) -> list[list[int]]:
+    """A turn in [0, period) of each rank's refreshes: `one_by_one` or `step_by_step`, by which steps are shorter on
+    average and none longer than the longest of the other."""
+    alone = [one_by_one(rank.refreshes_s, period) for rank in ranks]
+    together = step_by_step(ranks, period)
+    usual, other = (slowest(ranks, turns, period) for turns in (alone, together))
+    return together if max(other) <= max(usual) * (1 + _ROUNDING) and sum(other) < sum(usual) else alone
+
+
+def one_by_one(costs: Sequence[float], period: int) -> list[int]:
+    """Spread refreshes over a period so that its dearest step is as cheap as can be.
+
+    Dearest first to the step with the least so far (Graham 1969: at most 4/3 of the best there is). The fullest step
+    has turn 0, and so on: ranks that wait for each other have their full steps together.
+
+    Args:
+        costs: of each refresh, in any unit.
+
+    Raises:
+        ValueError: `period` is not positive.
+    """
+    if period < 1:
+        raise ValueError(f"period is {period}; it has to be at least 1")
+    steps = [(0.0, turn) for turn in range(period)]
+    turns = [0] * len(costs)
+    for index in _dearest_first(costs):
+        load, turn = steps[0]
+        turns[index] = turn
+        heapq.heapreplace(steps, (load + costs[index], turn))
+    fullest = {turn: place for place, (_, turn) in enumerate(sorted(steps, key=lambda step: (-step[0], step[1])))}
+    return [fullest[turn] for turn in turns]
+
+
+def step_by_step(ranks: Sequence[Work], period: int) -> list[list[int]]:
+    """Turns with which as few steps as can be are long.
+
+    The first step lasts as long as the rank that is worst to spread needs it to (`one_by_one`); until then the others
+    refresh all they can, dearest first, instead of keeping it for a step that nobody would have to wait in. Then the
+    second step likewise, with what is left.
+    """
+    left = [_dearest_first(rank.refreshes_s) for rank in ranks]
+    turns = [[0] * len(rank.refreshes_s) for rank in ranks]
+    for turn in range(period):
+        pairs = list(zip(ranks, left, strict=True))
+        end = max((rank.every_s + _dearest_step(rank, own, period - turn) for rank, own in pairs), default=0.0)
+        for number, (rank, own) in enumerate(pairs):
+            load, left[number] = rank.every_s, []
+            for index in own:
+                if load + rank.refreshes_s[index] <= end * (1 + _ROUNDING):
+                    load += rank.refreshes_s[index]
+                    turns[number][index] = turn
+                else:
+                    left[number].append(index)
+    return turns
+
+
+def slowest(ranks: Sequence[Work], turns: Sequence[Sequence[int]], period: int) -> tuple[float, ...]:
+    """Seconds of matrix updates on the slowest rank, by turn."""
+    steps = [0.0] * period
+    for rank, own in zip(ranks, turns, strict=True):
+        loads = [rank.every_s] * period
+        for turn, refresh_s in zip(own, rank.refreshes_s, strict=True):
+            loads[turn] += refresh_s
+        steps = [max(pair) for pair in zip(steps, loads, strict=True)]
+    return tuple(steps)
+
+
+def _dearest_first(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+
+
+def _dearest_step(rank: Work, left: Sequence[int], steps: int) -> float:
+    costs = [rank.refreshes_s[index] for index in left]
+    loads = [0.0] * steps
+    for turn, cost in zip(one_by_one(costs, steps), costs, strict=True):
+        loads[turn] += cost
+    return max(loads)
+
+
+def _work(config: RunConfig, matrices: Sequence[Matrix], period: int) -> Work:
+    how, cluster = algorithm(config), config.cluster
+    means = [seconds(how, *matrix.shape, cluster) for matrix in matrices]
+    peaks = [peak_seconds(how, *matrix.shape, cluster) for matrix in matrices]
+    # With a period of one step they are equal: every update has its refresh.
+    found = [(peak - mean) * period / max(1, period - 1) for mean, peak in zip(means, peaks, strict=True)]
+    return Work(every_s=sum(means) - sum(found) / period, refreshes_s=found)
