@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together, Turns, Wait
@@ -112,7 +113,8 @@ class Cut:
             with torch.no_grad():
                 return one(rank, ranks)
 
-        with ThreadPoolExecutor(count) as pool:
+        # Each thread puts back what the process had when it began, which may be another thread's: have all find the same.
+        with products("fp32"), ThreadPoolExecutor(count) as pool:
             return list(pool.map(fragment, range(count)))
 
     def _message(self, numbers: int, dtype: torch.dtype) -> Message:
