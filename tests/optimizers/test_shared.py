@@ -113,7 +113,7 @@ class Cut:
             with torch.no_grad():
                 return one(rank, ranks)
 
-        # Each thread puts back what the process had when it began, which may be another thread's: have all find the same.
+        # Each thread puts back what it found, which may be what another one set: have all find the same.
         with products("fp32"), ThreadPoolExecutor(count) as pool:
             return list(pool.map(fragment, range(count)))
 
