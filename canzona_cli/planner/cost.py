@@ -61,6 +61,8 @@ PRICED_STACK = 4
 
 COST_DIGITS = 9
 """Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
+ROUNDING = 1e-9
+"""Share of a time by which sums of the same numbers in another order may differ."""
 
 
 def algorithm(config: RunConfig) -> Algorithm:

@@ -6,19 +6,16 @@ turns: those of one rank are spread over the period, and steps that are full on 
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import KroneckerConfig, RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
+from canzona_cli.planner.cost import ROUNDING, algorithm, peak_seconds, seconds
 from canzona_cli.planner.parts import Cell
-
-_ROUNDING = 1e-9
-"""Share of a time by which sums of the same numbers in another order may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class RankWork:
     """A rank's matrix updates."""
 
     every_s: float
@@ -73,13 +70,13 @@ def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[li
     return list(found.values())
 
 
-def take_turns(ranks: Sequence[Work], period: int) -> list[list[int]]:
+def take_turns(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
     """A turn in [0, period) of each rank's refreshes: `one_by_one` or `step_by_step`, by which steps are shorter on
     average and none longer than the longest of the other."""
     alone = [one_by_one(rank.refreshes_s, period) for rank in ranks]
     together = step_by_step(ranks, period)
     usual, other = (slowest(ranks, turns, period) for turns in (alone, together))
-    return together if max(other) <= max(usual) * (1 + _ROUNDING) and sum(other) < sum(usual) else alone
+    return together if max(other) <= max(usual) * (1 + ROUNDING) and sum(other) < sum(usual) else alone
 
 
 def one_by_one(costs: Sequence[float], period: int) -> list[int]:
@@ -106,7 +103,7 @@ def one_by_one(costs: Sequence[float], period: int) -> list[int]:
     return [fullest[turn] for turn in turns]
 
 
-def step_by_step(ranks: Sequence[Work], period: int) -> list[list[int]]:
+def step_by_step(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
     """Turns with which as few steps as can be are long.
 
     The first step lasts as long as the rank that is worst to spread needs it to (`one_by_one`); until then the others
@@ -117,11 +114,11 @@ def step_by_step(ranks: Sequence[Work], period: int) -> list[list[int]]:
     turns = [[0] * len(rank.refreshes_s) for rank in ranks]
     for turn in range(period):
         pairs = list(zip(ranks, left, strict=True))
-        end = max((rank.every_s + _dearest_step(rank, own, period - turn) for rank, own in pairs), default=0.0)
+        end = max((_dearest_step(rank, own, period - turn) for rank, own in pairs), default=0.0)
         for number, (rank, own) in enumerate(pairs):
             load, left[number] = rank.every_s, []
             for index in own:
-                if load + rank.refreshes_s[index] <= end * (1 + _ROUNDING):
+                if load + rank.refreshes_s[index] <= end * (1 + ROUNDING):
                     load += rank.refreshes_s[index]
                     turns[number][index] = turn
                 else:
@@ -129,7 +126,7 @@ def step_by_step(ranks: Sequence[Work], period: int) -> list[list[int]]:
     return turns
 
 
-def slowest(ranks: Sequence[Work], turns: Sequence[Sequence[int]], period: int) -> tuple[float, ...]:
+def slowest(ranks: Sequence[RankWork], turns: Sequence[Sequence[int]], period: int) -> tuple[float, ...]:
     """Seconds of matrix updates on the slowest rank, by turn."""
     steps = [0.0] * period
     for rank, own in zip(ranks, turns, strict=True):
@@ -144,18 +141,15 @@ def _dearest_first(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda index: (-costs[index], index))
 
 
-def _dearest_step(rank: Work, left: Sequence[int], steps: int) -> float:
-    costs = [rank.refreshes_s[index] for index in left]
-    loads = [0.0] * steps
-    for turn, cost in zip(one_by_one(costs, steps), costs, strict=True):
-        loads[turn] += cost
-    return max(loads)
+def _dearest_step(rank: RankWork, left: Sequence[int], steps: int) -> float:
+    rest = replace(rank, refreshes_s=[rank.refreshes_s[index] for index in left])
+    return max(slowest([rest], [one_by_one(rest.refreshes_s, steps)], steps))
 
 
-def _work(config: RunConfig, matrices: Sequence[Matrix], period: int) -> Work:
+def _work(config: RunConfig, matrices: Sequence[Matrix], period: int) -> RankWork:
     how, cluster = algorithm(config), config.cluster
     means = [seconds(how, *matrix.shape, cluster) for matrix in matrices]
     peaks = [peak_seconds(how, *matrix.shape, cluster) for matrix in matrices]
     # With a period of one step they are equal: every update has its refresh.
     found = [(peak - mean) * period / max(1, period - 1) for mean, peak in zip(means, peaks, strict=True)]
-    return Work(every_s=sum(means) - sum(found) / period, refreshes_s=found)
+    return RankWork(every_s=sum(means) - sum(found) / period, refreshes_s=found)

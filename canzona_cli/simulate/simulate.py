@@ -20,7 +20,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import flops_per_token
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import implementation, memory_rate, step_factor
+from canzona_cli.planner.cost import ROUNDING, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Transfer
 from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -33,9 +33,6 @@ from canzona_cli.simulate.model_time import stage_time
 from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
-
-_ROUNDING = 1e-9
-"""Share of a time by which sums of the same numbers in another order may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +157,7 @@ class _Step:
     @staticmethod
     def _last(ends: Sequence[float]) -> int:
         """The cell that ends last: the lowest rank of those within rounding, whichever way their sums were added."""
-        latest = (1 - _ROUNDING) * max(ends)
+        latest = (1 - ROUNDING) * max(ends)
         return next(number for number, end in enumerate(ends) if end >= latest)
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -114,7 +115,7 @@ class Study:
         """What the planned iteration comes to over the run."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
-    @property
+    @cached_property
     def refreshes(self) -> Refreshes | None:
         """Of the planned strategy, with an optimizer that has any."""
         plan, chosen = self.plan, self.config.optimizer

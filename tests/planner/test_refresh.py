@@ -10,10 +10,10 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import KroneckerConfig
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.refresh import Work, by_rank, one_by_one, refreshes, slowest, step_by_step, take_turns
+from canzona_cli.planner.refresh import RankWork, by_rank, one_by_one, refreshes, slowest, step_by_step, take_turns
 
 WORKS = st.builds(
-    lambda every_s, refreshes_s: Work(every_s=every_s, refreshes_s=refreshes_s),
+    lambda every_s, refreshes_s: RankWork(every_s=every_s, refreshes_s=refreshes_s),
     st.integers(0, 5),
     st.lists(st.integers(0, 20), max_size=3),
 )
@@ -45,7 +45,7 @@ def test_a_period_of_nothing_is_refused() -> None:
 
 @given(ranks=st.lists(WORKS, min_size=1, max_size=3), period=st.integers(1, 3))
 def test_turns_of_several_ranks_lie_between_the_best_there_are_and_each_rank_for_itself(
-    ranks: list[Work], period: int
+    ranks: list[RankWork], period: int
 ) -> None:
     """The best, by trying all."""
     turns = take_turns(ranks, period)
@@ -62,7 +62,7 @@ def test_turns_of_several_ranks_lie_between_the_best_there_are_and_each_rank_for
 
 
 def test_a_rank_refreshes_what_it_can_while_another_has_a_long_step() -> None:
-    large, small = Work(every_s=1.0, refreshes_s=[10.0]), Work(every_s=1.0, refreshes_s=[5.0, 5.0])
+    large, small = RankWork(every_s=1.0, refreshes_s=[10.0]), RankWork(every_s=1.0, refreshes_s=[5.0, 5.0])
     assert step_by_step([large, small], 2) == take_turns([large, small], 2) == [[0], [0, 0]]
     assert slowest([large, small], [[0], [0, 0]], 2) == (11.0, 1.0)
     assert slowest([large, small], [[0], one_by_one([5.0, 5.0], 2)], 2) == (11.0, 6.0)
