@@ -14,7 +14,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron import model, optimizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
-from canzona_cli.planner.cost import MEMORY_EFFICIENCY
+from canzona_cli.planner.cost import COPY_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,13 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """The rate of a copy between buffers too large for any cache, over the efficiency assumed of kernels. Team only."""
+    """Time a copy between buffers too large for any cache, over the share of the bandwidth that copies reach. Team
+    only."""
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
     moved = 2 * source.nbytes
     samples = team.samples(lambda: _discard(target.copy_(source)), effort.item_s)
-    values = [moved / seconds / MEMORY_EFFICIENCY / 1e9 for seconds in samples]
+    values = [moved / seconds / COPY_EFFICIENCY / 1e9 for seconds in samples]
     recorder.add(Measurement.of("memory_gb_per_s", values))
 
 

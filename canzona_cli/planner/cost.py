@@ -6,9 +6,10 @@ update, the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from canzona_cli.config.execution import execution_of
@@ -17,6 +18,7 @@ from canzona_cli.config.schema import (
     STANDARD_ONLY,
     ClusterConfig,
     CustomConfig,
+    Device,
     Form,
     KroneckerConfig,
     MomentumConfig,
@@ -37,9 +39,15 @@ Implementation = Literal["canzona", "megatron"]
 Unit = Literal["bf16", "tf32", "fp32"]
 """What a product runs on."""
 
-MEMORY_EFFICIENCY = 0.9
-"""Share of the memory bandwidth an elementwise kernel reaches. Products that only stream a matrix reach 2.6 to 3.1 of
-an H100's 3.35 TB/s (results/reference/deepgemm.txt of the repository that h100-80g.yaml cites)."""
+COPY_EFFICIENCY = 0.9
+"""Share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
+MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
+"""Share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an H100. An
+estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK, Dao-AILab, 2025-07)."""
+MEGATRON_HOST_S = 1.3e-3
+"""Seconds of host time that one update of Megatron's Muon takes on GPUs, which it issues operation by operation:
+Megatron-core's own test goldens of a model of 12 layers on 8 H100, 195.8 ms a step with layer-wise Muon and 158.6 with
+Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
 """Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and both moments
 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment 12, second 8 + 12, root
@@ -163,7 +171,8 @@ def seconds(
             own = _measured(a, rows, cols, cluster, prefix)
             if own is not None:
                 return own
-        return _modelled(a, rows, cols, cluster, implementation)[0]
+        host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[a.name].orthogonal else 0.0
+        return max(host_s, _modelled(a, rows, cols, cluster, implementation)[0])
     return _seconds(_as_run(a, rows, cols, cluster), rows, cols, cluster)
 
 
@@ -229,26 +238,31 @@ def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementa
 
 def memory_rate(cluster: ClusterConfig) -> float:
     """Bytes per second elementwise kernels move."""
-    return MEMORY_EFFICIENCY * cluster.memory_gb_per_s * 1e9
+    return MEMORY_EFFICIENCY[cluster.device] * cluster.memory_gb_per_s * 1e9
 
 
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     """FLOP/s that a product of (size, size) matrices reaches.
 
     bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the smallest (a
-    small product leaves units idle), and flat above the largest. fp32 and TF32 have one rate.
+    small product leaves units idle), and flat above the largest; at most what the power limit sustains. fp32 and TF32
+    have one rate.
     """
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
         return 1e12 * (fp32 if unit == "fp32" else cluster.tf32_tflops or fp32)
     table = cluster.matmul_tflops or _guessed(cluster.bf16_tflops)
+    return 1e12 * min(_interpolated(table, size), cluster.sustained_tflops or math.inf)
+
+
+def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
     place = bisect_right(table, size, key=lambda entry: entry[0])
     if place == 0:
-        return 1e12 * table[0][1] * size / table[0][0]
+        return table[0][1] * size / table[0][0]
     if place == len(table):
-        return 1e12 * table[-1][1]
+        return table[-1][1]
     (low, slow), (high, fast) = table[place - 1], table[place]
-    return 1e12 * (slow + (fast - slow) * math.log(size / low) / math.log(high / low))
+    return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:

@@ -63,6 +63,7 @@ class IterationTimeline:
     Args:
         timeline: empty; its cores, if it has any, are shared by all ranks.
         ahead: see `StageWork.chain`.
+        units: share of a rank's computing units that its data-parallel collectives take from forward and backward.
     """
 
     def __init__(
@@ -74,8 +75,11 @@ class IterationTimeline:
         overlap_reduce: bool,
         overlap_gather: bool,
         ahead: int = 1,
+        units: float = 0.0,
     ) -> None:
         self._layout, self._stages = layout, stages
+        self._units, self._slowed = units, [0.0] * len(stages)
+        """By stage: by how much longer its next module takes for the collectives that have started."""
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._ahead, self._timeline = ahead, timeline
         self._last = [0] * len(stages)
@@ -239,6 +243,7 @@ class IterationTimeline:
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
+        seconds, self._slowed[stage] = seconds + self._slowed[stage], 0.0
         self._work(stage, direction, seconds, module.moves[direction == "backward"], after)
 
     def _work(
@@ -269,6 +274,7 @@ class IterationTimeline:
         )
 
     def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
+        self._slowed[stage] += self._units * transfer.link_s
         return self._timeline.add(
             phase,
             ("data", stage),

@@ -9,6 +9,7 @@ for they use a link, and on ranks that share a machine's cores keep other cores 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
+from statistics import NormalDist
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
@@ -32,8 +33,13 @@ CUT_STARTS = 0.58
 """How many more modules' operations a layer starts without Transformer Engine where its sequence is cut: keys
 and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way: 157 instead
 of 138 forward, 241 instead of 209 backward, of four modules."""
-ELEMENTWISE_PASSES = {True: 1.0, False: 3.0}
-"""Memory traffic of elementwise work over what fused kernels need: with Transformer Engine, and without."""
+ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
+"""Memory traffic of elementwise work over what fully fused kernels would need: with Transformer Engine, where queries,
+keys and values are split and joined and gradients are added up (fitted to published step times, bench/published.yaml),
+and without."""
+QK_NORM_PASSES = 5.8
+"""How many times longer a norm of rows of 128 (QK-norm) takes than a norm of whole rows of as many elements: 345 us
+instead of 60 (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
 """Memory traffic of the vocabulary-parallel cross-entropy, bytes per logit: to fp32, maximum, exponential and sum;
 then the gradient."""
@@ -183,7 +189,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
     memory_s, accumulate_s = _memory_s(config), _accumulate_s(config)
-    exchange, nothing = _exchange(config, layout), (Transfer(), Transfer())
+    pace, exchange, nothing = slowest(cluster, layout.world_size), _exchange(config, layout), (Transfer(), Transfer())
 
     def module(
         part: Part,
@@ -200,18 +206,19 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
         products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
         forward = products_s + core_s + memory_s * moved
         backward = 2 * products_s + core_backward_s + 2 * memory_s * moved
-        forward_s, core_again_s = _forward(cluster, forward, starts), core_s * cluster.forward_factor
+        forward_s, core_again_s = _forward(cluster, pace * forward, starts), pace * core_s * cluster.forward_factor
         gather, scatter = core_moves
-        whole = exchange.then(gather)
+        whole = _exposed(cluster, layout, exchange, products_s).then(gather)
+        whole_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
         moved_again = {"none": Transfer(), "selective": gather, "full": whole}[layout.recompute]
         return Module(
             part=part,
             layer=0,
             forward_s=forward_s,
-            backward_s=_backward(cluster, backward + accumulate_s * weights, starts),
+            backward_s=_backward(cluster, pace * (backward + accumulate_s * weights), starts),
             again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
             weights=weights,
-            moves=(whole, exchange.then(scatter).then(moved_again)),
+            moves=(whole, whole_back.then(moved_again)),
         )
 
     return (
@@ -219,7 +226,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
             "qkv",
             hidden,
             heads + 2 * groups,
-            2 * stream + 4 * tokens * (heads + groups),
+            2 * stream + (2 + 2 * _qk_norm_passes(config)) * tokens * (heads + groups),
             *_core_attention(config, layout),
             starts=1.0 if layout.cp == 1 or cluster.transformer_engine else 1.0 + CUT_STARTS,
         ),
@@ -263,7 +270,7 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float, tu
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
-    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
+    moved_s = 2 * _memory_s(config) * stream_elements(config, layout) * slowest(config.cluster, layout.world_size)
     return Module(
         part="embedding",
         layer=-1,
@@ -283,18 +290,36 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     product = _product(config, tokens, model.hidden_size, vocabulary)
     logits = tokens * vocabulary / memory_rate(cluster)
     moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
-    exchange = _exchange(config, layout)
+    exchange, pace = _exchange(config, layout), slowest(cluster, layout.world_size)
+    backward = 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights
     return Module(
         part="output",
         layer=model.num_layers,
-        forward_s=_forward(cluster, product + logits * LOSS_FORWARD_BYTES + moved_s),
-        backward_s=_backward(
-            cluster, 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights
-        ),
+        forward_s=_forward(cluster, pace * (product + logits * LOSS_FORWARD_BYTES + moved_s)),
+        backward_s=_backward(cluster, pace * backward),
         again_s=0.0,
         weights=0 if tied else weights,
         moves=(exchange.then(_loss_sums(config, layout)), exchange),
     )
+
+
+@lru_cache(maxsize=256)
+def slowest(cluster: ClusterConfig, ranks: int) -> float:
+    """Time of the slowest of `ranks` GPUs over that of the mean one, in expectation: their speeds are taken to be
+    normal with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+    return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
+    """What is left to see of a tensor-parallel collective in which a product of `product_s` hides what it can.
+
+    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks: a piece is multiplied while the
+    next one travels, so that one piece stands alone, and the others take `collective_units` from the product.
+    """
+    if not cluster.tp_overlap or layout.tp == 1:
+        return collective
+    hidden = min((1 - 1 / layout.tp) * collective.link_s, product_s)
+    return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden)
 
 
 def _forward(cluster: ClusterConfig, seconds: float, starts: float = 1.0) -> float:
@@ -324,6 +349,13 @@ def _accumulate_s(config: RunConfig) -> float:
 
 def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float:
     return matmul_seconds(config.cluster, tokens, inputs, outputs, config.train.precision)
+
+
+def _qk_norm_passes(config: RunConfig) -> float:
+    """Passes over queries and keys that their norms are worth."""
+    if not config.model.qk_norm:
+        return 0.0
+    return QK_NORM_PASSES if config.cluster.transformer_engine else 1.0
 
 
 def _exchange(config: RunConfig, layout: Layout) -> Transfer:

@@ -223,6 +223,7 @@ class _Simulation:
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             ahead=GATHERED_AHEAD if planned else 1,
+            units=config.cluster.collective_units,
         )
         how = NormClip.of(config, layout)
         read_s, scaled_s, agree_s = self._crowd * how.read_s, self._crowd * how.scaled_s, how.agree_s
@@ -313,17 +314,19 @@ def assumptions() -> tuple[str, ...]:
     return (
         "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
         "machine and 90% between machines, each hop adds the profile's latency.",
-        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them; "
-        "every rank computes at the same speed; the slowest of each collective decides. No stragglers, no jitter, no "
-        "data loading, no host-bound launches but what a calibration found of them in forward and backward, and "
-        "cluster.pass_us for each pass through a model chunk.",
-        "Communication takes no computing units away: what overlaps runs at full speed on both sides.",
+        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them. "
+        "Forward and backward go at the pace of the slowest GPU that cluster.speed_spread expects among so many; "
+        "updates at the same pace on all. No jitter, no data loading, no host-bound launches but what a calibration "
+        "found of them in forward and backward, and cluster.pass_us for each pass through a model chunk.",
+        "Data-parallel collectives take cluster.collective_units of a GPU from forward and backward under them; "
+        "everything else that overlaps runs at full speed on both sides.",
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
         "bisection bandwidth.",
         "Where a bucket's gradients travel all-to-all, each owner adds the copies up before the next bucket travels.",
         "Rings and per-owner chains send each byte once through every rank; an all-to-all takes as long as its busiest "
         "sender or receiver.",
-        "Tensor-parallel collectives of forward and backward are not hidden.",
+        "Tensor-parallel collectives of forward and backward are not hidden, but with cluster.tp_overlap all but one "
+        "piece of them is, as far as their product is long enough.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
         "ahead of the next forward, as Megatron-core 0.19 does (canzona and asc: below); 1F1B pipeline schedule, "
         "interleaved where a stage has several model chunks. What a stage sends travels once the next one "

@@ -54,7 +54,8 @@ def test_no_legal_layout_is_simulated_faster_than_the_one_chosen(size: Size, gpu
     for one in found.best:
         spent = one.spent
         assert sum(vars(spent).values()) == pytest.approx(one.iteration_s)
-        assert (spent.tensor_s > 0) == (one.layout.tp * one.layout.cp > 1)
+        assert spent.tensor_s > 0 or one.layout.tp == 1, "slices of a sequence may travel under attention"
+        assert spent.tensor_s == 0 or one.layout.tp * one.layout.cp > 1
         assert (spent.recompute_s > 0) == (one.layout.recompute != "none")
 
 

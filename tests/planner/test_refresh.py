@@ -70,8 +70,11 @@ def test_a_rank_refreshes_what_it_can_while_another_has_a_long_step() -> None:
 
 @pytest.mark.parametrize("name", ["soap", "shampoo", "kl-shampoo", "soap-muon"])
 def test_of_few_matrices_on_each_rank_few_steps_are_long(name: str) -> None:
-    """Qwen3-32B on 256 GPUs: one to three matrices on each rank. A mean step of the slowest rank's updates is at least
-    a tenth shorter than where each rank takes turns for itself (seen 0.78 to 0.87), and the longest is no longer."""
+    """Qwen3-32B on 256 GPUs: one to three matrices on each rank. What refreshes add to the slowest rank's updates, in a
+    mean step, is at least a fifth less than where each rank takes turns for itself, and the longest step is no longer.
+
+    Compared without what a step takes that refreshes nothing, which is another share of it at other prices.
+    """
     run = compose_run(["recipe=qwen3-32b", "gpus=256", "cluster=h100-80g", f"optimizer={name}"])
     config, layout = fit.resolve(run.config)
     plan, chosen = make_plan(config, layout), config.optimizer
@@ -82,7 +85,8 @@ def test_of_few_matrices_on_each_rank_few_steps_are_long(name: str) -> None:
     each = [refreshes(config, chosen, [own]) for own in ranks]
     alone = [max(steps) for steps in zip(*(one.steps_s for one in each), strict=True)]
     assert found.turns.keys() == {matrix.index for matrix in plan.matrices}
-    assert found.mean_s <= 0.9 * sum(alone) / len(alone)
+    plain_s = min(alone)
+    assert found.mean_s - plain_s <= 0.8 * (sum(alone) / len(alone) - plain_s)
     assert max(found.steps_s) <= max(alone) * (1 + 1e-6)
     assert found.most_s == pytest.approx(max(one.mean_s for one in each))
     assert found.mean_s >= found.most_s

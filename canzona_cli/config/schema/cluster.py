@@ -76,6 +76,14 @@ class ClusterConfig:
         Example("[[2048,540],[8192,800]]"),
         PLAN,
     ] = ()
+    sustained_tflops: Annotated[
+        Positive | None,
+        "The most that bf16 products reach for longer than a second, when the GPU is at its power limit; null: "
+        "matmul_tflops without a limit.",
+        Unit("TFLOP/s"),
+        Example("700"),
+        PLAN,
+    ] = None
     symmetric_factor: Annotated[
         float,
         Range(at_least=0.25, at_most=1),
@@ -90,6 +98,26 @@ class ClusterConfig:
         " long there, and Newton-Schulz' Gram form, which optimizer.form=auto then may choose, has fp16 for bf16.",
         PLAN,
     ] = False
+    tp_overlap: Annotated[
+        bool,
+        "Tensor-parallel collectives travel under the products they belong to, as Transformer Engine's user buffers do"
+        " and published recipes of NVIDIA's ask for. canzona's own runs do not.",
+        NOTHING,
+    ] = False
+    collective_units: Annotated[
+        float,
+        Range(at_least=0, at_most=0.5),
+        "Share of a GPU's computing units that a collective takes away from what computes at the same time.",
+        Example("0.12"),
+        NOTHING,
+    ] = 0.0
+    speed_spread: Annotated[
+        float,
+        Range(at_least=0, at_most=0.1),
+        "Standard deviation of the speed of GPUs of this kind, as a share of it: every step waits for the slowest.",
+        Example("0.01"),
+        NOTHING,
+    ] = 0.0
     fp32_tflops: Annotated[
         Positive | None,
         "Rate that large fp32 products reach; null: a sixteenth of the bf16 peak.",
