@@ -7,7 +7,7 @@ chunks on a rank, that is so for each of them.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
@@ -78,8 +78,6 @@ class IterationTimeline:
         units: float = 0.0,
     ) -> None:
         self._layout, self._stages = layout, stages
-        self._units, self._slowed = units, [0.0] * len(stages)
-        """By stage: by how much longer its next module takes for the collectives that have started."""
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._ahead, self._timeline = ahead, timeline
         self._last = [0] * len(stages)
@@ -96,6 +94,9 @@ class IterationTimeline:
         """By stage: the message that its rank has not waited for."""
         self._build()
         ran = self._timeline.run()
+        if units:
+            self._slow_down(ran, units)
+            ran = self._timeline.run()
         self._computed = [ran[last].end for last in self._last]
         self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
         for task, when in zip(self._timeline.tasks, ran, strict=True):
@@ -143,6 +144,23 @@ class IterationTimeline:
                     self._pass(stage, steps[number], asked.get((number, False), ()))
                     self._ask(stage, asked.get((number, True), ()))
                     done[stage] += 1
+
+    def _slow_down(self, ran: Sequence[Ran], units: float) -> None:
+        """Lengthen what computes while the stage's data-parallel collectives travel, by `units` of the time shared."""
+        on: dict[Hashable, list[tuple[int, Ran]]] = {}
+        for number, (task, when) in enumerate(zip(self._timeline.tasks, ran, strict=True)):
+            if when.end > when.start:
+                on.setdefault(task.stream, []).append((number, when))
+        for stage in range(len(self._stages)):
+            transfers, first = on.get(("data", stage), []), 0
+            for number, computing in on.get(("compute", stage), []):
+                shared_s = 0.0
+                for _, transfer in islice(transfers, first, None):
+                    if transfer.start >= computing.end:
+                        break
+                    shared_s += max(0.0, min(computing.end, transfer.end) - max(computing.start, transfer.start))
+                    first += transfer.end <= computing.end
+                self._timeline.lengthen(number, units * shared_s)
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
         source = self._source(stage, step)
@@ -243,7 +261,6 @@ class IterationTimeline:
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
-        seconds, self._slowed[stage] = seconds + self._slowed[stage], 0.0
         self._work(stage, direction, seconds, module.moves[direction == "backward"], after)
 
     def _work(
@@ -274,7 +291,6 @@ class IterationTimeline:
         )
 
     def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
-        self._slowed[stage] += self._units * transfer.link_s
         return self._timeline.add(
             phase,
             ("data", stage),

@@ -223,7 +223,7 @@ class _Simulation:
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             ahead=GATHERED_AHEAD if planned else 1,
-            units=config.cluster.collective_units,
+            units=_units(config, layout),
         )
         how = NormClip.of(config, layout)
         read_s, scaled_s, agree_s = self._crowd * how.read_s, self._crowd * how.scaled_s, how.agree_s
@@ -386,6 +386,13 @@ def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float
         rest = Transfer(link=chunks[number].gather.link, link_s=seconds - done)
         left[number] = replace(chunks[number], gather=rest)
     return left, spent
+
+
+def _units(config: RunConfig, layout: Layout) -> float:
+    """Share of a GPU that its data-parallel collectives take: they have channels for each network port they use."""
+    cluster, group = config.cluster, Groups.of(layout, config.cluster).data
+    ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
+    return cluster.collective_units * ports
 
 
 def _balance(cells: Sequence[CellUpdate]) -> float:

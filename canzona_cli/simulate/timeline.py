@@ -129,6 +129,11 @@ class Timeline:
         task = self.tasks[number]
         self.tasks[number] = task._replace(after=(*task.after, other))
 
+    def lengthen(self, number: int, seconds: float) -> None:
+        """Make a task take longer."""
+        task = self.tasks[number]
+        self.tasks[number] = task._replace(seconds=task.seconds + seconds)
+
     def run(self) -> list[Ran]:
         """Start and end of every task.
 

@@ -10,6 +10,7 @@ from canzona_cli.planner.links import Transfer
 from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import QK_NORM_PASSES, Module, StageTime, slowest, stage_time
+from canzona_cli.simulate.simulate import _units
 from canzona_cli.simulate.timeline import Timeline
 from tests.sizes import CPU, H100, layout, run
 
@@ -89,3 +90,10 @@ def test_an_eager_update_of_megatrons_takes_the_host_its_time() -> None:
     assert seconds(how, 5120, 25600, H100, "megatron") > MEGATRON_HOST_S
     quick_cpu = replace(CPU, bf16_tflops=1e3, memory_gb_per_s=1e6, launch_us=0.0)
     assert seconds(how, 128, 1024, quick_cpu, "megatron") < MEGATRON_HOST_S
+
+
+def test_collectives_take_units_for_each_network_port_they_use() -> None:
+    cluster = replace(H100, collective_units=0.12)
+    for tp, cells, share in ((1, 16, 1.0), (4, 16, 2 / 8), (8, 16, 1 / 8), (1, 8, 1.0)):
+        config = run("8b", tp * cells, cluster=cluster)
+        assert _units(config, layout(tp=tp, dp=cells)) == pytest.approx(0.12 * share)

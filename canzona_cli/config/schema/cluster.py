@@ -107,7 +107,8 @@ class ClusterConfig:
     collective_units: Annotated[
         float,
         Range(at_least=0, at_most=0.5),
-        "Share of a GPU's computing units that a collective takes away from what computes at the same time.",
+        "Share of a GPU's computing units that a collective takes away from what computes at the same time, where it"
+        " goes through all links of a machine; through fewer network ports, proportionally less.",
         Example("0.12"),
         NOTHING,
     ] = 0.0
