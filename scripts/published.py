@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Published step times beside their predictions, as Markdown.
+
+    python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick]
+
+Errors are predicted over measured, less 1; a layout's is the mean over its numbers of GPUs. "Left out" is the error of
+a model's layouts where the fitted numbers are fitted to the other models alone. Exits 1 where a goal is missed.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from canzona_cli.bench.published import (
+    ROWS,
+    Compared,
+    Published,
+    compare,
+    fitted,
+    load_published,
+    mean_absolute_error,
+    orders,
+    run_of,
+)
+from canzona_cli.errors import CanzonaError
+from canzona_cli.report.html.published import published_page
+from canzona_cli.simulate import model_time
+
+GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.07}
+STEP = 0.03
+"""Share by which a fitted number is varied for the slope of predictions."""
+RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
+"""Share of its value within which each fitted number is plausible: what the fit is held to where rows are few."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like canzona_cli/bench/published.yaml")
+    parser.add_argument("--html", type=Path, help="also write the page with the scatter")
+    parser.add_argument("--json", type=Path, help="also write the figures")
+    parser.add_argument("--quick", action="store_true", help="no fit without each model")
+    asked = parser.parse_args()
+    published = load_published(asked.rows)
+    compared = list(compare(published))
+    counted = fitted(compared)
+    left_out = {} if asked.quick else errors_left_out(published, counted)
+    figures = figures_of(counted, left_out)
+    print("\n".join(tables(published, compared, left_out, figures)))
+    if asked.html:
+        asked.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
+        print(f"\nPage: {asked.html}")
+    if asked.json:
+        asked.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
+    missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
+    wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in orders(compared) if not right]
+    if missed or wrong:
+        print(f"\nMissed: {', '.join([*missed, *(f'order of {pair}' for pair in wrong)])}")
+    return int(bool(missed or wrong))
+
+
+def figures_of(counted: Sequence[Compared], left_out: dict[str, float]) -> dict[str, float]:
+    """The figures that the goals are about, as shares."""
+    memory = [abs(row.memory_error) for one in counted for row in one.rows if row.memory_error is not None]
+    return {
+        "MAPE": mean_absolute_error(counted),
+        "mean": math.fsum(one.error for one in counted) / len(counted),
+        "worst layout": max(abs(one.error) for one in counted),
+        "worst row": max(abs(row.error) for one in counted for row in one.rows),
+        **({"left out": max(map(abs, left_out.values()))} if left_out else {}),
+        **({"memory": max(memory)} if memory else {}),
+    }
+
+
+def errors_left_out(published: Published, counted: Sequence[Compared]) -> dict[str, float]:
+    """By series: its error with the three fitted numbers fitted to the other models' rows, by least squares of the
+    logarithms; predictions are taken to be linear in the logarithms of the numbers, nearby."""
+    names = [one.series.name for one in counted]
+    base = np.log([1 + one.error for one in counted])
+    profile = run_of(counted[0].series, published.models[counted[0].series.model], min(counted[0].series.step_s))[
+        0
+    ].cluster
+    assert profile.sustained_tflops is not None
+    slopes = []
+    for varied in (
+        lambda: compare(published, {"sustained_tflops": (profile.sustained_tflops or 0.0) * (1 + STEP)}),
+        lambda: _with_passes(published, 1 + STEP),
+        lambda: compare(published, {"speed_spread": profile.speed_spread * (1 + STEP)}),
+    ):
+        there = {one.series.name: one.error for one in varied()}
+        slopes.append((np.log([1 + there[name] for name in names]) - base) / math.log1p(STEP))
+    jacobian = np.stack(slopes, axis=1)
+    held = np.diag([0.02 / spread for spread in RANGES.values()])  # an error of 2% weighs as much as a whole range
+    found: dict[str, float] = {}
+    for model in dict.fromkeys(one.series.model for one in counted):
+        others = np.array([one.series.model != model for one in counted])
+        matrix = np.concatenate([jacobian[others], held])
+        moved = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(held))]), rcond=None)[0]
+        for number in np.flatnonzero(~others):
+            found[names[number]] = math.expm1(base[number] + jacobian[number] @ moved)
+    return found
+
+
+def _with_passes(published: Published, factor: float) -> list[Compared]:
+    with passes_times(factor):
+        return list(compare(published))
+
+
+@contextmanager
+def passes_times(factor: float) -> Iterator[None]:
+    """Elementwise work of Transformer Engine's layers takes `factor` times as long."""
+    before = model_time.ELEMENTWISE_PASSES[True]
+    caches = (model_time.stage_time, model_time._pieces)
+    try:
+        model_time.ELEMENTWISE_PASSES[True] = before * factor
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    finally:
+        model_time.ELEMENTWISE_PASSES[True] = before
+        for cache in caches:
+            cache.cache_clear()
+
+
+def tables(
+    published: Published, compared: Sequence[Compared], left_out: dict[str, float], figures: dict[str, float]
+) -> Iterator[str]:
+    heads = "model, layout, GPUs, measured s, predicted s, error, left out, drift measured / predicted, memory".split(
+        ", "
+    )
+    yield f"| {' | '.join(heads)} |"
+    yield "| --- " * len(heads) + "|"
+    for one in compared:
+        first, last = one.rows[0], one.rows[-1]
+        span = f"{first.gpus:,}" if first is last else f"{first.gpus:,} to {last.gpus:,}"
+        measured, predicted = (
+            f"{values[0]:.4g}" if values[0] == values[-1] else f"{values[0]:.4g} to {values[-1]:.4g}"
+            for values in ([row.measured_s for row in one.rows], [row.predicted_s for row in one.rows])
+        )
+        drift = "" if first is last else " / ".join(f"{share:+.1%}" for share in one.drift)
+        memory = ", ".join(f"{row.memory_error:+.1%}" for row in one.rows if row.memory_error is not None)
+        without = f"{left_out[one.series.name]:+.1%}" if one.series.name in left_out else ""
+        name = one.series.name + ("" if one.series.why_not_fitted is None else " *")
+        yield (
+            f"| {name} | {one.series.layout}, sequence {one.series.seq_length:,} | {span} | {measured} | {predicted} "
+            f"| {one.error:+.1%} | {without} | {drift} | {memory} |"
+        )
+    yield ""
+    rows = sum(len(one.rows) for one in fitted(compared))
+    said = (
+        f"{name} {value:{'+' if name == 'mean' else ''}.1%}" + (f" (goal {GOALS[name]:.0%})" if name in GOALS else "")
+        for name, value in figures.items()
+    )
+    yield f"{rows} steps in {len(fitted(compared))} series. {', '.join(said)}"
+    for one in compared:
+        if one.series.why_not_fitted:
+            yield f"* {one.series.name}, not counted: {one.series.why_not_fitted}"
+    pairs = list(orders(compared))
+    yield f"Layouts of one model in order: {sum(right for *_, right in pairs)} of {len(pairs)} pairs"
+    others = [series for series in published.series if not series.predicted]
+    if others:
+        yield f"Not predicted, for canzona does not train in fp8: {sum(len(one.step_s) for one in others)} steps"
+    for claim in published.claims:
+        yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
+
+
+def as_json(compared: Sequence[Compared], left_out: dict[str, float], figures: dict[str, float]) -> dict[str, object]:
+    return {
+        "figures": figures,
+        "left_out": left_out,
+        "series": [
+            {
+                "name": one.series.name,
+                "layout": one.series.layout,
+                "counted": one.series.why_not_fitted is None,
+                "source": one.series.source,
+                "error": one.error,
+                "rows": [asdict(row) for row in one.rows],
+            }
+            for one in compared
+        ],
+    }
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CanzonaError as error:
+        sys.exit("\n".join(f"{problem.key}: {problem.reason}" for problem in error.problems))
