@@ -131,9 +131,17 @@ def passes_times(factor: float) -> Iterator[None]:
 def tables(
     published: Published, compared: Sequence[Compared], left_out: dict[str, float], figures: dict[str, float]
 ) -> Iterator[str]:
-    heads = "model, layout, GPUs, measured s, predicted s, error, left out, drift measured / predicted, memory".split(
-        ", "
-    )
+    heads = [
+        "model",
+        "layout",
+        "GPUs",
+        "measured s",
+        "predicted s",
+        "error",
+        "left out",
+        "drift measured / predicted",
+        "memory",
+    ]
     yield f"| {' | '.join(heads)} |"
     yield "| --- " * len(heads) + "|"
     for one in compared:
