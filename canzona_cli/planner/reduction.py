@@ -1,8 +1,8 @@
 """How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -124,6 +124,13 @@ class ReductionModel:
             case "broadcast":
                 return self._per_range(bucket, "broadcast")
 
+    def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
+        """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another on a
+        stream: of each chain only the part that overlaps the next one's counts as `fill_s`."""
+        reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, self._group.size)
+        gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], self._group.size)
+        return list(zip(reduced, gathered[::-1], strict=True))
+
     def gather_evenly(self, elements: int) -> float:
         """Seconds that AdamW's parameters take, of which every rank has as many."""
         return self._native(elements, "all_gather").seconds
@@ -139,18 +146,24 @@ class ReductionModel:
             settings: even collectives are asked for only where shards are equal (`config.checks`).
             scratch: whether there is memory for a way that nobody asked for.
         """
-        return tuple(self._chosen(one, settings, scratch) for one in buckets)
-
-    def _chosen(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Bucket:
         asked = settings.reduction or ("even" if even_shards(settings.layout, settings.strategy) else None)
-        plain = replace(bucket, reduction=asked or "reduce", gathering=GATHERED[asked or "reduce"])
+        way = asked or "reduce"
+        plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
         if asked or settings.strategy == "asc" or not scratch or self._group.size == 1:
-            return plain
-        reduce_s, gather_s = self.reduce(plain).seconds, self.gather(plain).seconds
-        native = self._promising(bucket, "reduce_scatter", reduce_s)
-        ways: list[Reduction] = [*native, *(("all_to_all",) if self._alike(bucket) else ())]
+            return tuple(plain)
+        return tuple(
+            self._chosen(bucket, reduced.seconds - reduced.fill_s, gathered.seconds - gathered.fill_s)
+            for _, stage in groupby(plain, key=lambda bucket: bucket.stage)
+            for own in (list(stage),)
+            for bucket, (reduced, gathered) in zip(own, self.in_turn(own), strict=True)
+        )
+
+    def _chosen(self, plain: Bucket, reduce_s: float, gather_s: float) -> Bucket:
+        """The bucket as it travels fastest. `reduce_s`, `gather_s`: seconds of a stream that chains take."""
+        native = self._promising(plain, "reduce_scatter", reduce_s)
+        ways: list[Reduction] = [*native, *(("all_to_all",) if self._alike(plain) else ())]
         reduced = _fastest(plain, reduce_s, [replace(plain, reduction=way) for way in ways], self.reduce)
-        native = self._promising(bucket, "all_gather", gather_s)
+        native = self._promising(plain, "all_gather", gather_s)
         gathered = _fastest(plain, gather_s, [replace(plain, gathering=way) for way in native], self.gather)
         return replace(plain, reduction=reduced.reduction, gathering=gathered.gathering)
 
@@ -228,6 +241,28 @@ class ReductionModel:
     def _bytes(self, kind: Native) -> int:
         """Of an element on its way."""
         return self._grad if kind == "reduce_scatter" else self._width
+
+
+def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
+    """The transfers one after another, with what of each chain's filling overlaps the next one's.
+
+    A chain that ends at (begins with) an owner starts on the rank behind it. Ranks are done with it in their order,
+    and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of several owners
+    run on several channels, of which the one with the longest way counts.
+    """
+    found = [
+        replace(transfer, fill_s=max(0.0, 1 - _hops(one, other, owners) / (owners - 1)) * transfer.fill_s)
+        if transfer.fill_s and following.fill_s
+        else replace(transfer, fill_s=0.0)
+        for (one, transfer), (other, following) in pairwise(zip(buckets, transfers, strict=True))
+    ]
+    return [*found, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
+
+
+def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
+    """Steps round the ring of owners from the first range of a bucket past all to the last of the following one."""
+    roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
+    return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
 def _fastest(plain: Bucket, plain_s: float, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> Bucket:

@@ -7,6 +7,7 @@ gathered in front of the next forward.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout
@@ -94,7 +95,8 @@ def slowest(
 def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
     """Seconds of each stage's last bucket, there and back, and of all buckets."""
     last, whole = dict[int, float](), 0.0
-    for bucket in buckets:
-        last[bucket.stage] = model.reduce(bucket).seconds + model.gather(bucket).seconds
-        whole += last[bucket.stage]
+    for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
+        for reduced, gathered in model.in_turn(list(held)):
+            last[stage] = reduced.seconds + gathered.seconds
+            whole += last[stage] - reduced.fill_s - gathered.fill_s
     return last, whole

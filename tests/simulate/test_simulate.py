@@ -241,6 +241,28 @@ def pipeline(
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
 
 
+def test_the_next_chain_starts_while_the_last_one_empties_and_none_ends_before_it_is_filled() -> None:
+    """By hand: after a backward of one module, three buckets are reduced, each 2 s on the link after 1 s of filling."""
+    module = Module(
+        part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
+    )
+    time_of = StageTime(chunks=((module,),), hop=Transfer(), pass_s=0.0)
+
+    def reduced(*fills: float) -> float:
+        chunks = [
+            Chunk(module=0, reduce=Transfer(latency_s=1.0, link_s=2.0, fill_s=fill_s), gather=Transfer())
+            for fill_s in fills
+        ]
+        work = StageWork(time=time_of, chunks=chunks, begin_s=0.0, tail_s=0.0)
+        made = IterationTimeline(layout(count=1), [work], Timeline(), overlap_reduce=True, overlap_gather=True)
+        return made.reduced_s[0]
+
+    assert reduced(0.0, 0.0, 0.0) == pytest.approx(2 + 3 * 3)
+    assert reduced(1.0, 1.0, 0.0) == reduced(1.0, 1.0, 1.0) == pytest.approx(2 + 3 * 2 + 1)
+    assert reduced(1.0, 0.25, 0.0) == pytest.approx(2 + 3 * 2 + 1 + 0.75)
+    assert reduced(0.0) == reduced(1.0) == pytest.approx(2 + 3), "nobody has it sooner"
+
+
 def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_before() -> None:
     """By hand: three modules of 1 s, 3 s of zeroing, four buckets of 2 s of which the first two start at once."""
     module = Module(
