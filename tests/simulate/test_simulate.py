@@ -205,6 +205,22 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
+def test_a_plans_owners_are_numbered_so_that_reductions_overlap() -> None:
+    """32B on 1,024 GPUs, against the same plan with its owners numbered the other way round."""
+    mesh = layout(tp=4, pp=2, vpp=8, dp=128, count=2)
+    config = config_of("32b", mesh)
+    config = replace(config, engine=replace(config.engine, reduction="reduce"))
+    plan = plan_unbounded(config, mesh)
+    cells = tuple(replace(cell, owner=127 - cell.owner) for cell in plan.assignment.cells)
+    assignment = replace(plan.assignment, cells=cells)
+    turned = buckets(plan.matrices, assignment, mesh, plan.subject.settings, bucket_elements(config, mesh))
+    other = replace(plan, assignment=assignment, buckets=turned)
+    own, worse = (simulate_plan(config, mesh, one) for one in (plan, other))
+    assert own.phases["matrix_update"] == worse.phases["matrix_update"]
+    assert own.phases["grad_reduce"] < 0.5 * worse.phases["grad_reduce"]
+    assert own.iteration_s < 0.95 * worse.iteration_s
+
+
 @pytest.mark.parametrize(
     ("size", "mesh"),
     [("0.6b", layout(dp=64, count=4)), ("1.7b", layout(tp=4, dp=256, count=1)), ("4b", layout(tp=4, dp=256, count=1))],
