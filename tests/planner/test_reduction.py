@@ -108,6 +108,23 @@ def test_a_chain_overlaps_the_next_one_as_far_as_its_owner_lies_before_that_ones
     assert overlap([3], [3], way="ring") == pytest.approx([0, 0]), "a ring needs all ranks at once"
 
 
+def test_chains_are_chosen_together_where_they_overlap_and_rings_where_they_do_not() -> None:
+    """Each alone would be a ring: filling a chain of 64 machines takes longer than handing the share on."""
+    prices = model(64, cluster=replace(H100, gpus_per_node=1))
+
+    def ways(*roots: int) -> list[Reduction]:
+        buckets = [bucket([8 * MIB], [owner]) for owner in roots]
+        return [found.reduction for found in prices.choose(buckets, CANZONA, scratch=True)]
+
+    assert ways(5) == ["ring"]
+    assert ways(5, 5, 6, 7) == ["reduce", "reduce", "reduce", "ring"]
+    assert ways(7, 6, 5, 4) == ["ring"] * 4
+    chosen = prices.in_turn(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA, scratch=True))
+    rings = prices.in_turn([replace(bucket([8 * MIB], [owner]), reduction="ring") for owner in (5, 5, 6)])
+    taken, most = (sum(way.seconds - way.fill_s for way, _ in moves) for moves in (chosen, rings))
+    assert taken < most
+
+
 def test_weights_go_the_other_way() -> None:
     prices = model(8, cluster=replace(H100, gpus_per_node=1))
     ascending = [bucket([64 * MIB], [owner]) for owner in (2, 3)]
