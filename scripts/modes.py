@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from simulated_runs import mesh_label, resolved
+
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form, Layout, Mode, MomentumConfig, RunConfig
-from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.shapes import ModelShapes, load_shapes
 from canzona_cli.planner.measures import Balance, balance
 from canzona_cli.planner.planner import plan_unbounded
@@ -77,11 +78,9 @@ def cells(gpus: tuple[int, ...], overrides: list[str]) -> Iterator[Cell]:
     hosted = ["cluster=h100-80g", "engine.mode=hosted", *overrides]
     for recipe in SIZES:
         for count in gpus:
-            try:
-                config, layout = resolve(compose_run([f"recipe={recipe}", f"gpus={count}", *hosted]).config)
-            except DoesNotFit:
-                continue
-            yield Cell(name=recipe.removeprefix("qwen3-"), config=config, layout=layout, shapes=None)
+            fitting = resolved(recipe, count, hosted)
+            if fitting is not None:
+                yield Cell(name=recipe.removeprefix("qwen3-"), config=fitting[0], layout=fitting[1], shapes=None)
     for path in sorted(SHAPES.glob("*.yaml")):
         shapes = load_shapes(path)
         for count in (256, 1024):
@@ -115,7 +114,7 @@ def main() -> None:
         fast = [cell.plan(mode, symmetric=0.5) for mode in ("hosted", "auto")]
         columns = [shown(one) for one in (standard, hosted, shared, auto)]
         name = f"{cell.name} {cell.config.gpus:,}"
-        layout = f"TP{mesh.tp} PP{mesh.pp}x{mesh.vpp} DP{mesh.dp}"
+        layout = mesh_label(mesh)
         print(f"| {name} | {layout} | {' | '.join([*columns, str(auto.shared), *map(shown, fast)])} |", flush=True)
         before.append(hosted.balance.grid)
         after.append(auto.balance.grid)

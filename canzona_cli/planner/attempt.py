@@ -22,7 +22,7 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.sharing import shares, shares_by_rows
 from canzona_cli.planner.subject import subject, update_costs
-from canzona_cli.planner.travel import few_owners, slowest, travel
+from canzona_cli.planner.travel import few_owners, in_order_of_reductions, slowest, travel
 
 SHARING_GAIN = 1.03
 """Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
@@ -128,6 +128,7 @@ class _Attempt:
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
             return assignment
         ways = [assignment, few_owners(self._members, self._costs, assignment, layout, self._limit)]
+        ways = [in_order_of_reductions(self._members, way, layout, self._limit) for way in ways]
         if self._memory_cap is None and asked.mode not in ("shared", "rows"):
             # Balanced for its own sake an assignment may travel for longer than that gains.
             ways.append(self._assigned(replace(asked, strategy="asc"), HOSTED, None))

@@ -8,6 +8,9 @@ Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of t
 several machines NCCL runs as many rings as the group has members on a machine, each leaving it through another
 network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
 
+Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank hands on a chunk once it
+has it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the time of a chunk.
+
 Where the profile has measured the collective inside a machine (`ClusterConfig.collectives`), that counts instead.
 """
 
@@ -26,6 +29,12 @@ EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
 450 GB/s, 45 of a 400 Gb/s port's 50."""
 
 
+CHUNK = 512 << 10
+"""Bytes that a rank of a chain hands on at a time through each of its channels: one of the eight steps into which NCCL
+divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS, BROADCAST_CHUNKSTEPS of its sources).
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """One collective as seen by its busiest rank."""
@@ -34,6 +43,9 @@ class Transfer:
     link: Link = "machine"
     link_s: float = 0.0
     """Seconds on `link` when nothing else uses it."""
+    fill_s: float = 0.0
+    """The part of `latency_s` in which a chain of ranks fills: as long before its end its first ranks are done, and may
+    go on with the next one."""
     cores: float = 0.0
     """Processor cores that moving it keeps busy, all ranks of the group together; 0 where devices do it themselves."""
 
@@ -44,7 +56,10 @@ class Transfer:
 
     def times(self, factor: float) -> "Transfer":
         """The same transfer, taking `factor` times as long."""
-        return self if factor == 1.0 else replace(self, latency_s=factor * self.latency_s, link_s=factor * self.link_s)
+        if factor == 1.0:
+            return self
+        latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
+        return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def delayed(self, seconds: float) -> "Transfer":
         """The same transfer with work on the ranks around it, which keeps no link busy."""
@@ -181,14 +196,32 @@ class Links:
         measured = [one for one in each if one is not None]
         if not measured:
             least = min(sizes) if len(sizes) == group.size else 0.0
-            whole = self.through(sum(sizes) - least, group)
-            return whole if chains == 1 else replace(whole, latency_s=chains * whole.latency_s)
+            return self.chains(sum(sizes) - least, group, chains)
         at_once = min(GLOO_THREADS, len(measured))
         seconds = sum(one.seconds for one in measured) / at_once
         return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))
 
+    def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
+        """Reductions or broadcasts that move `size` bytes through every rank, in `launches` alike, one after another.
+
+        In one launch NCCL deals them over its channels, where they fill at the same time.
+        """
+        ring = self.through(size, group)
+        if self.cluster.device == "cpu":
+            return replace(ring, latency_s=launches * ring.latency_s)
+        fill_s = ring.latency_s + (group.size - 1) * self._chunk(size / launches, group)
+        return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
+
+    def _chunk(self, size: float, group: Group) -> float:
+        """Seconds in which every channel of a chain hands on a chunk of `size` bytes, or all there is."""
+        cluster = self.cluster
+        channels = cluster.intra_node_channels
+        if group.machines > 1:
+            channels = cluster.inter_node_channels * group.per_machine
+        return min(CHUNK * channels, size) / self.ring(group)[1]
+
     def through(self, size: float, group: Group) -> Transfer:
-        """Chains or a ring that move `size` bytes through every rank, pipelined, past every member once."""
+        """A ring that moves `size` bytes through every rank, pipelined, past every member once."""
         if group.size == 1 or size == 0:
             return Transfer()
         link, rate = self.ring(group)

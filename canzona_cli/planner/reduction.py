@@ -1,8 +1,10 @@
 """How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Literal
 
@@ -124,6 +126,13 @@ class ReductionModel:
             case "broadcast":
                 return self._per_range(bucket, "broadcast")
 
+    def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
+        """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another on a
+        stream: of each chain only the part that overlaps the next one's counts as `fill_s`."""
+        reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, self._group.size)
+        gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], self._group.size)
+        return list(zip(reduced, gathered[::-1], strict=True))
+
     def gather_evenly(self, elements: int) -> float:
         """Seconds that AdamW's parameters take, of which every rank has as many."""
         return self._native(elements, "all_gather").seconds
@@ -139,20 +148,38 @@ class ReductionModel:
             settings: even collectives are asked for only where shards are equal (`config.checks`).
             scratch: whether there is memory for a way that nobody asked for.
         """
-        return tuple(self._chosen(one, settings, scratch) for one in buckets)
-
-    def _chosen(self, bucket: Bucket, settings: PlanSettings, scratch: bool) -> Bucket:
         asked = settings.reduction or ("even" if even_shards(settings.layout, settings.strategy) else None)
-        plain = replace(bucket, reduction=asked or "reduce", gathering=GATHERED[asked or "reduce"])
+        way = asked or "reduce"
+        plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
         if asked or settings.strategy == "asc" or not scratch or self._group.size == 1:
-            return plain
-        reduce_s, gather_s = self.reduce(plain).seconds, self.gather(plain).seconds
-        native = self._promising(bucket, "reduce_scatter", reduce_s)
-        ways: list[Reduction] = [*native, *(("all_to_all",) if self._alike(bucket) else ())]
-        reduced = _fastest(plain, reduce_s, [replace(plain, reduction=way) for way in ways], self.reduce)
-        native = self._promising(bucket, "all_gather", gather_s)
-        gathered = _fastest(plain, gather_s, [replace(plain, gathering=way) for way in native], self.gather)
-        return replace(plain, reduction=reduced.reduction, gathering=gathered.gathering)
+            return tuple(plain)
+        stages = groupby(plain, key=lambda bucket: bucket.stage)
+        return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
+
+    def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """A stage's buckets, each in the way with which all are done soonest."""
+        moves = self.in_turn(buckets)
+        reduced = [self._other_reduction(bucket, way.seconds) for bucket, (way, _) in zip(buckets, moves, strict=True)]
+        gathered = [self._other_gathering(bucket, way.seconds) for bucket, (_, way) in zip(buckets, moves, strict=True)]
+        reducing = _by_chain([way for way, _ in moves], [seconds for seconds, _ in reduced])
+        gathering = _by_chain([way for _, way in moves[::-1]], [seconds for seconds, _ in gathered[::-1]])[::-1]
+        for number, bucket in enumerate(buckets):
+            yield replace(
+                bucket,
+                reduction=bucket.reduction if reducing[number] else reduced[number][1].reduction,
+                gathering=bucket.gathering if gathering[number] else gathered[number][1].gathering,
+            )
+
+    def _other_reduction(self, plain: Bucket, plain_s: float) -> tuple[float, Bucket]:
+        """The fastest way but a chain, and its seconds."""
+        ways: list[Reduction] = [*self._promising(plain, "reduce_scatter", plain_s)]
+        if self._alike(plain):
+            ways.append("all_to_all")
+        return _fastest(plain, [replace(plain, reduction=way) for way in ways], self.reduce)
+
+    def _other_gathering(self, plain: Bucket, plain_s: float) -> tuple[float, Bucket]:
+        ways = self._promising(plain, "all_gather", plain_s)
+        return _fastest(plain, [replace(plain, gathering=way) for way in ways], self.gather)
 
     def _promising(self, bucket: Bucket, kind: Native, plain_s: float) -> list[Literal["padded", "ring"]]:
         """Native ways without those that cannot be worth it: what a ring hands over is looked up only if it matters."""
@@ -230,12 +257,51 @@ class ReductionModel:
         return self._grad if kind == "reduce_scatter" else self._width
 
 
-def _fastest(plain: Bucket, plain_s: float, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> Bucket:
-    """The one of `others` that takes least, or `plain` where that is not worth its memory."""
-    seconds, best = min(
-        ((priced(one).seconds, one) for one in others), key=lambda found: found[0], default=(0.0, plain)
-    )
-    return best if seconds <= WORTH * plain_s else plain
+def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
+    """The transfers one after another, with what of each chain's filling overlaps the next one's.
+
+    A chain that ends at (begins with) an owner starts on the rank behind it. Ranks are done with it in their order,
+    and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of several owners
+    run on several channels, of which the one with the longest way counts.
+    """
+    found = [
+        replace(transfer, fill_s=max(0.0, 1 - _hops(one, other, owners) / (owners - 1)) * transfer.fill_s)
+        if transfer.fill_s and following.fill_s
+        else replace(transfer, fill_s=0.0)
+        for (one, transfer), (other, following) in pairwise(zip(buckets, transfers, strict=True))
+    ]
+    return [*found, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
+
+
+def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
+    """Steps round the ring of owners from the first range of a bucket past all to the last of the following one."""
+    roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
+    return sum((later - owner) % owners for owner, later in pairwise(roots))
+
+
+def _fastest(plain: Bucket, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> tuple[float, Bucket]:
+    """Seconds of the one of `others` that takes least, and that one; never, and `plain`, where there is none."""
+    return min(((priced(one).seconds, one) for one in others), key=itemgetter(0), default=(math.inf, plain))
+
+
+def _by_chain(chains: Sequence[Transfer], others_s: Sequence[float]) -> list[bool]:
+    """Tells of each of a stream's buckets whether it should travel along a chain, so that the last one ends soonest.
+
+    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. Another way has to
+    be `WORTH` its memory.
+    """
+    follows: list[tuple[bool, bool]] = []
+    # Seconds to the end of the stream from a bucket that is a chain, and from one that is not.
+    chain_s, other_s = chains[-1].seconds, others_s[-1] / WORTH
+    chain_s, other_s = (chain_s, math.inf) if chain_s <= other_s else (math.inf, other_s)
+    for chain, seconds in zip(chains[-2::-1], others_s[-2::-1], strict=True):
+        overlapping, apart = chain.seconds - chain.fill_s + chain_s, chain.seconds + other_s
+        follows.append((overlapping <= apart, chain_s <= other_s))
+        chain_s, other_s = min(overlapping, apart), seconds / WORTH + min(chain_s, other_s)
+    by_chain = [chain_s <= other_s]
+    for after_chain, after_other in reversed(follows):
+        by_chain.append(after_chain if by_chain[-1] else after_other)
+    return by_chain
 
 
 def _native_ways(config: RunConfig) -> tuple[Literal["padded", "ring"], ...]:

@@ -7,6 +7,8 @@ gathered in front of the next forward.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout
@@ -70,6 +72,31 @@ def few_owners(
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
+def in_order_of_reductions(
+    matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
+) -> Assignment:
+    """Numbers the owners of every stage in the order in which its buckets are reduced to them.
+
+    The chain of ranks of one reduction then overlaps the next one's. Of the owners that a bucket adds, the one that is
+    needed longest gets the highest number, because it comes first in a bucket that follows. Gatherings go the other
+    way and overlap less, but nothing hides the last reductions, which wait for the end of the backward pass.
+    """
+    number: dict[tuple[int, int], int] = {}
+    for stage in stages(matrices):
+        owners = [
+            [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
+            for bucket in cut(stage_parameters(matrices, stage, layout.tp), bucket_elements, stage=stage)
+        ]
+        last = {owner: place for place, held in enumerate(owners) for owner in held}
+        first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
+        number.update({(stage, owner): place for place, owner in enumerate(first)})
+    cells = tuple(
+        replace(cell, owner=number[matrix.stage, cell.owner])
+        for matrix, cell in zip(matrices, assignment.cells, strict=True)
+    )
+    return replace(assignment, cells=cells)
+
+
 def _most_useful(
     wanted: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
 ) -> int:
@@ -94,7 +121,8 @@ def slowest(
 def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
     """Seconds of each stage's last bucket, there and back, and of all buckets."""
     last, whole = dict[int, float](), 0.0
-    for bucket in buckets:
-        last[bucket.stage] = model.reduce(bucket).seconds + model.gather(bucket).seconds
-        whole += last[bucket.stage]
+    for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
+        for reduced, gathered in model.in_turn(list(held)):
+            last[stage] = reduced.seconds + gathered.seconds
+            whole += last[stage] - reduced.fill_s - gathered.fill_s
     return last, whole

@@ -12,7 +12,7 @@ from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.activations import forwards_ahead, stage_weights
-from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes
+from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import COST_DIGITS, adamw_seconds, implementation, memory_rate, step_factor
 from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.norm_clip import NormClip
@@ -153,13 +153,12 @@ def _transfers(config: RunConfig, layout: Layout) -> _Traffic:
     remote = (group.size - group.per_machine) / (group.size - 1)
     at_once = max(sent * (1 - remote) / links.bandwidth("machine"), sent * remote / links.bandwidth("network"))
     added = matrices / group.size * (group.size - 1) * (2 * FP32 + grad) / memory_rate(cluster)
-    limit = bucket_elements(config, layout)
-    buckets = 1 if limit is None else max(1, matrices // (limit + weights.largest))
+    # Chains of successive buckets may overlap but for the last one's.
     latency = links.through(1.0, group).latency_s
     return _Traffic(
-        reducing * (min(ring(matrices, grad) + buckets * latency, at_once + added) + ring(others, grad)),
+        reducing * (min(ring(matrices, grad) + latency, at_once + added) + ring(others, grad)),
         last,
-        gathering * (ring(matrices, width) + buckets * latency),
+        gathering * (ring(matrices, width) + latency),
         gathering * ring(others, width),
     )
 

@@ -73,11 +73,15 @@ class Buffers:
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """The matrices' buckets, in the order they fill."""
-        return [self._bucket(bucket, matrices) for bucket in buckets if bucket.stage == self._stage]
-
-    def _bucket(self, bucket: Bucket, matrices: Sequence[Matrix]) -> Chunk:
-        module = min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices)
-        return Chunk(module=module, reduce=self._reductions.reduce(bucket), gather=self._reductions.gather(bucket))
+        own = [bucket for bucket in buckets if bucket.stage == self._stage]
+        return [
+            Chunk(
+                module=min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices),
+                reduce=reduced,
+                gather=gathered,
+            )
+            for bucket, (reduced, gathered) in zip(own, self._reductions.in_turn(own), strict=True)
+        ]
 
     def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
         if not sharded:

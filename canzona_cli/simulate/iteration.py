@@ -83,6 +83,8 @@ class IterationTimeline:
         self._last = [0] * len(stages)
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
         """By stage: the task that gathers a chunk of its buffers."""
+        self._reducing: list[list[int]] = [[] for _ in stages]
+        """By stage: the tasks that reduce chunks."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for number in work.early:
@@ -102,7 +104,7 @@ class IterationTimeline:
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
-        reduced = [self._reduced(stage) for stage in range(layout.pp)]
+        reduced = [self._reduced(stage, ran) for stage in range(layout.pp)]
         met = max((end for end, work in zip(reduced, stages, strict=True) if work.meets), default=0.0)
         self.reduced_s = [
             (max(end, met) if work.meets else end) + work.tail_s for end, work in zip(reduced, stages, strict=True)
@@ -257,7 +259,7 @@ class IterationTimeline:
         for place in reversed(time.places[model_chunk]):
             self._module(stage, "backward", time.modules[place], ())
             for transfer in ready.get(place, ()):
-                self._transfer(stage, "grad_reduce", transfer, [self._last[stage]])
+                self._reducing[stage].append(self._transfer(stage, "grad_reduce", transfer, [self._last[stage]]))
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
@@ -291,20 +293,23 @@ class IterationTimeline:
         )
 
     def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
-        return self._timeline.add(
+        number = self._timeline.add(
             phase,
             ("data", stage),
-            seconds=transfer.latency_s,
+            seconds=transfer.latency_s - transfer.fill_s,
             link=(stage, transfer.link),
             link_s=transfer.link_s,
             cores=transfer.cores * self._layout.tp,
             after=after,
         )
+        if not transfer.fill_s:
+            return number
+        # The next chain starts on the first ranks while the last ones still wait for this one.
+        return self._timeline.add(phase, ("chain", stage, number), seconds=transfer.fill_s, after=[number])
 
-    def _reduced(self, stage: int) -> float:
+    def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
         """End of the stage's last reduction; of its backward where there is none after it."""
-        ends = [ran.end for phase, ran in self._on(("data", stage)) if phase == "grad_reduce"]
-        return max([self._computed[stage], *ends])
+        return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
 
     def _on(self, stream: Hashable) -> Iterator[tuple[str, Ran]]:
         return ((phase, ran) for phase, ran, _ in self._streams.get(stream, ()))

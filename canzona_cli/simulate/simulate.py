@@ -323,8 +323,9 @@ def assumptions() -> tuple[str, ...]:
         "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
         "bisection bandwidth.",
         "Where a bucket's gradients travel all-to-all, each owner adds the copies up before the next bucket travels.",
-        "Rings and per-owner chains send each byte once through every rank; an all-to-all takes as long as its busiest "
-        "sender or receiver.",
+        "Rings and per-owner chains send each byte once through every rank; a chain fills with a latency and a "
+        "chunk of 512 KiB a channel on each of them, under the one before as far as its owner follows that one's; an "
+        "all-to-all takes as long as its busiest sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not hidden, but with cluster.tp_overlap all but one "
         "piece of them is, as far as their product is long enough.",
         "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "

@@ -55,7 +55,8 @@ def test_ranks_are_numbered_as_megatron_does() -> None:
 
 
 def test_gradients_of_32b_on_256_gpus_are_15_9_gb() -> None:
-    config, layout, plan = planned("32b", 256, tp=8, pp=1)
+    # Asked for, since by price a few buckets travel as rings, in which each rank sends its own part, too.
+    config, layout, plan = planned("32b", 256, tp=8, pp=1, reduction="reduce")
     moved = communication(config, layout, plan)
     assert moved.dp_reduce_bytes / 1e9 == pytest.approx(15.9, abs=0.05)
     assert moved.dp_gather_bytes * 2 == pytest.approx(moved.dp_reduce_bytes, abs=2)

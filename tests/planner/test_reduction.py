@@ -51,7 +51,8 @@ def test_per_owner_reductions_pass_every_share_but_the_least_and_are_issued_by_r
     found = model(cluster=cluster).reduce(one)
     assert found.link_s == pytest.approx(4 * 10 * MIB / MACHINE)
     hops = 4 * H100.intra_node_latency_us * 1e-6 * 3 / 4
-    assert found.latency_s == pytest.approx(hops + 4 * 7e-6), "five ranges are four launches more than one"
+    chunks = 3 * 24 * (512 << 10) / MACHINE
+    assert found.latency_s == pytest.approx(hops + chunks + 4 * 7e-6), "five ranges are four launches more than one"
     assert model(cluster=cluster).gather(one).link_s == pytest.approx(found.link_s / 2)
 
 
@@ -71,7 +72,7 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_receiver_and_the_sum() -> No
 
 
 def test_a_bucket_of_one_owner_floods_it_all_to_all() -> None:
-    one = bucket([8 * MIB])
+    one = bucket([64 * MIB])
     prices = {how: model(8).reduce(replace(one, reduction=how)).seconds for how in ("reduce", "all_to_all")}
     assert prices["all_to_all"] > 4 * prices["reduce"]
     assert model(8).choose([one], CANZONA, scratch=True)[0].reduction == "reduce"
@@ -85,6 +86,53 @@ def test_one_rank_reduces_nothing() -> None:
     for back in ways:
         assert model(1).gather(replace(one, gathering=back)).seconds == 0
     assert model(1).choose([one], CANZONA, scratch=True) == (one,)
+
+
+def test_a_chain_overlaps_the_next_one_as_far_as_its_owner_lies_before_that_ones() -> None:
+    """Ranks are done with a chain one after another, the owner's successor first, and may go on with the next one."""
+    prices, ranks = model(8, cluster=replace(H100, gpus_per_node=1, launch_us=0.0)), 8
+    fill_s = prices.reduce(bucket([64 * MIB])).latency_s
+
+    def overlap(*roots: Sequence[int], way: Reduction = "reduce") -> list[float]:
+        held = [bucket([64 * MIB] * len(owners), owners) for owners in roots]
+        held = [held[0], *(replace(one, reduction=way) for one in held[1:])]
+        held = [replace(one, elements=bucket_end(one.elements, ranks)) for one in held]
+        return [reduced.fill_s / fill_s for reduced, _ in prices.in_turn(held)]
+
+    assert overlap([3], [3]) == pytest.approx([1, 0]), "nothing overlaps the last one"
+    assert overlap([3], [4]) == pytest.approx([6 / 7, 0])
+    assert overlap([7], [0]) == pytest.approx([6 / 7, 0]), "the ring of ranks is closed"
+    assert overlap([3], [2]) == pytest.approx([0, 0]), "the predecessor is the last to be done"
+    assert overlap([1, 2], [2, 4]) == pytest.approx([4 / 7, 0]), "from the first owner to the last one"
+    assert overlap([0, 7], [0, 7]) == pytest.approx([0, 0])
+    assert overlap([3], [3], way="ring") == pytest.approx([0, 0]), "a ring needs all ranks at once"
+
+
+def test_chains_are_chosen_together_where_they_overlap_and_rings_where_they_do_not() -> None:
+    """Each alone would be a ring: filling a chain of 64 machines takes longer than handing the share on."""
+    prices = model(64, cluster=replace(H100, gpus_per_node=1))
+
+    def ways(*roots: int) -> list[Reduction]:
+        buckets = [bucket([8 * MIB], [owner]) for owner in roots]
+        return [found.reduction for found in prices.choose(buckets, CANZONA, scratch=True)]
+
+    assert ways(5) == ["ring"]
+    assert ways(5, 5, 6, 7) == ["reduce", "reduce", "reduce", "ring"]
+    assert ways(7, 6, 5, 4) == ["ring"] * 4
+    chosen = prices.in_turn(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA, scratch=True))
+    rings = prices.in_turn([replace(bucket([8 * MIB], [owner]), reduction="ring") for owner in (5, 5, 6)])
+    taken, most = (sum(way.seconds - way.fill_s for way, _ in moves) for moves in (chosen, rings))
+    assert taken < most
+
+
+def test_weights_go_the_other_way() -> None:
+    prices = model(8, cluster=replace(H100, gpus_per_node=1))
+    ascending = [bucket([64 * MIB], [owner]) for owner in (2, 3)]
+    overlaps = [
+        [[moved.fill_s > 0 for moved in moves] for moves in prices.in_turn(buckets)]
+        for buckets in (ascending, ascending[::-1])
+    ]
+    assert overlaps == [[[True, False], [False, False]], [[False, False], [False, True]]]
 
 
 @given(
@@ -209,8 +257,8 @@ def test_padded_shares_are_as_long_as_the_longest_and_copied() -> None:
     assert sent_elements(one, "padded", 4) == 9 * MIB
 
 
-EVEN_BUT_NOT_IN_ORDER = bucket([2 * MIB, *[4 * MIB] * 7, 2 * MIB], [6, 1, 0, 3, 2, 5, 4, 7, 6])
-UNEVEN = bucket([4 * MIB, *[MIB] * 6, MIB // 2])
+EVEN_BUT_NOT_IN_ORDER = bucket([16 * MIB, *[32 * MIB] * 7, 16 * MIB], [6, 1, 0, 3, 2, 5, 4, 7, 6])
+UNEVEN = bucket([16 * MIB, *[4 * MIB] * 6, 2 * MIB])
 OF_32B = bucket([6_553_600, 5_242_880, 16_384_000, 16_384_000, 16_384_000], [0, 1, 3, 4, 5])
 """The second bucket of 32B on 32 owners: padding would be eight times as much as there is."""
 

@@ -11,7 +11,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import cut, stage_parameters
 from canzona_cli.planner.parts import Assignment, Cell, PlanSettings
-from canzona_cli.planner.travel import few_owners
+from canzona_cli.planner.travel import few_owners, in_order_of_reductions
 from tests.planner.planning import grid, newton_schulz, transformer
 
 PLAN = PlanSettings(strategy="canzona", layout="owner")
@@ -48,6 +48,32 @@ def test_every_cell_keeps_as_many_of_each_kind(
         owners.setdefault(matrix.unit, set()).add(cell.owner)
     assert all(len(of_unit) == 1 for of_unit in owners.values()), "k and v lie in one parameter with q"
     assert _owners(matrices, after, mesh, limit)[-1] <= _owners(matrices, before, mesh, limit)[-1]
+
+
+@given(
+    layers=st.integers(1, 6),
+    stages=st.integers(1, 2),
+    mesh=st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(2, 9)),
+    limit=st.sampled_from([None, 20_000, 100_000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_owners_are_numbered_in_the_order_in_which_buckets_are_reduced_to_them(
+    layers: int, stages: int, mesh: Layout, limit: int | None
+) -> None:
+    matrices = transformer(layers * stages, 64, 192, 16, stages=stages)
+    before = assign(matrices, newton_schulz(matrices), mesh, PLAN, bucket_elements=limit)
+    after = in_order_of_reductions(matrices, before, mesh, limit)
+    for stage in range(stages):
+        places = [matrix.index for matrix in matrices if matrix.stage == stage]
+        renamed = {(before.cells[index].owner, after.cells[index].owner) for index in places}
+        assert len(renamed) == len(dict(renamed)) == len({owner for _, owner in renamed}), "rows stay together"
+        assert all(before.cells[index].host == after.cells[index].host for index in places)
+        highest = -1
+        for bucket in cut(stage_parameters(matrices, stage, mesh.tp), limit, stage=stage):
+            held = {after.cells[index].owner for parameter in bucket for index in parameter.matrices}
+            assert {owner for owner in held if owner > highest} == set(range(highest + 1, max(held) + 1))
+            highest = max(highest, *held)
+    assert in_order_of_reductions(matrices, after, mesh, limit) == after
 
 
 def test_layers_whose_parts_lie_crosswise_are_uncrossed() -> None:

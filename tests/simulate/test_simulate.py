@@ -205,6 +205,22 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
     assert times["adamw"] <= min(times["canzona"], times["layerwise"]) <= times["sc"]
 
 
+def test_a_plans_owners_are_numbered_so_that_reductions_overlap() -> None:
+    """32B on 1,024 GPUs, against the same plan with its owners numbered the other way round."""
+    mesh = layout(tp=4, pp=2, vpp=8, dp=128, count=2)
+    config = config_of("32b", mesh)
+    config = replace(config, engine=replace(config.engine, reduction="reduce"))
+    plan = plan_unbounded(config, mesh)
+    cells = tuple(replace(cell, owner=127 - cell.owner) for cell in plan.assignment.cells)
+    assignment = replace(plan.assignment, cells=cells)
+    turned = buckets(plan.matrices, assignment, mesh, plan.subject.settings, bucket_elements(config, mesh))
+    other = replace(plan, assignment=assignment, buckets=turned)
+    own, worse = (simulate_plan(config, mesh, one) for one in (plan, other))
+    assert own.phases["matrix_update"] == worse.phases["matrix_update"]
+    assert own.phases["grad_reduce"] < 0.5 * worse.phases["grad_reduce"]
+    assert own.iteration_s < 0.95 * worse.iteration_s
+
+
 @pytest.mark.parametrize(
     ("size", "mesh"),
     [("0.6b", layout(dp=64, count=4)), ("1.7b", layout(tp=4, dp=256, count=1)), ("4b", layout(tp=4, dp=256, count=1))],
@@ -239,6 +255,28 @@ def pipeline(
         works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.5 if meets else 0.0, meets=meets))
     mesh = layout(pp=len(seconds), vpp=vpp, count=count)
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
+
+
+def test_the_next_chain_starts_while_the_last_one_empties_and_none_ends_before_it_is_filled() -> None:
+    """By hand: after a backward of one module, three buckets are reduced, each 2 s on the link after 1 s of filling."""
+    module = Module(
+        part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
+    )
+    time_of = StageTime(chunks=((module,),), hop=Transfer(), pass_s=0.0)
+
+    def reduced(*fills: float) -> float:
+        chunks = [
+            Chunk(module=0, reduce=Transfer(latency_s=1.0, link_s=2.0, fill_s=fill_s), gather=Transfer())
+            for fill_s in fills
+        ]
+        work = StageWork(time=time_of, chunks=chunks, begin_s=0.0, tail_s=0.0)
+        made = IterationTimeline(layout(count=1), [work], Timeline(), overlap_reduce=True, overlap_gather=True)
+        return made.reduced_s[0]
+
+    assert reduced(0.0, 0.0, 0.0) == pytest.approx(2 + 3 * 3)
+    assert reduced(1.0, 1.0, 0.0) == reduced(1.0, 1.0, 1.0) == pytest.approx(2 + 3 * 2 + 1)
+    assert reduced(1.0, 0.25, 0.0) == pytest.approx(2 + 3 * 2 + 1 + 0.75)
+    assert reduced(0.0) == reduced(1.0) == pytest.approx(2 + 3), "nobody has it sooner"
 
 
 def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_before() -> None:

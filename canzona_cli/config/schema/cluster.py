@@ -69,6 +69,18 @@ class ClusterConfig:
         PLAN,
     ] = 10.0
     inter_node_latency_us: Annotated[NotNegative, "The same between machines.", Unit("microseconds"), PLAN] = 20.0
+    intra_node_channels: Annotated[
+        Count,
+        "Channels that NCCL runs in a group inside a machine. Each has a chunk of 512 KiB on its way in every hop of a"
+        " reduction or broadcast, and filling that chain of ranks takes a chunk's time a hop besides the latency. On"
+        " CPU ranks it means nothing.",
+        PLAN,
+    ] = 24
+    # "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259 and 652.
+    inter_node_channels: Annotated[
+        Count, "The same between machines, for each network port: one ring a port, and two channels a ring.", PLAN
+    ] = 2
+    # NVIDIA/nccl issue 1041; logs of two machines with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
         "Rates that bf16 products of n by n matrices reach: pairs of n, ascending, and a rate; empty: guessed.",

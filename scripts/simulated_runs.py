@@ -1,0 +1,21 @@
+"""Runs that scripts plan and simulate: recipes on GPUs, in the layouts that `canzona train` chooses."""
+
+from collections.abc import Sequence
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import DoesNotFit
+
+
+def resolved(recipe: str, gpus: int, overrides: Sequence[str]) -> tuple[RunConfig, Layout] | None:
+    """The run and its layout; None where no layout fits in memory."""
+    try:
+        return resolve(compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides]).config)
+    except DoesNotFit:
+        return None
+
+
+def mesh_label(layout: Layout) -> str:
+    """Names a layout: `TP4 PP2x8 DP128`."""
+    return f"TP{layout.tp} PP{layout.pp}x{layout.vpp} DP{layout.dp}"

@@ -1,0 +1,37 @@
+"""The table of choices, on two runs: a GPU plan and CPU ranks with a calibrated profile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "choices.json"
+    command = [sys.executable, "scripts/choices.py", "--gpus", "8", "--sizes", "qwen3-0.6b", "--json", str(file)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    rows = {(row["profile"], row["optimizer"], row["run"]): row for row in json.loads(file.read_text())}
+    h100 = rows["h100-80g", "muon", "0.6b 8"]["chosen"]
+    assert h100["gradients"].keys() == {"reduce"}
+    assert h100["weights"] == {"broadcast": h100["gradients"]["reduce"]}
+    assert h100["mode"] == {"hosted": 196}
+    assert h100["launches"] == {"graph": 1}
+    assert rows["h100-80g", "shampoo", "0.6b 8"]["chosen"]["roots"] == {"newton": 196}
+    assert ("cpu-calibrated", "muon", "tiny 4") in rows
+    plans = sum(bool(row["chosen"]) for row in rows.values())
+    assert f"{plans} plans; 0 runs do not fit." in done.stdout
+    *_, never = done.stdout.strip().splitlines()
+    assert never.startswith("Chosen in no row: ")
+    assert "products symmetric" in never
+    assert "gradients reduce" not in never
