@@ -23,8 +23,9 @@ def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_nam
     )
     rows = {(row["profile"], row["optimizer"], row["run"]): row for row in json.loads(file.read_text())}
     h100 = rows["h100-80g", "muon", "0.6b 8"]["chosen"]
-    assert h100["gradients"].keys() == {"reduce"}
-    assert h100["weights"] == {"broadcast": h100["gradients"]["reduce"]}
+    (way,) = h100["gradients"]
+    assert way in ("reduce", "ring"), "all buckets of eight ranks on one machine travel alike"
+    assert sum(h100["weights"].values()) == h100["gradients"][way]
     assert h100["mode"] == {"hosted": 196}
     assert h100["launches"] == {"graph": 1}
     assert rows["h100-80g", "shampoo", "0.6b 8"]["chosen"]["roots"] == {"newton": 196}
@@ -34,4 +35,4 @@ def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_nam
     *_, never = done.stdout.strip().splitlines()
     assert never.startswith("Chosen in no row: ")
     assert "products symmetric" in never
-    assert "gradients reduce" not in never
+    assert f"gradients {way}" not in never

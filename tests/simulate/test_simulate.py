@@ -216,7 +216,7 @@ def test_a_plans_owners_are_numbered_so_that_reductions_overlap() -> None:
     turned = buckets(plan.matrices, assignment, mesh, plan.subject.settings, bucket_elements(config, mesh))
     other = replace(plan, assignment=assignment, buckets=turned)
     own, worse = (simulate_plan(config, mesh, one) for one in (plan, other))
-    assert own.phases["matrix_update"] == worse.phases["matrix_update"]
+    assert own.phases["matrix_update"] == pytest.approx(worse.phases["matrix_update"], rel=1e-12)
     assert own.phases["grad_reduce"] < 0.5 * worse.phases["grad_reduce"]
     assert own.iteration_s < 0.95 * worse.iteration_s
 
