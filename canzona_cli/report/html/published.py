@@ -58,7 +58,7 @@ def scatter(compared: Sequence[Compared]) -> Html:
     for shift in (-_BAND, 0.0, _BAND):
         by = _SIDE * math.log1p(shift) / (high - low)
         line = {"x1": 0, "y1": round(_SIDE - by, 1), "x2": _SIDE, "y2": round(-by, 1)}
-        lines.append(tag("line", **line, class_="grid" if shift else "cursor", style="visibility: visible"))
+        lines.append(tag("line", **line, class_="grid", stroke_width=1 if shift else 3))
     for seconds in (0.5, 1, 2, 5, 10, 20, 50):
         if low < math.log(seconds) < high:
             at = round(place(seconds), 1)
