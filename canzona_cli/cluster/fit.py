@@ -37,7 +37,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 def choose(config: RunConfig) -> Candidate | None:
     """The candidate with the shortest simulated step per sequence of those that fit; None when none fits.
 
-    What an earlier search found is asked for before anything else is worked out.
+    What an earlier search found is asked for before anything is simulated.
 
     Raises:
         ConfigError: what is set is impossible.

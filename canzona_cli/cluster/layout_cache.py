@@ -1,7 +1,8 @@
 """Searches for layouts, remembered from one command to the next.
 
-A file is named after everything its search depended on, the code included, so that it is right or not found. One that
-is damaged is as if it were not there; a folder that cannot be written to costs time and nothing else.
+A file is named after everything its search depended on, the code included. A search still checks what it reads against
+its run, for files are copied, renamed and edited. One that is damaged is as if it were not there; a folder that cannot
+be written to costs time and nothing else.
 """
 
 import hashlib

@@ -33,7 +33,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
     Raises:
         ConfigError: what is set is impossible.
     """
-    return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in _possible(config)]
+    return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in possible_layouts(config)]
 
 
 def any_fits(config: RunConfig) -> bool:
@@ -43,10 +43,15 @@ def any_fits(config: RunConfig) -> bool:
         ConfigError: what is set is impossible.
     """
     # Those that need least memory come last.
-    return any(estimate(config, layout).fits for layout in reversed(_possible(config)))
+    return any(estimate(config, layout).fits for layout in reversed(possible_layouts(config)))
 
 
-def _possible(config: RunConfig) -> list[Layout]:
+def possible_layouts(config: RunConfig) -> list[Layout]:
+    """Lists every layout that keeps what is set, whatever memory it needs; at least one.
+
+    Raises:
+        ConfigError: what is set is impossible.
+    """
     refuse(layout_problems(config))
     found = list(_layouts(config))
     if not found:

@@ -5,11 +5,11 @@ import math
 from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.layout_cache import Cache
-from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill
+from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.memory import estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.bound import least_step_seconds
@@ -66,10 +66,17 @@ def search(config: RunConfig, count: int = 1) -> Found:
     """
     cache = Cache.of(config, count)
     found = cache.read(Found)
-    if found is None:
+    if found is None or not _holds(config, found):
         found = _search(config, count)
         cache.write(found)
     return found
+
+
+def _holds(config: RunConfig, remembered: Found) -> bool:
+    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file may be
+    another run's, or from before a rule changed, and the run trains what it says."""
+    layouts = {tried.layout for tried in remembered.best}
+    return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
 
 
 def _search(config: RunConfig, count: int) -> Found:

@@ -40,13 +40,11 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
-    """What the command line sets without effect, and what will run but not as well as it could.
+    """Yields what is typed without effect on what is trained, and what will run but not as well as it could.
 
-    Without `training`, a plan is made whatever strategy the run has.
+    Without `training`, a plan is made whatever strategy the run has. What would train something else than was typed is
+    refused (`unused.unused_problems`).
     """
-    schedule = config.schedule
-    if "schedule.wsd_decay_steps" in explicit and schedule.decay != "wsd":
-        yield f"schedule.wsd_decay_steps is ignored: schedule.decay is {schedule.decay}"
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
@@ -56,22 +54,13 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which does not use a plan"
-    if unplanned and not execution.ours:
-        if "train.non_finite" in explicit:
-            yield f"train.non_finite is ignored: {why}, which runs Megatron's own optimizer, and that has no such guard"
+        for key in ("stack", "graph") if not execution.ours else ():
+            if f"optimizer.{key}" in explicit:
+                yield f"optimizer.{key} is ignored: {why}, which runs Megatron's own optimizer"
         if execution is Execution.ADAMW and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
-        elif "engine.splitting" in explicit and config.engine.splitting in ("split", "per_head"):
-            yield f"engine.splitting={config.engine.splitting} means qkv here: {why}, which leaves gate and up together"
-    if config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
+    elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
-    for key in ("data.path", "data.blend"):
-        if config.data.source == "stdlib" and key in explicit:
-            yield f"{key} is ignored: data.source is stdlib; write data=prepared to use it"
-    if config.data.tokenizer != "bpe" and "data.tokenizer_vocab_size" in explicit:
-        yield f"data.tokenizer_vocab_size is ignored: the tokenizer is {config.data.tokenizer}"
-    if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
-        yield "train.batch_tokens is ignored: train.global_batch_size is set"
     if strategy == "asc" and config.engine.mode in ("shared", "rows") and not unplanned:
         asked = f"engine.mode={config.engine.mode}"
         yield f"{asked} is ignored: engine.strategy is asc, which updates every matrix on one host"

@@ -26,6 +26,7 @@ from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import leaves, settings
 from canzona_cli.config.tree import composed, put, with_values
 from canzona_cli.config.typed import build
+from canzona_cli.config.unused import unused_problems
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 
@@ -92,6 +93,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
     _choose_min_lr(tree, asked, problems)
+    _choose_batch(tree, asked, problems)
+    _choose_source(tree, asked)
     recipe_file = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     where = " with ".join(
         shown(path) for path in (recipe_file, *(given[group] for group in given if group == "cluster"))
@@ -109,6 +112,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
+    problems += unused_problems(config, explicit, training=training)
     refuse(problems)
     notes = [
         f"{group} {name} from {shown(file)} shadows the built-in"
@@ -136,6 +140,31 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
         problems.append(Problem(key=ratio, value=asked.texts[ratio], reason=reason, fix=fix))
     elif isinstance(optimizer := tree.get("optimizer"), dict):
         optimizer["min_lr_ratio"] = None
+
+
+def _choose_batch(tree: dict[str, object], asked: Overrides, problems: list[Problem]) -> None:
+    """A number of tokens on the command line counts, whatever number of sequences the recipe has."""
+    tokens, sequences = "train.batch_tokens", "train.global_batch_size"
+    if tokens not in asked.values:
+        return
+    if asked.values.get(sequences) is not None:
+        reason, fix = "is set by train.global_batch_size, too", "keep one of them"
+        problems.append(Problem(key=tokens, value=asked.texts[tokens], reason=reason, fix=fix))
+    elif isinstance(train := tree.get("train"), dict):
+        train["global_batch_size"] = None
+
+
+def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
+    """Prepared data on the command line are trained on, whatever the recipe has, also without `data=prepared`."""
+    typed = asked.values.get("data.path") or asked.values.get("data.blend")
+    data = tree.get("data")
+    if not typed or "data" in asked.groups or "data.source" in asked.values or not isinstance(data, dict):
+        return
+    if data.get("source") == "stdlib":
+        data["source"] = "prepared"
+        for key in ("tokenizer", "tokenizer_vocab_size"):
+            if f"data.{key}" not in asked.values:
+                data.pop(key, None)
 
 
 def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:

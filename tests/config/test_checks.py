@@ -1,9 +1,10 @@
-"""Values that cannot work alone or together are named by their key; values that do nothing are warned of."""
+"""Values that cannot work together, or would not be trained, are refused; the rest without effect is warned of."""
 
 from pathlib import Path
 
 import pytest
 
+from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.errors import ConfigError
 
@@ -134,10 +135,6 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
     ("overrides", "ignored"),
     [
         ("optimizer=adamw engine.strategy=sc", "engine.strategy"),
-        ("schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps"),
-        ("data.path=x", "data.path"),
-        ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
-        ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
         ("engine=sc engine.layout=aligned", "engine.layout"),
         ("optimizer=adamw engine.splitting=fused", "engine.splitting"),
         ("engine.strategy=layerwise engine.alpha=0.5", "engine.alpha"),
@@ -147,10 +144,11 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("engine.strategy=layerwise engine.plan=absent.json", "engine.plan"),
         ("optimizer=adamw engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("engine=sc parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+        ("engine=sc engine.exchange_dtype=fp32", "engine.exchange_dtype"),
+        ("engine=sc optimizer.stack=true", "optimizer.stack"),
+        ("engine=layerwise optimizer.graph=true", "optimizer.graph"),
         ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
-        ("engine=sc train.non_finite=skip", "train.non_finite"),
         ("optimizer=soap engine=sc engine.layout=aligned", "engine.layout"),
-        ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
         ("train.loss_spike=ignore train.loss_spike_sigmas=4", "train.loss_spike_sigmas"),
         ("optimizer.graph=true", "optimizer.graph"),
     ],
@@ -160,12 +158,77 @@ def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> 
     assert warning.startswith(f"{ignored} is ignored")
 
 
-@pytest.mark.parametrize("splitting", ["split", "per_head"])
-@pytest.mark.parametrize("strategy", ["sc", "layerwise"])
-def test_megatrons_strategies_split_as_far_as_they_can_and_say_so(strategy: str, splitting: str) -> None:
-    composed = compose_run(["recipe=tiny", f"engine.strategy={strategy}", f"engine.splitting={splitting}"])
-    (warning,) = composed.warnings
-    assert warning.startswith(f"engine.splitting={splitting} means qkv here: engine.strategy is {strategy}")
+UNUSED = [
+    ("schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps"),
+    ("schedule.decay=constant optimizer.min_lr=0.0001", "optimizer.min_lr"),
+    ("schedule.decay=constant optimizer.min_lr_ratio=0.2", "optimizer.min_lr_ratio"),
+    ("schedule.decay=constant schedule.decay_steps=50", "schedule.decay_steps"),
+    ("data=stdlib-bytes data.path=x", "data.path"),
+    ("data.source=stdlib data.blend={x:1}", "data.blend"),
+    ("data=prepared data.path=x data.tokenizer=byte", "data.tokenizer"),
+    ("data.path=x data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
+    ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
+    ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
+    ("train.precision=fp32 train.grad_reduce_dtype=bf16", "train.grad_reduce_dtype"),
+    ("optimizer.clip=none optimizer.clip_grad=2", "optimizer.clip_grad"),
+    ("optimizer.clip_grad=0 optimizer.clip=adamw", "optimizer.clip"),
+    ("engine=sc train.non_finite=skip", "train.non_finite"),
+    ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
+    ("engine=sc parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+    ("optimizer=soap engine=sc engine.exchange_dtype=bf16", "engine.exchange_dtype"),
+    ("engine=sc engine.splitting=split", "engine.splitting"),
+    ("engine=layerwise engine.splitting=per_head", "engine.splitting"),
+    ("engine=sc optimizer.form=gram", "optimizer.form"),
+    ("engine=layerwise optimizer.form=gram", "optimizer.form"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), UNUSED)
+def test_what_was_typed_and_would_not_be_trained_is_refused(overrides: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["recipe=tiny", *overrides.split()])
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *("schedule.decay=wsd schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps=null", "data.path=null"),
+        *("schedule.decay=constant", "train.batch_tokens=512 train.global_batch_size=null", "optimizer.clip=none"),
+        *("train.precision=fp32 train.grad_reduce_dtype=fp32", "data=stdlib-bytes data.path=null"),
+    ],
+)
+def test_what_contradicts_nothing_is_trained_without_a_word(overrides: str) -> None:
+    assert compose_run(["recipe=tiny", *overrides.split()]).warnings == ()
+
+
+@pytest.mark.parametrize("typed", ["data.path=x", "data.blend={x:1,y:2}"])
+@pytest.mark.parametrize("recipe", ["tiny", "0.6b"])
+def test_prepared_data_that_are_typed_are_trained_on(recipe: str, typed: str) -> None:
+    composed = compose_run([f"recipe={recipe}", typed])
+    assert composed.config.data == compose_run([f"recipe={recipe}", "data=prepared", typed]).config.data
+    assert composed.config.data.source == "prepared"
+    assert composed.warnings == ()
+
+
+def test_a_recipe_that_names_data_which_it_does_not_read_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: [qwen3-tiny]\ndata: {path: x}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        compose_run([f"recipe={recipe}"])
+    assert compose_run([f"recipe={recipe}", "data=stdlib-bytes"]).config.data.source == "stdlib"
+
+
+def test_a_number_of_tokens_that_is_typed_counts_in_a_run_that_is_repeated(tmp_path: Path) -> None:
+    """A run's own settings have the number of sequences that was chosen for it."""
+    repeated = tmp_path / "config.yaml"
+    first = fit.resolve(compose_run(["recipe=tiny"]).config)[0]
+    repeated.write_text(dump_resolved(first), encoding="utf-8")
+    assert first.train.global_batch_size == 16
+    config = compose_run([f"recipe={repeated}", "train.batch_tokens=8192"]).config
+    assert fit.resolve(config)[0].train.global_batch_size == 32
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,8 @@ class TestNothingIsRunOrLeaked:
     def test_a_character_that_hides_something(self, key: str, char: str, tmp_path: Path) -> None:
         section, _, name = key.partition(".")
         path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {name: f"a{char}b"}}))
+        source = {"source": "prepared"} if section == "data" else {}
+        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {**source, name: f"a{char}b"}}))
         assert "not printable" in problems(f"recipe={path}")[key].reason
 
     @pytest.mark.parametrize(

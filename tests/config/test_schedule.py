@@ -28,7 +28,7 @@ def _config(*overrides: str) -> RunConfig:
             "recipe=qwen3-tiny",
             f"train.steps={STEPS}",
             f"optimizer.lr={LR}",
-            f"optimizer.min_lr={MIN_LR}",
+            *(() if "schedule.decay=constant" in overrides else (f"optimizer.min_lr={MIN_LR}",)),
             f"schedule.warmup_steps={WARMUP}",
             *overrides,
         ]

@@ -124,7 +124,6 @@ def draw(seed: int) -> Case:
         f"train.seed={seed + 1}",
         f"train.precision={'bf16' if bf16 else 'fp32'}",
         f"train.grad_reduce_dtype={grad_dtype}",
-        f"engine.exchange_dtype={exchanged}",
         f"engine.splitting={splitting}",
         "schedule.decay=constant",
         "schedule.warmup_steps=0",
@@ -136,6 +135,9 @@ def draw(seed: int) -> Case:
     # An exchange has to have room for the largest matrix.
     room = round(4 * hidden * max(2 * ffn, groups * (each + 2) * head) / 2**20 + 0.005, 3)
     halves = [_half(dice, mesh, layers, batch, optimizer, room, theirs=theirs, bf16=bf16) for mesh in meshes]
+    if exchanged == "bf16":  # only a plan's exchange rounds
+        plans = [not {"engine.strategy=sc", "engine.strategy=layerwise"} & {*half} for half in halves]
+        halves = [(*half, *plan * ("engine.exchange_dtype=bf16",)) for half, plan in zip(halves, plans, strict=True)]
     # Dice of their own: what older seeds had drawn stays.
     dice = random.Random(f"{seed}, modes")
     broken = None
