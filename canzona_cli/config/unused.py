@@ -1,5 +1,5 @@
-"""Settings that are typed and that their run has no use for. Where the run would then train something else than was
-typed, it is refused; where it trains the same, `checks.config_warnings` mentions it."""
+"""Settings that were typed but have no effect. A run that would then train something else than was typed is refused;
+where training is the same, `checks.config_warnings` mentions it."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from canzona_cli.errors import Problem
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
-    """Finds what the command line sets and the run would train without.
+    """Lists typed settings that the run would ignore and thereby train something else.
 
     Args:
         explicit: dotted keys, and groups, that the command line sets.
@@ -31,7 +31,7 @@ def _data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     data = config.data
     chosen = explicit & {"data", "data.source"}
     for key, value in (("data.path", data.path), ("data.blend", data.blend)):
-        # What a recipe has besides gives way to other data that are chosen on the command line.
+        # Data chosen on the command line replace those that a recipe names.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
             reason = "is not read: data.source is stdlib, Python's own sources"
             yield problem_with(config, key, reason, f"write data=prepared to train on it, or {key}=null")
@@ -73,7 +73,7 @@ def _clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
 
 
 def _engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    """What only canzona's engine has."""
+    """Lists settings that only canzona's engine knows, in a run of another one."""
     execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:
