@@ -22,7 +22,7 @@ from canzona_cli.simulate.study import Study, study_run
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 MOST_GPUS = 65_536
 """More would take minutes to plan, and no profile describes links of such a machine."""
-VERSION = 2
+VERSION = 3
 """Of what `--json` prints; additions keep it."""
 
 
@@ -37,7 +37,7 @@ class SimulatedCell:
     """Why no layout is possible; empty where there is a study."""
 
     def ratio(self, strategy: str) -> float | None:
-        """How many times longer the optimizer step of a strategy is than canzona's."""
+        """How many times longer the optimizer step of a strategy is than canzona's, if it fits in this layout."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:

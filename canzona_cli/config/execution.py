@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, BufferLayout, RunConfig, Splitting, Strategy
+from canzona_cli.config.schema import AdamWConfig, BufferLayout, Layout, RunConfig, Splitting, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
@@ -62,6 +62,22 @@ def splitting_of(config: RunConfig) -> Splitting:
     """What the run updates as one matrix: Megatron's own optimizers split q, k and v apart at most."""
     splitting = config.engine.splitting
     return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
+
+
+def overlaps_param_gather(config: RunConfig) -> bool:
+    """Whether parameters are gathered under the forward pass; a strategy that updates everywhere has none to gather."""
+    parallel = config.parallel
+    return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not execution_of(config).everywhere
+
+
+def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
+    """Whether parameters are gathered by whole model chunks ahead, as Megatron-LM does with interleaved pipelines.
+
+    Its `align_param_gather`, on by default; its other way, and the only one without interleaving, is one bucket ahead.
+    A plan has an order of its own.
+    """
+    planned = execution_of(config) is Execution.PLANNED
+    return overlaps_param_gather(config) and layout.vpp > 1 and not planned
 
 
 def even_shards(layout: BufferLayout, strategy: Strategy) -> bool:

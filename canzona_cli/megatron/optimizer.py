@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import Execution, aligns_param_gather, execution_of, overlaps_param_gather
 from canzona_cli.config.schema import MuonConfig, RunConfig
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
@@ -38,10 +38,12 @@ def wrap_data_parallel(
     """
     mcore = get_model_config(chunks[0])
     sharded = not execution_of(config).everywhere
+    aligned = aligns_param_gather(config, world.layout)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=overlaps_param_gather(config),
+        align_param_gather=aligned,
         use_distributed_optimizer=sharded,
         bucket_size=config.parallel.bucket_elements,
         average_in_collective=False,
@@ -74,6 +76,8 @@ def wrap_data_parallel(
     if plan is not None:
         owner_bucket_group.install(wrapped, plan, world.pp_rank)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    # Gradients are reduced bucket by bucket: aligned too (`align_grad_reduce`), they would wait for whole model chunks.
+    mcore.param_sync_func = [chunk.start_param_sync for chunk in wrapped] if aligned else None
     mcore.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
@@ -145,13 +149,4 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
         wd_incr_style="constant",
         wsd_decay_steps=schedule.wsd_decay_steps if wsd else None,
         lr_wsd_decay_style="linear" if wsd else None,
-    )
-
-
-def overlaps_param_gather(config: RunConfig) -> bool:
-    """`sc` keeps every parameter on every rank, so it has nothing to gather."""
-    return (
-        config.parallel.overlap_param_gather
-        and config.parallel.overlap_grad_reduce
-        and not execution_of(config).everywhere
     )

@@ -200,10 +200,10 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
         cells = simulation.of(recipe)
         hint = "GPUs (hollow: does not fit into memory)" if recipe == last else ""
         studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
-        curves: list[tuple[str, Callable[[Study, str], float]]] = [
+        curves: list[tuple[str, Callable[[Study, str], float | None]]] = [
             (f"{clean(recipe)}: iteration, s", lambda study, name: study.result(name).iteration_s),
             ("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s),
-            ("overhead over AdamW, %", lambda study, name: 100 * study.overhead(name)),
+            ("iteration, times AdamW's", _times_adamw),
         ]
         for number, (axes, (title, of)) in enumerate(zip(row, curves, strict=True)):
             names = [name for name in STRATEGIES if number < 2 or name != "adamw"]
@@ -215,22 +215,27 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
 
 
 def _scaling_curves(
-    axes: "Axes", studies: Mapping[int, Study], names: Sequence[str], value: Callable[[Study, str], float]
+    axes: "Axes",
+    studies: Mapping[int, Study],
+    names: Sequence[str],
+    value: Callable[[Study, str], float | None],
 ) -> None:
     """A curve for each strategy over the number of GPUs, by which `studies` are; what does not fit is hollow."""
-    x = [math.log2(gpus) for gpus in studies]
     for name in names:
-        y = [value(study, name) for study in studies.values()]
+        values = [(math.log2(gpus), value(study, name), study) for gpus, study in studies.items()]
+        points = [(x, y, study.strategies[name].fits) for x, y, study in values if y is not None]
         colour = STRATEGY_COLOURS[name]
-        axes.plot(x, y, color=colour, lw=1.6, label=name)
-        for fits in (True, False):
-            here = [n for n, study in enumerate(studies.values()) if study.strategies[name].fits == fits]
-            face = colour if fits else "white"
-            axes.plot([x[n] for n in here], [y[n] for n in here], "o", color=colour, mfc=face, ms=4.5)
-    # A strategy may cost nothing over AdamW, or less.
-    least = min((value(study, name) for study in studies.values() for name in names), default=1.0)
-    axes.set_yscale("log" if least > 0 else "symlog")
+        axes.plot([x for x, *_ in points], [y for _, y, _ in points], color=colour, lw=1.6, label=name)
+        for fits, face in ((True, colour), (False, "white")):
+            here = [(x, y) for x, y, fit in points if fit == fits]
+            axes.plot([x for x, _ in here], [y for _, y in here], "o", color=colour, mfc=face, ms=4.5)
+    axes.set_yscale("log")
     axes.grid(axis="y", alpha=0.25)
+
+
+def _times_adamw(study: Study, name: str) -> float | None:
+    share = study.overhead(name)
+    return None if share is None else 1 + share
 
 
 def _gpu_ticks(axes: "Axes", gpus: Sequence[int], impossible: Sequence[int]) -> None:

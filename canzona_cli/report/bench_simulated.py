@@ -10,7 +10,7 @@ from canzona_cli.bench.simulated import SimulatedCell, Simulation
 from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds
+from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, overhead
 from canzona_cli.simulate.study import Study
 
 _MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
@@ -54,7 +54,7 @@ class SimulationView(Page):
             _group(
                 cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
             ),
-            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: f"{100 * one.overhead(name):+.1f}%"),
+            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: overhead(one.overhead(name))),
             _group(cells, "optimizer, times canzona's", _OTHERS, _times),
             _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
         ]
@@ -70,7 +70,7 @@ class SimulationView(Page):
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
         if any(not found.fits for study in studies for found in study.strategies.values()):
-            yield "! does not fit into memory with that layout, timed as if it did"
+            yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
         if self.simulation.optimizer != "muon":
             yield (
                 "layerwise: Megatron offers it for muon only; this is what the same method would take with "
@@ -91,4 +91,6 @@ def _iteration(study: Study, name: str) -> str:
 
 def _times(study: Study, name: str) -> str:
     ratio = study.optimizer_speedup(name)
+    if ratio is None:
+        return MISSING
     return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from canzona_cli.report.figures import describe, new_figure, phase_bar, phase_legend, rows, save, small_legend
 from canzona_cli.report.plan_charts import CUT
 from canzona_cli.run.phases import PHASES, STRATEGY_COLOURS, STREAMS
-from canzona_cli.run.words import layout_words, step_time
+from canzona_cli.run.words import layout_words, overhead, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def _iterations(axes: "Axes", study: Study) -> None:
     limit = min(limit, 1.15 * max(result.iteration_s for result in results.values()))
     for place, (name, result) in enumerate(results.items()):
         end = phase_bar(axes, place, result.phases)
-        over = "" if name == "adamw" else f", {100 * study.overhead(name):+.1f}% over AdamW"
+        share = None if name == "adamw" else study.overhead(name)
+        over = "" if share is None else f", {overhead(share)} over AdamW"
         text = f"{step_time(result.iteration_s)}{over}; optimizer {step_time(result.optimizer_s)}"
         cut = end > limit
         axes.text(

@@ -15,10 +15,10 @@ from canzona_cli.planner.memory import GIB
 from canzona_cli.planner.planner import plannable
 from canzona_cli.report.page import Page, Screen, headed, note, wrapped
 from canzona_cli.report.tables import Table
-from canzona_cli.run.words import layout_code, step_time
+from canzona_cli.run.words import layout_code, number, overhead, step_time
 from canzona_cli.simulate.study import Study, study_run
 
-VERSION = 1
+VERSION = 2
 """Of what `--json` prints; additions keep it."""
 
 
@@ -78,7 +78,7 @@ class Overview(Page):
         yield note(
             "GiB: of the fullest GPU; balance: updates of the slowest rank over the mean; bound: the least any plan "
             "can reach; step: of the optimizer; /lw, /sc: how many times longer it is with layerwise and sc; AdamW: "
-            "overhead over its iteration"
+            "overhead over its iteration in this layout; -: does not fit in it"
         )
         first = self.plans[0].config
         yield wrapped(f"Look at one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
@@ -122,7 +122,7 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
         f"{study.balance.grid:.3f}",
         f"{study.balance.lower_bound:.3f}",
         step_time(study.planned.result.optimizer_s),
-        f"{study.optimizer_speedup('layerwise'):.1f}",
-        f"{study.optimizer_speedup('sc'):.1f}",
-        f"{100 * study.overhead(study.strategy):+.1f}%",
+        number(study.optimizer_speedup("layerwise"), ".1f"),
+        number(study.optimizer_speedup("sc"), ".1f"),
+        overhead(study.overhead(study.strategy)),
     )

@@ -73,7 +73,8 @@ class Layouts(Page):
         table.add_column("layout", min_width=14, no_wrap=True)
         table.add_numbers("batch")
         table.add_column("recompute", no_wrap=True)
-        table.add_numbers(f"GiB of {capacity(self.config) / GIB:.1f}")
+        # The title may fold on a narrow terminal, so that no number is cut.
+        table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right")
         for row in self.rows:
             table.add_row(*_cells(row), style="" if row.fits else "yellow")
         yield table

@@ -81,6 +81,12 @@ def milliseconds(seconds: object) -> str:
     return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
 
 
+def overhead(share: object, *, digits: int = 1) -> str:
+    """How much longer something takes, in per cent: 0.012 as `+1.2%`."""
+    value = real(share)
+    return MISSING if value is None else f"{100 * value:+.{digits}f}%"
+
+
 def step_time(seconds: object) -> str:
     """The time of one step with its unit: `84.1 ms`, `2.31 s`."""
     value = real(seconds)

@@ -7,7 +7,7 @@ chunks on a rank, that is so for each of them.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
@@ -35,6 +35,8 @@ class _Pass(NamedTuple):
     waits: bool = True
     """Whether the rank goes on only once what it has computed has arrived. Megatron's p2p communication does, but for
     the backward transfers between model chunks while both directions take turns: one behind the next pass."""
+    gathers: int | None = None
+    """The model chunk that an aligned gathering starts with right before this pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,9 @@ class StageWork:
     chain: Sequence[int] | None = None
     """In which order others follow: behind one that was waited for, the one `ahead` places behind it here; None for
     all, the last one first."""
+    aligned: bool = False
+    """Whether gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has them: the first
+    two before the first pass, each other one when the chunk before it begins on the first stage."""
     meets: bool = False
     """Whether it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
 
@@ -89,6 +94,9 @@ class IterationTimeline:
             self._compute_task(stage, "other", work.begin_s)
             for number in work.early:
                 self._gather(stage, number, ())
+            if work.aligned:
+                for model_chunk in (0, 1):
+                    self._gather_chunk(stage, model_chunk)
         self._sent: dict[_Message, int] = {}
         self._asked: dict[_Message, int] = {}
         """The task behind which the rank that a message is for asks for it."""
@@ -191,6 +199,8 @@ class IterationTimeline:
         source = self._source(stage, step)
         if source is not None:
             self._compute_task(stage, "pipeline", after=[self._sent[direction, source, step.micro]])
+        if self._stages[stage].aligned and step.gathers is not None:
+            self._gather_chunk(stage, step.gathers)
         if first or last:
             self._compute_task(stage, direction, time.pass_s)
         if first:
@@ -232,7 +242,7 @@ class IterationTimeline:
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
         chain = range(len(chunks))[::-1] if work.chain is None else work.chain
-        follows = dict(zip(chain, chain[self._ahead :], strict=False))
+        follows = {} if work.aligned else dict(zip(chain, chain[self._ahead :], strict=False))
         needed: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             needed.setdefault(chunk.module, []).insert(0, number)
@@ -244,6 +254,13 @@ class IterationTimeline:
                 if number in follows:
                     self._gather(stage, follows[number], awaited)
             self._module(stage, "forward", time.modules[place], awaited[1:])
+
+    def _gather_chunk(self, stage: int, model_chunk: int) -> None:
+        """Start gathering everything of a model chunk, in the order of its buffers."""
+        places = self._stages[stage].time.places[model_chunk]
+        for number, chunk in enumerate(self._stages[stage].chunks):
+            if chunk.module in places:
+                self._gather(stage, number, [self._last[stage]])
 
     def _gather(self, stage: int, number: int, after: Sequence[int]) -> None:
         """Start gathering a chunk, unless somebody has."""
@@ -352,7 +369,11 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    forwards = [_Pass("forward", chunk, micro) for chunk, micro in turns]
+    # A stage gathers as many passes earlier as its number, so that all stages start to at about the same time.
+    gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
+    forwards = [
+        _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)
+    ]
     ahead = forwards_ahead(layout, stage)
     backwards = [
         _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or number >= len(turns) - ahead)

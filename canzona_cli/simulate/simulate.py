@@ -14,7 +14,14 @@ from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.execution import (
+    AnyStrategy,
+    Execution,
+    aligns_param_gather,
+    execution_of,
+    overlaps_param_gather,
+    with_strategy,
+)
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.qwen3 import flops_per_token
@@ -193,7 +200,7 @@ class _Simulation:
         config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
         overlap = config.parallel.overlap_grad_reduce
-        overlap_gather = gathers and overlap and config.parallel.overlap_param_gather
+        overlap_gather = overlaps_param_gather(config)
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
         early_s = [0.0] * layout.pp
         orders = [_Order() for _ in chunks]
@@ -214,6 +221,7 @@ class _Simulation:
                     begin_s=self._zero_s(stage),
                     early=orders[stage].early,
                     chain=orders[stage].behind if planned else None,
+                    aligned=aligns_param_gather(config, layout),
                     tail_s=after_reduction(config, layout, stage),
                     meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
@@ -328,11 +336,12 @@ def assumptions() -> tuple[str, ...]:
         "all-to-all takes as long as its busiest sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not hidden, but with cluster.tp_overlap all but one "
         "piece of them is, as far as their product is long enough.",
-        "Gradients are reduced per bucket under the last micro-batch's backward, and parameters gathered one bucket "
-        "ahead of the next forward, as Megatron-core 0.19 does (canzona and asc: below); 1F1B pipeline schedule, "
-        "interleaved where a stage has several model chunks. What a stage sends travels once the next one "
-        "asks for it, a pass ahead, and it waits until that is there, but for backward transfers between model chunks "
-        "while both directions take turns.",
+        "Gradients are reduced per bucket under the last micro-batch's backward. AdamW and layerwise gather parameters "
+        "one bucket ahead of the next forward, or whole model chunks ahead where a stage has several, as Megatron-LM "
+        "0.19 does (canzona and asc: below).",
+        "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. What a stage sends travels "
+        "once the next one asks for it, a pass ahead, and it waits until that is there, but for backward transfers "
+        "between model chunks while both directions take turns.",
         "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
         "canzona and asc update AdamW's parameters before the matrices, and gather those of a stage's first model "
         f"chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the first ones "

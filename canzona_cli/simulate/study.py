@@ -5,7 +5,7 @@ A `Study` is everything `canzona plan` says about a plan, as one value: the repo
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -43,7 +43,7 @@ LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "rows", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
-VERSION = 2
+VERSION = 3
 """Of what `--json` prints; additions keep it."""
 
 
@@ -53,7 +53,7 @@ class Compared:
 
     result: StrategyResult
     memory_bytes: int
-    """Of the fullest rank; a strategy that does not fit is simulated all the same."""
+    """Of the fullest rank; a strategy that does not fit is simulated all the same, but nothing is compared with it."""
     fits: bool
     loads: tuple[float, ...] | None
     """Seconds of update per cell of the slowest stage, where the strategy has a grid."""
@@ -98,17 +98,25 @@ class Study:
     def result(self, strategy: str) -> StrategyResult:
         return self.strategies[strategy].result
 
-    def optimizer_speedup(self, over: str) -> float:
-        """How many times shorter the planned strategy's optimizer step is than that of `over`."""
-        return self.result(over).optimizer_s / self.planned.result.optimizer_s
+    def optimizer_speedup(self, over: str) -> float | None:
+        """How many times shorter the planned strategy's optimizer step is than that of `over`; None unless that fits
+        into memory in this layout."""
+        return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
-    def iteration_speedup(self, over: str) -> float:
-        """How many times shorter its whole iteration is."""
-        return self.result(over).iteration_s / self.planned.result.iteration_s
+    def iteration_speedup(self, over: str) -> float | None:
+        """The same of the whole iteration."""
+        return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
-    def overhead(self, of: str) -> float:
-        """How much longer the iteration of a strategy is than AdamW's; 0.01 is one per cent."""
-        return self.result(of).iteration_s / self.result("adamw").iteration_s - 1
+    def overhead(self, of: str) -> float | None:
+        """How much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per cent. None unless
+        both fit into memory."""
+        ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
+        return None if ratio is None else ratio - 1
+
+    def _ratio(self, of: str, to: str, seconds: Callable[[StrategyResult], float]) -> float | None:
+        if not (self.strategies[of].fits and self.strategies[to].fits):
+            return None
+        return seconds(self.result(of)) / seconds(self.result(to))
 
     @property
     def outlook(self) -> Outlook:

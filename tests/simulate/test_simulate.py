@@ -24,6 +24,7 @@ from canzona_cli.planner.planner import plan_unbounded
 from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP
+from canzona_cli.simulate import simulate as simulate_module
 from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import Module, StageTime, passes, stage_time
@@ -299,6 +300,45 @@ def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_be
     assert gathered((3,), 1) == pytest.approx(0 + 1 + 1 + 1)
     # After 2, 4, 6 and 8 s, the third asked for at 3 s; needed at 3, 4, 5 and 7 s.
     assert gathered((3, 2), 2) == pytest.approx(0 + 0 + 1 + 1)
+
+
+def test_aligned_gatherings_start_by_whole_model_chunks_on_all_stages_at_once() -> None:
+    """By hand: two stages of four chunks of two modules of 1 s, a bucket of 0.25 s for each, last ones first.
+
+    The first forward starts at 0.5 s. From then on a stage forwards a micro-batch through a chunk every 2 s: the first
+    stage begins with chunk 1 at 4.5 s and with chunk 2 at 8.5 s.
+    """
+    module = Module(
+        part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
+    )
+    time_of = StageTime(chunks=((module,) * 2,) * 4, hop=Transfer(), pass_s=0.0)
+    chunks = [Chunk(module=place, reduce=Transfer(), gather=Transfer(latency_s=0.25)) for place in reversed(range(8))]
+    work = StageWork(time=time_of, chunks=chunks, begin_s=0.0, tail_s=0.0, aligned=True)
+    made = IterationTimeline(
+        layout(pp=2, vpp=4, count=2), [work, work], Timeline(), overlap_reduce=True, overlap_gather=True
+    )
+    for stage in range(2):
+        begun = [start for _, phase, start, _ in made.segments(stage) if phase == "param_gather"]
+        assert begun == pytest.approx([0.0, 0.25, 0.5, 0.75, 4.5, 4.75, 8.5, 8.75])
+    assert made.phases(0)["param_gather"] == pytest.approx(0.5)
+
+
+def test_megatrons_own_strategies_gather_whole_chunks_ahead_where_the_pipeline_is_interleaved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategies: tuple[AnyStrategy, ...] = ("adamw", "layerwise", "canzona", "asc")
+    interleaved, plain = layout(tp=4, pp=2, vpp=8, dp=32, count=8), layout(tp=4, pp=2, dp=32, count=8)
+
+    def times(mesh: Layout) -> dict[AnyStrategy, float]:
+        return {name: simulate(*inputs(config_of("32b", mesh), mesh, name)).iteration_s for name in strategies}
+
+    found = {mesh: times(mesh) for mesh in (interleaved, plain)}
+    monkeypatch.setattr(simulate_module, "aligns_param_gather", lambda *_: False)
+    assert times(plain) == found[plain]
+    longer = times(interleaved)
+    assert longer["adamw"] > 1.01 * found[interleaved]["adamw"]
+    assert longer["layerwise"] > 1.01 * found[interleaved]["layerwise"]
+    assert all(longer[name] == found[interleaved][name] for name in ("canzona", "asc"))
 
 
 def test_the_first_gathering_of_32b_is_hidden() -> None:

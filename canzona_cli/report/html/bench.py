@@ -74,9 +74,13 @@ def _scaling(simulation: Simulation, recipe: str) -> Html:
     """Curves over the number of GPUs, a strategy each."""
     studies = {cell.gpus: cell.study for cell in simulation.of(recipe) if cell.study is not None}
 
-    def chart(title: str, value: Callable[[Study, str], float], *names: str) -> Html:
+    def chart(title: str, value: Callable[[Study, str], float | None], *names: str) -> Html:
         curves = [
-            Curve(name=name, points=[(gpus, value(study, name)) for gpus, study in studies.items()], dots=True)
+            Curve(
+                name=name,
+                points=[(gpus, y) for gpus, study in studies.items() if (y := value(study, name)) is not None],
+                dots=True,
+            )
             for name in names
         ]
         return curve_chart(
@@ -86,5 +90,10 @@ def _scaling(simulation: Simulation, recipe: str) -> Html:
     matrix = [name for name in STRATEGIES if name != "adamw"]
     return side_by_side(
         chart("iteration, s", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
-        chart("iteration over AdamW's, %", lambda study, name: 100 * study.overhead(name), *matrix),
+        chart("iteration over AdamW's, %", _overhead, *matrix),
     )
+
+
+def _overhead(study: Study, name: str) -> float | None:
+    share = study.overhead(name)
+    return None if share is None else 100 * share
