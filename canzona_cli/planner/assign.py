@@ -28,6 +28,7 @@ from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, stages
 from canzona_cli.planner.contiguous import balanced_cuts, even_start
+from canzona_cli.planner.cost import rounded
 from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.parts import HOSTED, Assignment, Cell, PlanSettings, Share
@@ -56,8 +57,9 @@ def assign(
       first ranks would get every remainder), hosts take turns in registration order. Nothing is balanced.
 
     With alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest cell / lower
-    bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). The candidates are the same for
-    every alpha, so compute balance can only improve as alpha grows, and byte balance as it falls.
+    bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). Both are those of the cells that
+    it comes to, and what no rank has the memory for is no candidate. So the candidates are the same for every alpha: as
+    it grows, the busiest cell can only get less busy, and as it falls, bytes only more even.
 
     Args:
         costs: Seconds of each matrix's update, positive.
@@ -152,13 +154,13 @@ class _Stage:
         """Seconds of the busiest cell, hosts packed."""
         return max(self.packer.height(matrices) for matrices in self.held(owner_of))
 
-    def reach(self, owner_of: Owners) -> float:
+    def reach(self, placed: "_Placed") -> float:
         """Elements of every bucket's busiest owner, added up: what unevenly spread buckets take to travel."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()
             for part in parts:
-                held[owner_of[part.unit]] += part.elements
+                held[placed.cells[part.matrices[0]].owner] += part.elements
             total += max(held.values())
         return float(total)
 
@@ -167,33 +169,77 @@ class _Stage:
         return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """Every matrix of a stage in its cell."""
+
+    cells: Mapping[int, Cell]
+    shared: Set[int]
+    busiest: float
+    """Seconds of the busiest cell."""
+    fullest: int
+    """Elements that the fullest one holds."""
+
+    @staticmethod
+    def of(stage: _Stage, cells: Mapping[int, Cell], shared: Set[int]) -> "_Placed":
+        busy: dict[Cell, float] = defaultdict(float)
+        held: Counter[Cell] = Counter()
+        for index, cell in cells.items():
+            share = stage.shares[index] if index in shared else None
+            busy[cell] += stage.costs[index] if share is None else share.hosts
+            for rank, elements in cell.held(stage.matrices[index], stage.tp, shared=share is not None):
+                held[rank] += elements
+                busy[rank] += 0.0 if share is None else share.each
+        return _Placed(cells=cells, shared=shared, busiest=rounded(max(busy.values())), fullest=max(held.values()))
+
+
 def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
 ) -> Iterator[tuple[int, Cell, Share | None]]:
+    def placed(owner_of: Owners) -> _Placed | None:
+        """Each matrix in its cell; None where a rank lacks the memory."""
+        cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
+        whole = _Placed.of(stage, cells, shared)
+        return whole if memory_cap is None or whole.fullest <= memory_cap else None
+
     if settings.strategy == "asc":
-        parts = [part for parts in stage.parts for part in parts]
-        starts = even_start([part.elements for part in parts], stage.owners)
-        owner_of = {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
+        ways = [_as_they_lie(stage)]
     elif settings.layout == "contiguous":
-        owner_of = _pick(stage, settings.alpha, _contiguous(stage))
+        ways = _contiguous(stage)
     else:
-        balanced = _balanced(stage)
-        owner_of = balanced
-        if settings.alpha < 1:
-            least = stage.height(balanced) * (1 - 1e-9)
-            # Balanced for compute alone it stays the answer to alpha = 1, so nothing may be better at that.
-            blended = [found for blend in BLENDS if stage.height(found := _blended(stage, blend)) >= least]
-            owner_of = _pick(stage, settings.alpha, [balanced, *blended])
-    cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
-    if memory_cap is not None and _fullest(stage, cells, shared) > memory_cap:
-        elements = [matrix.elements for matrix in stage.matrices]
-        # Where costs first strands a unit, size first may not.
-        within = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-        if within is None or settings.mode in ("shared", "rows"):
-            raise DoesNotFit(_too_much(stage, memory_cap))
-        cells, shared = within, set()
-    for index, cell in cells.items():
-        yield index, cell, stage.shares[index] if index in shared else None
+        ways = [_balanced(stage)]
+    fitting = [way for way in map(placed, ways) if way]
+    if not fitting:
+        assert memory_cap is not None
+        fitting = [_within(stage, settings, memory_cap)]
+    if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
+        # Balanced for compute alone the first stays the answer to alpha = 1, so nothing may be better at that.
+        blended = [placed(_blended(stage, blend)) for blend in BLENDS]
+        fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
+    best = _pick(stage, settings.alpha, fitting)
+    for index, cell in best.cells.items():
+        yield index, cell, stage.shares[index] if index in best.shared else None
+
+
+def _as_they_lie(stage: _Stage) -> Owners:
+    """Owners by even shares of the stage's whole buffer, in natural order."""
+    parts = [part for parts in stage.parts for part in parts]
+    starts = even_start([part.elements for part in parts], stage.owners)
+    return {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
+
+
+def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
+    """Cells in any order, where what was asked for takes more memory than a rank has.
+
+    Raises:
+        DoesNotFit: no assignment was found.
+    """
+    elements = [matrix.elements for matrix in stage.matrices]
+    # Where costs first strands a unit, size first may not.
+    cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
+    if cells is None or settings.mode in ("shared", "rows"):
+        raise DoesNotFit(_too_much(stage, memory_cap))
+    return _Placed.of(stage, cells, frozenset())
 
 
 def _balanced(stage: _Stage) -> Owners:
@@ -283,15 +329,15 @@ def _in_order(stage: _Stage, owned: Sequence[Sequence[int]]) -> Owners:
     }
 
 
-def _pick(stage: _Stage, alpha: float, candidates: Sequence[Owners]) -> Owners:
+def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed:
     least = stage.least_reach()
-    prices = [(stage.height(found) / stage.bound, stage.reach(found) / least) for found in candidates]
-    # Among equals the better balanced by the other measure, else one with alpha = 1 could be needlessly uneven.
-    order = sorted(
-        range(len(candidates)),
-        key=lambda c: (alpha * prices[c][0] + (1 - alpha) * prices[c][1], prices[c][0] + prices[c][1], c),
-    )
-    return candidates[order[0]]
+
+    def price(placed: _Placed) -> tuple[float, float]:
+        compute, travel = placed.busiest / stage.bound, stage.reach(placed) / least
+        # Among equals the better balanced by the other measure, else one with alpha = 1 could be needlessly uneven.
+        return alpha * compute + (1 - alpha) * travel, compute + travel
+
+    return min(candidates, key=price)
 
 
 def _hosted(
@@ -316,14 +362,6 @@ def _hosted(
         for index, host in zip(indices, hosts, strict=True):
             cells[index] = Cell(owner=owner, host=host)
     return cells, shared
-
-
-def _fullest(stage: _Stage, cells: Mapping[int, Cell], shared: Set[int]) -> int:
-    held: Counter[Cell] = Counter()
-    for index, cell in cells.items():
-        for one, elements in cell.held(stage.matrices[index], stage.tp, shared=index in shared):
-            held[one] += elements
-    return max(held.values())
 
 
 def _too_much(stage: _Stage, memory_cap: int) -> Problem:

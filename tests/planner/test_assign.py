@@ -21,10 +21,12 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
-from canzona_cli.planner.measures import padding_fraction
+from canzona_cli.planner.measures import balance, communication, padding_fraction
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.parts import Assignment, PlanSettings
+from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.predict import layerwise
+from canzona_cli.simulate.study import ALPHAS
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import Size, run
 
@@ -88,6 +90,34 @@ def test_alpha_trades_bytes_for_compute_monotonically(
         travel.append(total)
     assert all(after <= before * (1 + 1e-9) for before, after in pairwise(compute))
     assert all(after >= before for before, after in pairwise(travel))
+
+
+CELLS: tuple[tuple[Size, int, int], ...] = (
+    ("0.6b", 8, 2), ("0.6b", 64, 2), ("1.7b", 8, 2), ("1.7b", 64, 2), ("4b", 16, 2), ("4b", 64, 2),
+    ("8b", 64, 2), ("8b", 128, 2), ("14b", 64, 4), ("14b", 256, 4), ("32b", 64, 4), ("32b", 256, 4),
+)  # fmt: skip
+SLOW = (("32b", 64, "owner"), ("32b", 256, "owner"), ("32b", 256, "contiguous"), ("4b", 16, "owner"))
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "tp", "layout"),
+    [
+        pytest.param(*cell, layout, marks=[pytest.mark.sweep] if (*cell[:2], layout) in SLOW else [])
+        for cell in CELLS
+        for layout in ("owner", "contiguous")
+    ],
+)
+def test_plans_get_better_balanced_as_alpha_grows_and_their_bytes_more_even_as_it_falls(
+    size: Size, gpus: int, tp: int, layout: BufferLayout
+) -> None:
+    """What plans come to, memory and hosts included: 32B on 64 GPUs has natural orders that no rank has room for."""
+    base = run(size, gpus, strategy="canzona", tp=tp, pp=1)
+    config, mesh = resolve(replace(base, engine=replace(base.engine, layout=layout, mode="hosted")))
+    plans = [make_plan(replace(config, engine=replace(config.engine, alpha=alpha)), mesh) for alpha in ALPHAS]
+    compute = [balance(plan).grid for plan in plans]
+    travel = [communication(config, mesh, plan).dp_byte_balance for plan in plans]
+    assert all(after <= before * (1 + 1e-6) for before, after in pairwise(compute)), compute
+    assert all(after >= before * (1 - 1e-6) for before, after in pairwise(travel)), travel
 
 
 @given(
