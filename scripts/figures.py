@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 from simulated_runs import resolved
 
@@ -55,7 +56,8 @@ class Table:
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        return "\n\n".join(part for part in (self.caption, table, self.summary) if part)
+        caption = fill(self.caption, 120, break_long_words=False, break_on_hyphens=False)
+        return "\n\n".join(part for part in (caption, table, self.summary) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(found.layout), *steps, shares])
     listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"`canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`:",
+        caption=f"By `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`:",
         columns=(
             "GPUs", "layout", "optimizer step: canzona", "`asc`", "`layerwise`", "`sc`",
             "iteration over AdamW's: canzona, `layerwise`, `sc`",
@@ -145,8 +147,9 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             overhead(over(layerwise, adamw)),
         ])  # fmt: skip
     return Table(
-        caption=f"`recipe={MODEL}`, each in the fastest layout that fits (`canzona plan --layouts`, for AdamW with "
-        "`optimizer=adamw`, for layerwise with `engine.strategy=layerwise`): iteration, and of it the optimizer step:",
+        caption=f"Iteration, and in brackets its optimizer step, in the layouts that `canzona train --dry-run "
+        f"recipe={MODEL} gpus=GPUS` chooses, for AdamW with `optimizer=adamw` and for "
+        "`layerwise` with `engine.strategy=layerwise`:",
         columns=(
             "GPUs", "canzona", "AdamW", "`layerwise`", "canzona over AdamW in canzona's layout",
             "over AdamW at its best", "`layerwise` over AdamW at its best",
@@ -200,8 +203,8 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         if values
     ]
     return Table(
-        caption="`recipe=MODEL gpus=GPUS` and nothing else, which chooses the layout; load balance (the least any plan "
-        f"can reach), and of the exchange what no update hides. The pessimistic rates are {rates}:",
+        caption="With `recipe=MODEL gpus=GPUS` and nothing else, which chooses the layout; load balance (the least any "
+        f"plan can reach), and of the exchange what no update hides. The pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
             "over AdamW in this layout", "over AdamW at its best", "pessimistic: in this layout", "at its best",
@@ -233,8 +236,8 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             cells.append(f"{milliseconds(result.optimizer_s)} ms, {share}")
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
-        caption=f"`recipe={MODEL}` in the layout chosen where nothing is typed: optimizer step, and the iteration over "
-        "AdamW's in that layout:",
+        caption=f"With `recipe={MODEL} gpus=GPUS`, in the layout that the default has: optimizer step, and the "
+        "iteration over AdamW's in that layout:",
         columns=("GPUs", "layout", "`optimizer.form=standard`", "default", "`cluster.symmetric_factor=0.5`"),
         rows=rows,
     )
@@ -253,8 +256,8 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         step = f"{milliseconds(found.planned.result.optimizer_s)} ms"
         rows.append([f"`{optimizer}`", step, *times, overhead(found.overhead("canzona"))])
     return Table(
-        caption=f"`recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`, the other strategies' "
-        "optimizer step as multiples of canzona's:",
+        caption=f"With `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`, the other "
+        "strategies' optimizer step as multiples of canzona's:",
         columns=("optimizer", "canzona's step", "`asc`", "`layerwise`", "`sc`", "iteration over AdamW's"),
         rows=rows,
     )
