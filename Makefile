@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/installed
 
-.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published paper lint typecheck clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ exactness: setup
 # Step times that others have published beside what the simulator says of their layouts; also as a page, published.html.
 published: setup
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/published.py --html published.html
+
+# The claims of the paper beside what is simulated of its engine and of ours.
+paper: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/paper.py
 
 # The first hour on a GPU machine, in ten minutes: what works there, what falls short, and why. With WHEELS=FOLDER, which
 # scripts/pack_wheels fills, beside the torch of the machine's own Python and without network. Fails without a GPU.
