@@ -53,8 +53,9 @@ WHY = """
   some of that.
 - **Layout**: tensor-parallel ranks within a machine, one pipeline stage, no interleaving: assumed, for the paper's
   was not at hand. How its gradients travel is not known either. Here each owner's range is reduced and broadcast in a
-  chain of its own, for rings are canzona's. Bytes of a bucket's busiest owner stay far above an even share at any
-  alpha, because a bucket has fewer matrices than there are owners.
+  chain of its own, for rings are canzona's, and with the smaller batch backward hides less of them than of canzona's or
+  of `asc`'s. Bytes of a bucket's busiest owner stay far above an even share at any alpha, because a bucket has fewer
+  matrices than there are owners.
 - **C_max** matters only where a host has several large matrices; on many GPUs it has one or two.
 - **Rows that do not fit**, marked `!`, are timed as if they did. They are no fair baseline.
 """
