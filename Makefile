@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/installed
 
-.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published figures lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published figures paper lint typecheck clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ published: setup
 # Every simulated table of the README and the bench manual anew, in four minutes; ARGUMENTS=--check only compares.
 figures: setup
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/figures.py $(or $(ARGUMENTS),--write)
+
+# The claims of the paper beside what is simulated of its engine and of ours.
+paper: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/paper.py
 
 # The first hour on a GPU machine, in ten minutes: what works there, what falls short, and why. With WHEELS=FOLDER, which
 # scripts/pack_wheels fills, beside the torch of the machine's own Python and without network. Fails without a GPU.

@@ -37,7 +37,7 @@ class PreparedStrategy:
     config: RunConfig
     """Resolved."""
     plan: Plan | None
-    """What canzona and asc execute."""
+    """What canzona, paper and asc execute."""
     state_bytes: int
     """What the fullest rank keeps from step to step: every model of a sitting takes this much."""
     transient_bytes: int

@@ -35,7 +35,7 @@ class BenchFiles:
         return self.root / f"config-{strategy}.yaml"
 
     def plan(self, strategy: str) -> Path:
-        """Only canzona and asc execute one."""
+        """Only canzona, paper and asc execute one."""
         return self.root / f"plan-{strategy}.json"
 
     def sitting(self, number: int) -> Path:

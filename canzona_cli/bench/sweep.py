@@ -25,8 +25,11 @@ _KEYS: Mapping[SweepKind, str] = {
     "optimizer": "optimizer",
     "layers": "model.num_layers",
 }
-_STRATEGIES: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {"alpha": ("canzona",), "c_max": ("canzona",)}
-"""For settings that affect only canzona."""
+_STRATEGIES: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
+    "alpha": ("canzona", "paper"),
+    "c_max": ("canzona", "paper"),
+}
+"""For settings that affect only these."""
 _AUTO = "auto"
 _MIB = 1 << 20
 
@@ -114,7 +117,7 @@ def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:
 
 
 def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ...]:
-    """The values to sweep where the user names none."""
+    """The values to sweep where the user names none; of C_max last the one that the planner finds."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")
     if kind == "optimizer":
@@ -126,6 +129,10 @@ def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ..
         parts = layout.pp * layout.vpp
         whole = config.model.num_layers // parts
         return tuple(str(parts * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
-    # From groups of one largest matrix to groups of eight, and the capacity that the planner finds.
+    return (*(f"{size:.6g}" for size in capacities_mib(config)), _AUTO)
+
+
+def capacities_mib(config: RunConfig) -> tuple[float, ...]:
+    """C_max from groups of one largest matrix to groups of eight."""
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
-    return (*(f"{times * largest / _MIB:.6g}" for times in (1, 2, 4, 8)), _AUTO)
+    return tuple(times * largest / _MIB for times in (1, 2, 4, 8))

@@ -26,7 +26,7 @@ def bench(
         typer.Option(
             "--strategies",
             metavar="NAME,NAME",
-            help="Some of canzona, asc, layerwise, sc, adamw. [default: every one that the run can have]",
+            help="Some of canzona, paper, asc, layerwise, sc, adamw. [default: every one that the run can have]",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Measured turns of every strategy.")] = 6,

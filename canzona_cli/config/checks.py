@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from canzona_cli.config.execution import Execution, even_shards, execution_of
+from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
@@ -61,9 +61,12 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
-    if strategy == "asc" and config.engine.mode in ("shared", "rows") and not unplanned:
+    if strategy in IN_ORDER and config.engine.mode in ("shared", "rows") and not unplanned:
         asked = f"engine.mode={config.engine.mode}"
-        yield f"{asked} is ignored: engine.strategy is asc, which updates every matrix on one host"
+        yield f"{asked} is ignored: engine.strategy is {strategy}, which updates every matrix on one host"
+    for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
+        if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
+            yield f"engine.{key} is ignored: engine.strategy is paper, which has {only}"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
@@ -103,8 +106,8 @@ def _values(config: RunConfig) -> Iterator[Problem]:
         yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
     engine = config.engine
     if engine.reduction == "even" and not even_shards(engine.layout, engine.strategy):
-        natural = engine.strategy == "asc"
-        uneven = "engine.strategy=asc" if natural else f"engine.layout={engine.layout}"
+        natural = engine.strategy in IN_ORDER
+        uneven = f"engine.strategy={engine.strategy}" if natural else f"engine.layout={engine.layout}"
         fix = f"use {'' if natural else 'engine.layout=aligned, or '}engine.reduction=null to have it chosen"
         yield problem_with(config, "engine.reduction", f"needs equal shards, and {uneven} makes uneven ones", fix)
 

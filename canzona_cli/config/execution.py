@@ -8,13 +8,17 @@ from canzona_cli.config.schema import AdamWConfig, BufferLayout, Layout, RunConf
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
+PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
+"""Strategies that execute a plan."""
+IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
+"""Strategies whose buckets keep Megatron's order, whatever `engine.layout`, and whose matrices are updated by hosts."""
 
 
 class Execution(Enum):
     """Who updates what, and by whose code."""
 
     PLANNED = "planned"
-    """Strategies canzona and asc: a plan gives each matrix an owner and a host, and canzona's engine executes it."""
+    """Strategies of `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine executes it."""
     REDUNDANT = "redundant"
     """Strategy sc by canzona's engine, for optimizers that Megatron does not have: every rank updates every matrix."""
     MEGATRON_SC = "megatron_sc"
@@ -45,7 +49,7 @@ def execution_of(config: RunConfig) -> Execution:
     if config.optimizer.name == "adamw":
         return Execution.ADAMW
     match config.engine.strategy:
-        case "canzona" | "asc":
+        case "canzona" | "paper" | "asc":
             return Execution.PLANNED
         case "layerwise":
             return Execution.LAYERWISE
@@ -81,8 +85,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 
 
 def even_shards(layout: BufferLayout, strategy: Strategy) -> bool:
-    """Whether gradient buckets are laid out in equal shards; asc keeps the natural order, whatever the layout."""
-    return layout == "aligned" and strategy != "asc"
+    """Whether gradient buckets are laid out in equal shards."""
+    return layout == "aligned" and strategy not in IN_ORDER
 
 
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
@@ -100,7 +104,7 @@ def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
         )  # fmt: skip
         return replace(config, optimizer=adamw)
     engine = replace(config.engine, strategy=strategy)
-    if strategy == "asc" and engine.reduction == "even":
+    if strategy in IN_ORDER and engine.reduction == "even":
         engine = replace(engine, reduction=None)
     if strategy != "canzona":
         engine = replace(engine, plan=None)

@@ -92,7 +92,7 @@ class _Content:
 def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Problem | None:
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
-        return Problem(key="plan", reason="there is no plan, and strategies canzona and asc need one", fix=fix)
+        return Problem(key="plan", reason="there is no plan, and strategies canzona, paper and asc need one", fix=fix)
     planned, found = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp"):
         here, there = getattr(found, name), getattr(planned, name)

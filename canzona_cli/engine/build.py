@@ -34,7 +34,7 @@ def build_engine(
 
     Args:
         chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
-        plan: of strategies canzona and asc; None for sc, where every rank updates all matrices of its stage.
+        plan: of strategies canzona, paper and asc; None for sc, where every rank updates all matrices of its stage.
 
     Raises:
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.

@@ -31,7 +31,7 @@ def wrap_data_parallel(
 
     Args:
         chunks: this rank's part of the model.
-        plan: of strategies canzona and asc, whose buckets the matrices then lie in.
+        plan: of strategies canzona, paper and asc, whose buckets the matrices then lie in.
 
     Raises:
         PlanMismatch: the plan is for another model.

@@ -27,10 +27,9 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, stages
-from canzona_cli.planner.contiguous import balanced_cuts, even_start
 from canzona_cli.planner.cost import rounded
-from canzona_cli.planner.micro_groups import greedy_hosts
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
+from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.parts import HOSTED, Assignment, Cell, PlanSettings, Share
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
@@ -50,22 +49,23 @@ def assign(
     bytes_per_element: int = 4,
     shares: Mapping[int, Share] = HOSTED,
 ) -> Assignment:
-    """Owner and host of every matrix, for strategies canzona and asc.
+    """Owner and host of every matrix, for strategies that are planned.
 
     - canzona, layouts owner and aligned: `_balanced`; layout contiguous: the best of several cuts in natural order;
+    - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by bucket, the
       first ranks would get every remainder), hosts take turns in registration order. Nothing is balanced.
 
-    With alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest cell / lower
-    bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). Both are those of the cells that
-    it comes to, and what no rank has the memory for is no candidate. So the candidates are the same for every alpha: as
-    it grows, the busiest cell can only get less busy, and as it falls, bytes only more even.
+    With canzona and alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest
+    cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). Both are those of
+    the cells that it comes to, and what no rank has the memory for is no candidate. So the candidates are the same for
+    every alpha: as it grows, the busiest cell can only get less busy, and as it falls, bytes only more even.
 
     Args:
-        costs: Seconds of each matrix's update, positive.
+        costs: Seconds of each matrix's update, positive; with strategy paper its elements.
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
-        bytes_per_element: In an exchange; only the paper's greedy hosts depend on it, see `micro_groups`.
+        bytes_per_element: In an exchange; only the paper's greedy hosts depend on it.
         shares: Of the matrices that may be shared, by index; with `settings.mode` shared or rows all of them are, else
             as many as make the busiest cell least busy.
 
@@ -204,6 +204,8 @@ def _solve(
 
     if settings.strategy == "asc":
         ways = [_as_they_lie(stage)]
+    elif settings.strategy == "paper":
+        ways = [_cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], settings.alpha)]
     elif settings.layout == "contiguous":
         ways = _contiguous(stage)
     else:
@@ -229,7 +231,7 @@ def _as_they_lie(stage: _Stage) -> Owners:
 
 
 def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
-    """Cells in any order, where what was asked for takes more memory than a rank has.
+    """Cells in any order, where what was asked for takes more memory than a rank has. The paper knows no such way.
 
     Raises:
         DoesNotFit: no assignment was found.
@@ -237,7 +239,7 @@ def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
     elements = [matrix.elements for matrix in stage.matrices]
     # Where costs first strands a unit, size first may not.
     cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-    if cells is None or settings.mode in ("shared", "rows"):
+    if cells is None or settings.mode in ("shared", "rows") or settings.strategy == "paper":
         raise DoesNotFit(_too_much(stage, memory_cap))
     return _Placed.of(stage, cells, frozenset())
 
@@ -317,14 +319,13 @@ def _contiguous(stage: _Stage) -> list[Owners]:
         [[stage.cost(part.unit) for part in parts] for parts in stage.parts],
         [[float(part.elements) for part in parts] for parts in stage.parts],
     )
-    return [_in_order(stage, balanced_cuts(by, stage.owners, alpha)) for by in weights for alpha in (*BLENDS, 1.0)]
+    return [_cut(stage, by, alpha) for by in weights for alpha in (*BLENDS, 1.0)]
 
 
-def _in_order(stage: _Stage, owned: Sequence[Sequence[int]]) -> Owners:
-    """`owned`: by bucket, the owner of each part in its order."""
+def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
     return {
         part.unit: owner
-        for parts, owners in zip(stage.parts, owned, strict=True)
+        for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
         for part, owner in zip(parts, owners, strict=True)
     }
 
@@ -352,9 +353,7 @@ def _hosted(
         if settings.strategy == "asc":
             hosts: Sequence[int] = [position % stage.tp for position in range(len(indices))]
         elif settings.grouping == "greedy" and not stage.shares:
-            hosts = greedy_hosts(
-                stage.matrices, stage.costs, indices, stage.tp, settings.c_max_bytes, bytes_per_element
-            )
+            hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
             row = stage.packer.rows(indices)[0]
             hosts = row.hosts

@@ -4,6 +4,7 @@ sooner, then what travels longest of two that update as fast is left; buckets an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
@@ -16,6 +17,7 @@ from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.micro_groups import Grouped, micro_groups
 from canzona_cli.planner.modes import best_of
 from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.paper import capacities
 from canzona_cli.planner.parts import HOSTED, Assignment, Bucket, Cell, PlanSettings, Share
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Plan
@@ -46,7 +48,11 @@ def attempt(
         memory_cap: elements of matrices that a rank may keep.
         c_max_bytes: of micro-groups, where smaller ones save memory; None: as asked.
     """
-    return _Attempt(config, layout, shapes, members, memory_cap, c_max_bytes).plan()
+    sizes: list[int | None] = [c_max_bytes]
+    if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
+        sizes += capacities(max(matrix.elements for matrix in members) * max(exchange_bytes(config)), None)
+    ways = [_Attempt(config, layout, shapes, members, memory_cap, size) for size in sizes]
+    return (ways[0] if len(ways) == 1 else min(ways, key=lambda way: way.seconds())).plan()
 
 
 def lower_bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
@@ -78,17 +84,18 @@ class _Attempt:
         self._config, self._layout, self._members, self._memory_cap = config, layout, members, memory_cap
         self._own_shapes = shapes is not None
         self._about = subject(config, layout, shapes)
-        self._asked, self._limit = self._about.settings, bucket_elements(config, layout)
+        asked = self._about.settings
+        self._asked = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
+        self._limit = bucket_elements(config, layout)
         self._costs, self._bounds = update_costs(config, members), lower_bounds(config, layout, members)
         self._possible = _possible(config, layout, members)
         self._width = max(exchange_bytes(config))
-        frugal = self._asked if c_max_bytes is None else replace(self._asked, c_max_bytes=c_max_bytes)
-        self._grouped = Grouped(frugal, self._width, HostedPipeline.of(planning(config), layout))
+        self._grouped = Grouped(self._asked, self._width, HostedPipeline.of(planning(config), layout))
         self._model = ReductionModel(config, layout)
         self._laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
 
     def plan(self) -> Plan:
-        assignment = self._that_travels_least(self._shared_where_sooner(self._balanced()))
+        assignment = self._that_travels_least(self._shared_where_sooner(self._balanced))
         return Plan(
             subject=self._about,
             matrices=self._members,
@@ -99,6 +106,11 @@ class _Attempt:
             lower_bounds=self._bounds,
         )
 
+    def seconds(self) -> float:
+        """What nothing hides of the plan, without sharing."""
+        return self._price(self._balanced)[0]
+
+    @cached_property
     def _balanced(self) -> Assignment:
         """Owner and host of every matrix; nothing is shared unless all is to be."""
         everything = self._asked.mode in ("shared", "rows")
@@ -140,7 +152,7 @@ class _Attempt:
     def _assigned(self, asked: PlanSettings, possible: Mapping[int, Share], memory_cap: int | None) -> Assignment:
         return assign(
             self._members,
-            self._costs,
+            [float(one.elements) for one in self._members] if asked.strategy == "paper" else self._costs,
             self._layout,
             asked,
             memory_cap,

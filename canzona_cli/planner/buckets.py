@@ -175,7 +175,7 @@ def buckets(
       lies across their border; the few that cannot give their owner another range. No padding but alignment;
     - contiguous: Megatron's own order;
     - aligned: every owner's parameters in a shard of its own, all as long as the fullest;
-    - strategy asc: natural order, whatever the layout.
+    - strategies paper and asc: natural order, whatever the layout.
 
     An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by `reduction`.
 
@@ -194,7 +194,7 @@ def buckets(
                 held = [[item.parameter for item in owned if item.first == owner] for owner in range(shards)]
                 found.append(even_bucket(held, stage, index))
             else:
-                order = _by_owner(owned) if settings.layout == "owner" and settings.strategy != "asc" else owned
+                order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
                 found.append(_packed(order, stage, index, shards))
     return tuple(found)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.qwen3 import parameter_count
@@ -174,7 +174,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         limit = bucket_elements(config, layout) if stage == 0 else None
         held = layerwise_placement(sizes, layers // layout.vpp, shards, limit)
         return replace(held, worst=held.worst * layout.vpp, padded=held.padded * layout.vpp)
-    in_order = config.engine.strategy == "asc"
+    in_order = config.engine.strategy in IN_ORDER
     return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
 
 

@@ -6,13 +6,12 @@ receives: the whole matrices it hosts, never more than C_max bytes. That bounds 
 matrices, a fragment of 1 / tp of each.
 """
 
-import heapq
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import replace
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.paper import rolled_back
 from canzona_cli.planner.parts import Assignment, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
 
@@ -36,7 +35,7 @@ def micro_groups(
 
     - registration: in registration order, a group closed when the next matrix would overfill a host;
     - balanced: every host's next costliest matrices together, so that hosts are busy equally long in each group;
-    - greedy: the paper's; its hosts are chosen by `greedy_hosts` (see `assign`);
+    - greedy: the paper's, see `paper.rolled_back`; `assign` gives matrices its hosts;
     - auto: see `_searched`; the fewest groups of those that take no more than `CLOSE` above the shortest.
 
     With tp = 1 nothing travels, and every owner has one group.
@@ -111,36 +110,17 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
         )
 
 
-def greedy_hosts(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    indices: Sequence[int],
-    tp: int,
-    c_max_bytes: int | None,
-    bytes_per_element: int,
-) -> list[int]:
-    """Hosts of an owner's matrices by the paper's rule, in the order of `indices`."""
-    jobs = [Job(matrix=matrices[index], host=0, seconds=costs[index]) for index in indices]
-    capacity = _elements(c_max_bytes, bytes_per_element)
-    placed = {job.matrix.index: job.host for group in _rolled_back(jobs, tp, capacity) for job in group}
-    return [placed[index] for index in indices]
-
-
-def _elements(c_max_bytes: int | None, bytes_per_element: int) -> int | None:
-    return None if c_max_bytes is None else c_max_bytes // bytes_per_element
-
-
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
 ) -> tuple[float, list[list[Job]]]:
     """What they take, and the groups."""
-    capacity, tp = _elements(settings.c_max_bytes, bytes_per_element), pipeline.tp
+    capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
     if settings.grouping == "auto" and tp > 1:
         return _quickest(_searched(jobs, tp, capacity), pipeline)
     if tp == 1:
         chosen = [list(jobs)]
     elif settings.grouping == "greedy":
-        groups = _rolled_back(jobs, tp, capacity)
+        groups = rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
         kept = {job.matrix.index: job.host for group in groups for job in group}
         chosen = groups if kept == {job.matrix.index: job.host for job in jobs} else _cut(jobs, tp, capacity)
@@ -244,37 +224,3 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
     queues = [[job for job in ascending if job.host == host] for host in range(tp)]
     arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
     return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
-
-
-def _rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """The paper's groups: jobs in registration order join the open group as long as it can be balanced within C_max.
-
-    Each time, the group's jobs go costliest first onto the least busy host (a heap). When a host would hold more than
-    C_max, the job that caused it is rolled back and opens the next group. Returns jobs with their new hosts.
-    """
-    done: list[list[Job]] = []
-    members: list[Job] = []
-    placed: list[Job] = []
-    for job in jobs:
-        # The whole open group is placed anew each time: a late costly job may displace earlier, cheaper ones.
-        trial = _least_busy([*members, job], tp, capacity)
-        if trial is None:
-            done.append(placed)
-            members, trial = [], _least_busy([job], tp, None)
-        members.append(job)
-        placed = trial or []
-    return [*done, placed] if placed else done
-
-
-def _least_busy(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[Job] | None:
-    heap = [(0.0, host) for host in range(tp)]
-    hosted = [0] * tp
-    placed = []
-    for job in sorted(jobs, key=lambda j: (-j.seconds, j.matrix.index)):
-        busy, host = heap[0]
-        hosted[host] += job.matrix.elements
-        if capacity is not None and hosted[host] > capacity:
-            return None
-        heapq.heapreplace(heap, (busy + job.seconds, host))
-        placed.append(replace(job, host=host))
-    return sorted(placed, key=lambda j: j.matrix.index)

@@ -192,6 +192,10 @@ class PlanSettings:
     """What gradients travel in between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
 
+    def capacity(self, bytes_per_element: int) -> int | None:
+        """Elements that C_max is."""
+        return None if self.c_max_bytes is None else self.c_max_bytes // bytes_per_element
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

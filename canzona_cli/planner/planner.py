@@ -16,6 +16,7 @@ from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes
 from canzona_cli.planner.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes, plan_memory
+from canzona_cli.planner.paper import capacities
 from canzona_cli.planner.parts import Cell
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
@@ -136,10 +137,7 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
     """C_max of `make_plan`'s attempts: what was asked for or nothing, then down to the largest matrix."""
     yield None
     largest = max(matrix.elements for matrix in members) * max(exchange_bytes(config))
-    asked = settings(config).c_max_bytes
-    for times in (8, 4, 2, 1):
-        if asked is None or times * largest < asked:
-            yield times * largest
+    yield from capacities(largest, settings(config).c_max_bytes)
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:

@@ -151,7 +151,7 @@ class ReductionModel:
         asked = settings.reduction or ("even" if even_shards(settings.layout, settings.strategy) else None)
         way = asked or "reduce"
         plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
-        if asked or settings.strategy == "asc" or not scratch or self._group.size == 1:
+        if asked or settings.strategy != "canzona" or not scratch or self._group.size == 1:
             return tuple(plain)
         stages = groupby(plain, key=lambda bucket: bucket.stage)
         return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))

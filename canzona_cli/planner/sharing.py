@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
+from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
@@ -30,7 +31,13 @@ _AROUND = (9, 9, 11)
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Of every matrix that can be shared, by index."""
     how, asked = algorithm(config), config.engine
-    if layout.tp == 1 or how.custom or not RULES[how.name].shared or how.form == "standard" or asked.strategy == "asc":
+    if (
+        asked.strategy in IN_ORDER
+        or layout.tp == 1
+        or how.custom
+        or not RULES[how.name].shared
+        or how.form == "standard"
+    ):
         return HOSTED
     if how.form == "auto" and not gram_holds(how, config.cluster):
         return HOSTED

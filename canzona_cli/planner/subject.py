@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import affecting
@@ -13,6 +14,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.buckets import bucket_elements
 from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
+from canzona_cli.planner.paper import as_published
 from canzona_cli.planner.parts import PlanSettings, Scalar, Subject
 
 
@@ -47,10 +49,10 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """What the planner is asked for. Only asc and canzona have plans; sc and layerwise are compared with canzona's."""
+    """What the planner is asked for. sc and layerwise have no plans; they are compared with canzona's."""
     engine = config.engine
-    return PlanSettings(
-        strategy="asc" if engine.strategy == "asc" else "canzona",
+    asked = PlanSettings(
+        strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
         layout=engine.layout,
         splitting=engine.splitting,
         alpha=engine.alpha,
@@ -60,6 +62,7 @@ def settings(config: RunConfig) -> PlanSettings:
         exchange_dtype=engine.exchange_dtype,
         mode=engine.mode,
     )
+    return as_published(asked) if asked.strategy == "paper" else asked
 
 
 def update_costs(

@@ -95,7 +95,7 @@ class PlanView(Page):
         yield "matrices", self._matrices()
         if rows := self._updates(times):
             yield "updates", rows
-        layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy == "canzona" else "in order"
+        layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"
         shared = len(plan.assignment.shares)
         modes = f"; {shared:,} matrices shared by TP groups" if shared else ""

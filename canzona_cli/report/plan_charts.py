@@ -39,7 +39,7 @@ _GAP = 2
 def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     """Update time by rank: a row for each host, a column for each owner, the strategies side by side."""
     mesh = study.plan.subject.layout
-    shown = [(name, study.strategies[name].loads) for name in ("canzona", "asc", "layerwise")]
+    shown = [(name, study.strategies[name].loads) for name in study.mapped]
     maps = [(name, loads) for name, loads in shown if loads is not None]
     width = (screen.width - 2 - _GAP * (len(maps) - 1)) // len(maps)
     width = min(width, max(4 * mesh.owners, 24))

@@ -87,7 +87,7 @@ def _end(axes: "Axes", study: Study) -> None:
 
 def _loads(axes: "Axes", study: Study) -> None:
     """Update time of every rank of the stage, sorted: a flat line is a perfect balance."""
-    for name in ("canzona", "asc", "layerwise"):
+    for name in study.mapped:
         loads = study.strategies[name].loads
         if loads is None:
             continue

@@ -40,7 +40,7 @@ class RunFiles:
         """What this launch goes on from; absent where it starts at the first step."""
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
-        """What strategies canzona and asc execute; the others have none."""
+        """What strategies canzona, paper and asc execute; the others have none."""
         self.routing = root / "routing.json"
         """Which parameters the optimizer updates as matrices, and which AdamW updates."""
         self.kernels = root / "kernels.json"

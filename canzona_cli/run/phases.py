@@ -96,10 +96,19 @@ STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
 )
 """What a rank does at the same time, in simulated timelines."""
 
-STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = ("canzona", "asc", "layerwise", "sc", "adamw")
+STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
+    "canzona", "paper", "asc", "layerwise", "sc", "adamw",
+)  # fmt: skip
 """In the order in which they run and are shown: ours, what it is compared with, the yardstick."""
 STRATEGY_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
-    {"canzona": "#3a9d5d", "asc": "#e08a3c", "layerwise": "#4c72b0", "sc": "#c44e52", "adamw": "#7f7f7f"}
+    {
+        "canzona": "#3a9d5d",
+        "paper": "#8c6bb1",
+        "asc": "#e08a3c",
+        "layerwise": "#4c72b0",
+        "sc": "#c44e52",
+        "adamw": "#7f7f7f",
+    }
 )
 
 

@@ -23,7 +23,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     """The step of a resolved run on its cluster profile.
 
     Args:
-        plan: what canzona and asc execute; None for the others.
+        plan: what canzona, paper and asc execute; None for the others.
     """
     config = with_cores(config)
     result = simulate_run(config, layout, plan)

@@ -338,17 +338,17 @@ def assumptions() -> tuple[str, ...]:
         "piece of them is, as far as their product is long enough.",
         "Gradients are reduced per bucket under the last micro-batch's backward. AdamW and layerwise gather parameters "
         "one bucket ahead of the next forward, or whole model chunks ahead where a stage has several, as Megatron-LM "
-        "0.19 does (canzona and asc: below).",
+        "0.19 does (strategies with a plan: below).",
         "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. What a stage sends travels "
         "once the next one asks for it, a pass ahead, and it waits until that is there, but for backward transfers "
         "between model chunks while both directions take turns.",
         "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
-        "canzona and asc update AdamW's parameters before the matrices, and gather those of a stage's first model "
-        f"chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the first ones "
-        "from the last update on, while gradients are set to zero for the next step.",
+        "Strategies with a plan update AdamW's parameters before the matrices, and gather those of a stage's first "
+        f"model chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the "
+        "first ones from the last update on, while gradients are set to zero for the next step.",
         "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "
         "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
-        "full products, canzona and asc as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
+        "full products, those with a plan as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
         "compares the same arithmetic.",
         "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type. Of "
         "shared matrices squares travel, in the narrower of both to their hosts, which add them up one by one.",

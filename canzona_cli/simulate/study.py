@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.execution import AnyStrategy, even_shards, with_strategy
+from canzona_cli.config.execution import PLANNED, AnyStrategy, even_shards, with_strategy
 from canzona_cli.config.schema import (
     BufferLayout,
     EngineConfig,
@@ -21,7 +21,6 @@ from canzona_cli.config.schema import (
     Mode,
     MomentumConfig,
     RunConfig,
-    Strategy,
 )
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
@@ -88,8 +87,13 @@ class Study:
 
     @property
     def strategy(self) -> str:
-        """The planned one: canzona or asc."""
+        """The planned one."""
         return self.plan.subject.settings.strategy
+
+    @property
+    def mapped(self) -> tuple[str, str, str]:
+        """The strategies whose loads are drawn beside each other."""
+        return "canzona", "paper" if self.strategy == "paper" else "asc", "layerwise"
 
     @property
     def planned(self) -> Compared:
@@ -144,7 +148,7 @@ class Study:
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
-        mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc")
+        mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc", "paper")
         balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {
             "version": VERSION,
@@ -213,7 +217,7 @@ def study_run(
     """Plan and simulate a run.
 
     Args:
-        config: resolved (`cluster.fit.resolve`), of strategy canzona or asc (`planner.plannable`).
+        config: resolved (`cluster.fit.resolve`), of a strategy that is planned (`planner.plannable`).
         layout: what it was resolved to.
         compare: what else to plan; strategies are always compared.
         shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
@@ -224,10 +228,10 @@ def study_run(
     """
     start = time.perf_counter()
     plan = make_plan(config, layout, shapes)
-    other = plan_unbounded(
-        with_strategy(config, "canzona" if config.engine.strategy == "asc" else "asc"), layout, shapes
-    )
-    plans = {config.engine.strategy: plan, other.subject.settings.strategy: other}
+    plans: dict[AnyStrategy, Plan] = {
+        name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
+        for name in PLANNED
+    }
     measured = balance(plan)
     strategies: dict[str, Compared] = {
         name: _compared(with_cores(config), layout, plans, name, measured.slowest.stage) for name in STRATEGIES
@@ -253,10 +257,10 @@ def _possible(engine: EngineConfig) -> EngineConfig:
 
 
 def _compared(
-    config: RunConfig, layout: Layout, plans: Mapping[Strategy, Plan], strategy: AnyStrategy, stage: int
+    config: RunConfig, layout: Layout, plans: Mapping[AnyStrategy, Plan], strategy: AnyStrategy, stage: int
 ) -> Compared:
     loads: Sequence[float] | None = None
-    if strategy == "canzona" or strategy == "asc":
+    if strategy in plans:
         own = plans[strategy]
         result, memory = simulate_plan(config, layout, own), plan_memory(config, layout, own).total
         loads = own.loads(stage)

@@ -1,6 +1,6 @@
 """The update phase: what every rank does between clipped gradients and its own updated matrices.
 
-hosted (canzona, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
+hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
 duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
 does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
@@ -42,7 +42,7 @@ class Workload:
     buckets: Sequence[Bucket] = ()
     """Of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
     groups: Sequence[MicroGroup] = ()
-    """Micro-groups, for canzona and asc."""
+    """Micro-groups, for canzona, paper and asc."""
 
 
 @dataclass(frozen=True, kw_only=True)

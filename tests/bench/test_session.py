@@ -40,7 +40,7 @@ def problems(*overrides: str, options: Options | None = None, strategies: tuple[
 
 def test_all_strategies_have_one_layout_batch_schedule_and_splitting() -> None:
     line_up = prepared().line_up
-    assert names(line_up) == ["canzona", "asc", "layerwise", "sc", "adamw"]
+    assert names(line_up) == ["canzona", "paper", "asc", "layerwise", "sc", "adamw"]
     configs = [strategy.config for strategy in line_up.strategies]
     first = configs[0]
     for config in configs:
@@ -52,12 +52,12 @@ def test_all_strategies_have_one_layout_batch_schedule_and_splitting() -> None:
         )
         assert config.engine.splitting == "qkv"
         assert config.optimizer.lr == first.optimizer.lr
-    assert [config.optimizer.name for config in configs] == ["muon"] * 4 + ["adamw"]
+    assert [config.optimizer.name for config in configs] == ["muon"] * 5 + ["adamw"]
     assert first.train.steps == 9  # a round to warm up and two measured, three steps each
     assert first.train.global_batch_size == line_up.layout.dp == 2
     assert first.schedule.decay_steps == 120  # the recipe's own rates
-    assert [strategy.plan is not None for strategy in line_up.strategies] == [True, True, False, False, False]
-    assert {strategy.arithmetic for strategy in line_up.strategies[:4]} == {line_up.reference.arithmetic}
+    assert [strategy.plan is not None for strategy in line_up.strategies] == [True, True, True, False, False, False]
+    assert {strategy.arithmetic for strategy in line_up.strategies[:5]} == {line_up.reference.arithmetic}
     assert any("engine.splitting=qkv" in note for note in line_up.notes)
 
 
@@ -137,11 +137,12 @@ def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 
 
 def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() -> None:
     line_up = prepared().line_up  # 3.25 GiB for each rank
-    sizes = (1.0, 1.0, 1.5, 1.0, 2.5)
+    sizes = (1.0, 1.0, 1.5, 1.5, 1.0, 2.5)
     line_up = replace(line_up, strategies=tuple(sized(line_up, place, size) for place, size in enumerate(sizes)))
     sittings = into_sittings(line_up, None)
     assert [(tuple(member.name for member in sitting.strategies), sitting.alone) for sitting in sittings] == [
-        (("canzona", "asc", "sc"), False),  # 3 GiB that stay, and once what a step needs
+        (("canzona", "paper", "sc"), False),  # 3 GiB that stay, and once what a step needs
+        (("canzona", "asc"), False),
         (("canzona", "layerwise"), False),
         (("adamw",), True),
     ]
@@ -150,7 +151,7 @@ def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() ->
 def test_cpu_ranks_share_the_machines_free_memory() -> None:
     line_up = prepared().line_up
     together = into_sittings(line_up, 64 * GIB)
-    assert [len(sitting.strategies) for sitting in together] == [5]
+    assert [len(sitting.strategies) for sitting in together] == [6]
     # Python and torch alone are 0.75 GiB on each of the four ranks.
     assert all(sitting.alone for sitting in into_sittings(line_up, 3 * GIB)[1:])
 
@@ -162,7 +163,7 @@ def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:
     sweep = prepare_sweep(TINY, options("alpha"))
     assert list(sweep.sessions) == ["0", "0.25", "0.5", "0.75", "1"]
     assert [session.config.engine.alpha for session in sweep.sessions.values()] == [0, 0.25, 0.5, 0.75, 1]
-    assert all(names(session.line_up) == ["canzona"] for session in sweep.sessions.values())
+    assert all(names(session.line_up) == ["canzona", "paper"] for session in sweep.sessions.values())
 
     sweep = prepare_sweep(TINY, options("c_max"))
     capacities = [session.config.engine.c_max_mib for session in sweep.sessions.values()]

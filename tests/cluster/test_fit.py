@@ -20,7 +20,7 @@ runs = st.builds(
     run,
     st.sampled_from(SIZES),
     st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 40, 64, 256, 1000, 1024)),
-    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "canzona")),
+    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "paper", "canzona")),
     tp=st.sampled_from((None, None, 1, 2, 4)),
     pp=st.sampled_from((None, None, 1, 2, 4)),
     micro_batch_size=st.sampled_from((None, None, 1, 3)),

@@ -55,7 +55,7 @@ def test_json_has_what_scripts_rely_on(large: dict[str, object]) -> None:
     assert {"total", "weights", "gradients", "masters"} <= keys("memory", "per_gpu_bytes")
     assert {"per_gpu_bytes", "worst_rank"} <= keys("memory")
     assert {"dp_reduce_bytes", "dp_gather_bytes", "tp_exchange_bytes", "padding_fraction"} <= keys("communication")
-    assert keys("strategies") == {"sc", "layerwise", "asc", "canzona", "adamw"}
+    assert keys("strategies") == {"sc", "layerwise", "asc", "paper", "canzona", "adamw"}
     for strategy in keys("strategies"):
         wanted = {"iteration_s", "optimizer_s", "phases"}
         assert wanted <= keys("strategies", strategy)

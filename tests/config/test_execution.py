@@ -16,6 +16,7 @@ OTHERS = (ShampooConfig(name="shampoo", lr=1e-3), CustomConfig(name="custom", lr
     ("optimizer", "strategy", "execution"),
     [
         (MUON, "canzona", Execution.PLANNED),
+        (MUON, "paper", Execution.PLANNED),
         (MUON, "asc", Execution.PLANNED),
         (MUON, "layerwise", Execution.LAYERWISE),
         (MUON, "sc", Execution.MEGATRON_SC),
@@ -31,7 +32,7 @@ def test_optimizer_and_strategy_decide(optimizer: OptimizerConfig, strategy: Str
     assert strategy_of(config) == ("adamw" if execution is Execution.ADAMW else strategy)
 
 
-@pytest.mark.parametrize("strategy", ["canzona", "asc", "layerwise", "sc", "adamw"])
+@pytest.mark.parametrize("strategy", ["canzona", "paper", "asc", "layerwise", "sc", "adamw"])
 def test_a_run_under_another_strategy_keeps_its_rates(strategy: AnyStrategy) -> None:
     run = sizes.run("tiny", 4, strategy="canzona")
     run = replace(run, engine=replace(run.engine, layout="aligned", reduction="even", plan="a.json"))
@@ -40,5 +41,5 @@ def test_a_run_under_another_strategy_keeps_its_rates(strategy: AnyStrategy) -> 
     assert (changed.optimizer.lr, changed.optimizer.beta2) == (run.optimizer.lr, run.optimizer.beta2)
     if strategy == "canzona":
         assert changed == run
-    elif strategy == "asc":
+    elif strategy in ("paper", "asc"):
         assert (changed.engine.plan, changed.engine.reduction) == (None, None)

@@ -191,9 +191,11 @@ def _half(
     elif theirs:
         strategy = dice.choice(("canzona", "sc", "layerwise") if bf16 else ("canzona", "sc"))
     else:
-        strategy = dice.choice(("canzona", "canzona", "asc", "sc") if optimizer != "muon" else ("canzona", "asc"))
+        strategy = dice.choice(
+            ("canzona", "canzona", "paper", "asc", "sc") if optimizer != "muon" else ("canzona", "paper", "asc")
+        )
     # Chunks of stages take turns over as many micro-batches as there are stages.
-    may = strategy in ("canzona", "asc") and pp > 1 and layers % (2 * pp) == batch // (dp * micro) % pp == 0
+    may = strategy in ("canzona", "paper", "asc") and pp > 1 and layers % (2 * pp) == batch // (dp * micro) % pp == 0
     layout = dice.choice(("contiguous", "owner", "aligned"))
     even = ("even",) if layout == "aligned" and strategy == "canzona" else ()
     return (

@@ -106,7 +106,7 @@ def test_turns_change_nothing_of_what_a_strategy_learns(
 def test_every_rank_and_step_is_recorded_in_the_phases_of_the_breakdown(
     lined: LineUp, together: dict[str, Samples]
 ) -> None:
-    assert list(together) == ["canzona", "asc", "layerwise", "sc", "adamw"]
+    assert list(together) == ["canzona", "paper", "asc", "layerwise", "sc", "adamw"]
     for name, samples in together.items():
         assert len(samples.losses) == TOTAL
         assert [len(steps) for steps in samples.ranks] == [TOTAL] * lined.layout.world_size

@@ -97,6 +97,7 @@ WHO_AND_WHEN: list[Run] = [
     (("optimizer=muon", *settings), 3)
     for settings in (
         ("engine.strategy=asc",),
+        ("engine.strategy=paper", "engine.alpha=0.5", "engine.c_max_mib=0.05"),
         ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
         ("engine.layout=aligned", "engine.reduction=even"),
         ("parallel.overlap_param_gather=false",),

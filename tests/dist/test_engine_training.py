@@ -114,6 +114,7 @@ USUAL, *OTHERWISE = (
     for settings in (
         (),
         ("engine.strategy=asc",),
+        ("engine.strategy=paper", "engine.c_max_mib=0.05"),
         ("engine.layout=contiguous", "engine.reduction=all_to_all"),
         ("engine.layout=aligned", "engine.reduction=even"),
         ("engine.grouping=greedy", "engine.c_max_mib=0.05"),

@@ -42,7 +42,7 @@ MODELS = st.builds(
 GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
 PLANS = st.builds(
     PlanSettings,
-    strategy=st.sampled_from(["canzona", "asc"]),
+    strategy=st.sampled_from(["canzona", "paper", "asc"]),
     layout=st.sampled_from(get_args(BufferLayout)),
     alpha=st.sampled_from([0.0, 0.4, 1.0]),
     grouping=st.sampled_from(get_args(Grouping)),

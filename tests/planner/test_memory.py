@@ -154,7 +154,7 @@ def test_selective_recomputation_frees_keys_and_values_that_were_gathered() -> N
 
 
 @given(
-    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "canzona")),
+    strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "paper", "canzona")),
     dp=st.sampled_from((1, 2, 8)),
     tp=st.sampled_from((1, 2, 4)),
     pp=st.sampled_from((1, 2, 4)),
@@ -181,7 +181,7 @@ def test_more_of_anything_never_needs_less(
 
 def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
     """canzona's matrices are what was asked for."""
-    for strategy in ("sc", "layerwise", "asc", "canzona"):
+    for strategy in ("sc", "layerwise", "asc", "paper", "canzona"):
         config = run("8b", 8, strategy=strategy)
         shapes = {
             splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)))

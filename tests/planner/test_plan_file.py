@@ -44,7 +44,7 @@ def test_megatrons_own_ways_execute_no_plan_even_if_one_is_named(strategy: str, 
     assert obtain_plan(config, layout, tmp_path) is None
 
 
-@pytest.mark.parametrize("strategy", ["asc", "canzona"])
+@pytest.mark.parametrize("strategy", ["asc", "paper", "canzona"])
 def test_without_any_file_a_plan_is_made_and_nothing_written(strategy: str, tmp_path: Path) -> None:
     config, layout = resolved(strategy=strategy)
     found = obtained(config, layout, tmp_path / "plans")

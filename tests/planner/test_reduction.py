@@ -139,7 +139,7 @@ def test_weights_go_the_other_way() -> None:
     dp=st.sampled_from([2, 4, 8, 16]),
     sizes=st.lists(st.integers(1, 1 << 22), min_size=1, max_size=16),
     scratch=st.booleans(),
-    strategy=st.sampled_from(["canzona", "asc"]),
+    strategy=st.sampled_from(["canzona", "paper", "asc"]),
     latency=st.sampled_from([1.0, 10.0, 500.0]),
 )
 def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
@@ -151,7 +151,7 @@ def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
     wanted = PlanSettings(strategy=strategy)  # type: ignore[arg-type]
     (chosen,) = prices.choose([one], wanted, scratch=scratch)
     assert replace(chosen, reduction="reduce", gathering="broadcast") == one
-    if not scratch or strategy == "asc":
+    if not scratch or strategy != "canzona":
         assert chosen == one
     if (chosen.reduction, chosen.gathering) != ("reduce", "broadcast"):
         for priced in (prices.reduce, prices.gather):

@@ -36,7 +36,7 @@ def simulated(config: RunConfig, layout: Layout) -> float:
         run,
         st.sampled_from(("tiny", "0.6b", "1.7b")),
         st.sampled_from((1, 4, 8, 16, 64)),
-        strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "canzona")),
+        strategy=st.sampled_from(("adamw", "sc", "layerwise", "asc", "paper", "canzona")),
         grad_reduce_dtype=st.sampled_from(("fp32", "bf16")),
         cluster=st.sampled_from(CLUSTERS),
     ),

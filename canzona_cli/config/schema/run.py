@@ -29,7 +29,7 @@ from canzona_cli.config.schema.training import (
     TrainConfig,
 )
 
-Strategy = Literal["canzona", "asc", "layerwise", "sc"]
+Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
 BufferLayout = Literal["contiguous", "owner", "aligned"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
@@ -52,8 +52,9 @@ class EngineConfig:
 
     strategy: Annotated[
         Strategy,
-        "asc and canzona execute a Plan; layerwise is Megatron's own; sc (every rank updates everything) is too "
-        "with Muon, and is done by canzona's engine with other optimizers. AdamW alone needs none of them.",
+        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a Plan; layerwise is Megatron's own; sc (each "
+        "rank updates everything) is too with Muon, and is done by canzona's engine with other optimizers. AdamW alone "
+        "needs none of them.",
         SPREAD | PLAN,
     ]
     layout: Annotated[
@@ -83,7 +84,7 @@ class EngineConfig:
         Literal["auto"] | Mode,
         "Who updates a matrix: hosted (its host, whole), shared (the owner's TP group together, wherever the optimizer "
         "and the matrix allow it), rows (shared, and what a host does alone of it cut by rows), auto (by matrix, "
-        "searched). asc: hosted.",
+        "searched). paper, asc: hosted.",
         SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[

@@ -35,7 +35,7 @@ def plan_page(view: PlanView) -> Document:
 
 
 def _loads(study: Study) -> Html:
-    shown = ((name, study.strategies[name].loads) for name in ("canzona", "asc", "layerwise"))
+    shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
     return load_maps(maps, hosts=study.plan.subject.layout.tp)
 

@@ -1,0 +1,120 @@
+"""The paper's engine (arXiv 2602.06079), as far as its abstract and summaries tell: strategy `paper`.
+
+Every bucket is cut into owners' shares between matrices as they lie, weighed by elements: alpha = 0 evens out each
+bucket, alpha = 1 the total. An owner's matrices then join micro-groups in that order, each onto the least busy host; a
+group is closed before the matrix that would take a host above C_max. Nothing of canzona's own is used: no updates
+shared by a TP group, no rings, no other order of owners, no prices but for C_max where the user sets none.
+"""
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.parts import PlanSettings
+from canzona_cli.planner.pipeline import Job
+
+TIMES = (8, 4, 2, 1)
+"""Capacities that are tried where none is asked for, in largest matrices."""
+
+
+def as_published(asked: PlanSettings) -> PlanSettings:
+    """The settings that the paper's engine has, whatever was asked for of canzona's."""
+    return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
+
+
+def capacities(largest_bytes: int, asked_bytes: int | None) -> Iterator[int]:
+    """Smaller and smaller C_max, in bytes, below what was asked for, down to the largest matrix."""
+    for times in TIMES:
+        if asked_bytes is None or times * largest_bytes < asked_bytes:
+            yield times * largest_bytes
+
+
+def even_start(weights: Sequence[float], owners: int) -> list[int]:
+    """Owner of each piece: the rank whose even share of all of them the piece starts in."""
+    total, starts = sum(weights), accumulate(weights[:-1], initial=0)
+    return [min(owners - 1, int(start * owners // total)) for start in starts]
+
+
+def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
+    """Owner of each piece of each bucket; `buckets[b]` are the weights of its pieces in natural order.
+
+    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is fuller than
+    that of `even_start` applied to the weights, that slicing is kept for all buckets.
+    """
+    goal = sum(map(sum, buckets)) / owners
+    loads = [0.0] * owners
+    found: list[list[int]] = [[] for _ in buckets]
+    for index in sorted(range(len(buckets)), key=lambda b: (-sum(buckets[b]), b)):
+        weights = buckets[index]
+        total = sum(weights)
+        lacking = [max(0.0, goal - load) for load in loads]
+        wanted = sum(lacking)
+        shares = [
+            total * ((1 - alpha) / owners + alpha * (lack / wanted if wanted > 0 else 1 / owners)) for lack in lacking
+        ]
+        boundaries = [0.0, *accumulate(weights)]
+        cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
+        # A rank ends where the next one's first piece is; the cuts ascend.
+        found[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
+        for weight, owner in zip(weights, found[index], strict=True):
+            loads[owner] += weight
+    plain = [even_start(weights, owners) for weights in buckets]
+    return found if max(loads) <= _most(buckets, plain, owners) else plain
+
+
+def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
+    loads = [0.0] * owners
+    for weights, found in zip(buckets, owned, strict=True):
+        for weight, owner in zip(weights, found, strict=True):
+            loads[owner] += weight
+    return max(loads)
+
+
+def _nearest(boundaries: Sequence[float], target: float) -> int:
+    """Index of the boundary nearest to `target`; the lower of two equally near."""
+    above = min(bisect_left(boundaries, target), len(boundaries) - 1)
+    below = max(0, above - 1)
+    return below if target - boundaries[below] <= boundaries[above] - target else above
+
+
+def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, capacity: int | None) -> list[int]:
+    """Hosts of an owner's matrices, in the order of `indices`."""
+    jobs = [Job(matrix=matrices[index], host=0, seconds=0.0) for index in indices]
+    placed = {job.matrix.index: job.host for group in rolled_back(jobs, tp, capacity) for job in group}
+    return [placed[index] for index in indices]
+
+
+def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
+    """The paper's groups: jobs in their order join the open group as long as it can be balanced within C_max.
+
+    Each time, the group's jobs go largest first onto the host with the fewest elements (a heap). When a host would hold
+    more than C_max (`capacity`, in elements), the job that caused it is rolled back and opens the next group. Returns
+    jobs with their new hosts.
+    """
+    done: list[list[Job]] = []
+    members: list[Job] = []
+    placed: list[Job] = []
+    for job in jobs:
+        # The whole open group is placed anew each time: a late large job may displace earlier, smaller ones.
+        trial = _least_full([*members, job], tp, capacity)
+        if trial is None:
+            done.append(placed)
+            members, trial = [], _least_full([job], tp, None)
+        members.append(job)
+        placed = trial or []
+    return [*done, placed] if placed else done
+
+
+def _least_full(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[Job] | None:
+    heap = [(0, host) for host in range(tp)]
+    placed = []
+    for job in sorted(jobs, key=lambda job: (-job.matrix.elements, job.matrix.index)):
+        held, host = heap[0]
+        if capacity is not None and held + job.matrix.elements > capacity:
+            return None
+        heapq.heapreplace(heap, (held + job.matrix.elements, host))
+        placed.append(replace(job, host=host))
+    return sorted(placed, key=lambda job: job.matrix.index)
