@@ -61,6 +61,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
+    if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
+        yield "train.batch_tokens is ignored: train.global_batch_size is set"
     if strategy in IN_ORDER and config.engine.mode in ("shared", "rows") and not unplanned:
         asked = f"engine.mode={config.engine.mode}"
         yield f"{asked} is ignored: engine.strategy is {strategy}, which updates every matrix on one host"

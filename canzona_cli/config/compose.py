@@ -93,7 +93,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
     _choose_min_lr(tree, asked, problems)
-    _choose_batch(tree, asked, problems)
+    _choose_batch(tree, asked)
     _choose_source(tree, asked)
     recipe_file = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     where = " with ".join(
@@ -142,15 +142,13 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
         optimizer["min_lr_ratio"] = None
 
 
-def _choose_batch(tree: dict[str, object], asked: Overrides, problems: list[Problem]) -> None:
-    """A number of tokens on the command line counts, whatever number of sequences the recipe has."""
+def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
+    """A number of tokens on the command line counts, whatever number of sequences the recipe has. Where both are typed
+    the number of sequences counts, and a warning says so."""
     tokens, sequences = "train.batch_tokens", "train.global_batch_size"
-    if tokens not in asked.values:
+    if tokens not in asked.values or asked.values.get(sequences) is not None:
         return
-    if asked.values.get(sequences) is not None:
-        reason, fix = "is set by train.global_batch_size, too", "keep one of them"
-        problems.append(Problem(key=tokens, value=asked.texts[tokens], reason=reason, fix=fix))
-    elif isinstance(train := tree.get("train"), dict):
+    if isinstance(train := tree.get("train"), dict):
         train["global_batch_size"] = None
 
 

@@ -135,6 +135,7 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
     ("overrides", "ignored"),
     [
         ("optimizer=adamw engine.strategy=sc", "engine.strategy"),
+        ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
         ("engine=sc engine.layout=aligned", "engine.layout"),
         ("optimizer=adamw engine.splitting=fused", "engine.splitting"),
         ("engine.strategy=layerwise engine.alpha=0.5", "engine.alpha"),
@@ -168,7 +169,6 @@ UNUSED = [
     ("data=prepared data.path=x data.tokenizer=byte", "data.tokenizer"),
     ("data.path=x data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
     ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
-    ("train.batch_tokens=512 train.global_batch_size=8", "train.batch_tokens"),
     ("train.precision=fp32 train.grad_reduce_dtype=bf16", "train.grad_reduce_dtype"),
     ("optimizer.clip=none optimizer.clip_grad=2", "optimizer.clip_grad"),
     ("optimizer.clip_grad=0 optimizer.clip=adamw", "optimizer.clip"),
