@@ -1,15 +1,19 @@
 """`canzona bench --simulate`: predicted times of every size and strategy on more and more GPUs. No torch.
 
 Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a simulated
-iteration of each strategy on that layout. Nothing here is measured.
+iteration of each strategy on that layout; AdamW and layerwise also one in the layout that is fastest for themselves.
+Nothing here is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.search import Tried, fastest_with
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Device, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
@@ -20,6 +24,8 @@ from canzona_cli.simulate.simulate import assumptions
 from canzona_cli.simulate.study import Study, study_run
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
+"""Strategies that are also simulated in their own fastest layout: the least that canzona has to be compared with."""
 MOST_GPUS = 65_536
 """More would take minutes to plan, and no profile describes links of such a machine."""
 VERSION = 3
@@ -35,6 +41,16 @@ class SimulatedCell:
     study: Study | None
     reason: str = ""
     """Why no layout is possible; empty where there is a study."""
+    yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
+    """Each of `YARDSTICKS` in the layout that is fastest for it; None where it fits in none."""
+
+    def overhead(self, yardstick: str) -> float | None:
+        """How much longer canzona's iteration is than that of a yardstick in its own fastest layout, per sequence."""
+        best = self.yardsticks.get(yardstick)
+        if self.study is None or best is None:
+            return None
+        mine = self.study.planned.result.iteration_s / self.study.layout.global_batch_size
+        return mine / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
         """How many times longer the optimizer step of a strategy is than canzona's, if it fits in this layout."""
@@ -54,6 +70,17 @@ class SimulatedCell:
             "reason": self.reason or None,
             "strategies": strategies,
             "optimizer_over_canzona": ratios,
+            "yardsticks": {
+                name: best
+                and {
+                    "layout": asdict(best.layout),
+                    "iteration_s": best.iteration_s,
+                    "optimizer_s": best.optimizer_s,
+                    "memory_bytes": best.memory_bytes,
+                    "canzona_over_it": self.overhead(name),
+                }
+                for name, best in self.yardsticks.items()
+            },
         }
 
 
@@ -119,7 +146,7 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulate every size on every number of GPUs; some 0.2 s each.
+    """Simulate every size on every number of GPUs; a second or two each, ten on 1,024 GPUs.
 
     Args:
         overrides: settings for all of them; `recipe=` there names the one size.
@@ -196,9 +223,11 @@ def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequ
 
 def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
     try:
-        return SimulatedCell(recipe=config.name, gpus=gpus, study=study_run(*resolve(config)))
+        study = study_run(*resolve(config))
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
+    yardsticks: dict[str, Tried | None] = {name: fastest_with(config, name, study.layout) for name in YARDSTICKS}
+    return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=MappingProxyType(yardsticks))
 
 
 def _impossible(recipe: str, gpus: int, error: ConfigError | DoesNotFit) -> SimulatedCell:

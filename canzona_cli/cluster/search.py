@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from canzona_cli.cluster.layout_cache import Cache
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.memory import estimate, plan_memory
@@ -32,6 +32,7 @@ class Tried:
 
     layout: Layout
     iteration_s: float
+    optimizer_s: float
     memory_bytes: int
     """Of the fullest rank."""
     spent: Spent
@@ -70,6 +71,18 @@ def search(config: RunConfig, count: int = 1) -> Found:
         found = _search(config, count)
         cache.write(found)
     return found
+
+
+def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
+    """The run under another strategy, in the layout that is fastest for that one; None where none fits.
+
+    The layout that was planned takes part too: a search that is cut short (`Found.proven`) may miss it.
+    """
+    other = with_strategy(config, strategy)
+    here = Candidate(layout=planned, memory=estimate(other, planned))
+    simulated = _try(other, here) if here.fits else None
+    fastest = [*search(other).best, *([] if simulated is None else [simulated.told()])]
+    return min(fastest, key=lambda one: one.per_sequence_s, default=None)
 
 
 def _holds(config: RunConfig, remembered: Found) -> bool:
@@ -133,6 +146,7 @@ class _Simulated:
         return Tried(
             layout=layout,
             iteration_s=self.result.iteration_s,
+            optimizer_s=self.result.optimizer_s,
             memory_bytes=(self.candidate.memory if plan is None else plan_memory(self.run, layout, plan)).total,
             spent=spent(self.run, layout, self.result),
         )

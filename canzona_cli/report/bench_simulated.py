@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.simulated import SimulatedCell, Simulation
+from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
+from canzona_cli.cluster.search import Tried
 from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
@@ -58,6 +59,11 @@ class SimulationView(Page):
             _group(cells, "optimizer, times canzona's", _OTHERS, _times),
             _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
         ]
+        groups += [
+            _yardsticks(cells, "fastest layout of its own", lambda best, _: layout_code(best.layout)),
+            _yardsticks(cells, "iteration there, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardsticks(cells, "canzona's over that", lambda _, share: overhead(share)),
+        ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
             if cell.reason:
@@ -66,6 +72,7 @@ class SimulationView(Page):
     def _legend(self) -> Iterator[str]:
         yield (
             "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
+            "AdamW and layerwise are also compared, by sequence, each in its own fastest layout; -: does not fit. "
             "optimizer step: from reduced gradients to the next forward, without what hides under other work."
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
@@ -83,6 +90,15 @@ def _group(
 ) -> Columns:
     rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
     return Columns(title=title, heads=tuple(names), rows=tuple(rows))
+
+
+def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
+    """A column for each strategy that is simulated in its own fastest layout; `show` has it and canzona's overhead."""
+    rows = (
+        tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
+        for cell in cells
+    )
+    return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
 
 
 def _iteration(study: Study, name: str) -> str:

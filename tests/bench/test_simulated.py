@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,11 @@ from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_s
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
+from canzona_cli.planner.memory import estimate
 from canzona_cli.report.bench_figures import draw_simulation
 from canzona_cli.report.bench_simulated import SimulationView
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import MISSING, json_text
+from canzona_cli.run.words import MISSING, json_text, layout_code
 from canzona_cli.simulate.simulate import assumptions
 from canzona_cli.simulate.study import study_run
 from tests.report.test_bench import PNG, line_of, shown
@@ -84,6 +85,41 @@ def test_a_cell_is_what_the_plan_of_that_very_run_says(muon: Simulation) -> None
         assert cell.study.figures(name) == study.figures(name)
     assert cell.ratio("sc") == study.optimizer_speedup("sc")
     assert cell.study.overhead("adamw") == 0
+
+
+def test_yardsticks_have_the_layout_that_is_fastest_for_themselves(muon: Simulation) -> None:
+    cell = muon.of("qwen3-32b")[1]
+    study, adamw, layerwise = cell.study, cell.yardsticks["adamw"], cell.yardsticks["layerwise"]
+    assert study is not None
+    assert adamw is not None
+    assert layerwise is not None
+    # What does not fit in the plan's layout is compared in one in which it does.
+    assert not study.strategies["layerwise"].fits
+    assert layerwise.layout != study.layout
+    config = compose_run(["recipe=32b", "gpus=256", "engine.strategy=layerwise"], training=False).config
+    assert estimate(config, layerwise.layout).fits
+    assert resolve(config)[1] == layerwise.layout
+    assert adamw.iteration_s <= study.result("adamw").iteration_s
+    assert study.layout.global_batch_size == layerwise.layout.global_batch_size
+    assert cell.overhead("layerwise") == pytest.approx(study.result("canzona").iteration_s / layerwise.iteration_s - 1)
+    text = shown(SimulationView(muon)).partition("qwen3-32b")[2]
+    assert any(line.startswith("256 ") and layout_code(layerwise.layout) in line for line in text.splitlines())
+    found = json.loads(json_text(cell.as_json()))["yardsticks"]
+    assert found["adamw"]["canzona_over_it"] == cell.overhead("adamw")
+    assert found["layerwise"]["layout"] == asdict(layerwise.layout)
+
+
+def test_a_yardstick_that_fits_in_no_layout_has_no_figures() -> None:
+    """AdamW's state is larger than Muon's."""
+    settings = ("recipe=32b", "parallel.tp=8", "parallel.pp=1", "train.recompute=none", "train.micro_batch_size=1")
+    simulation = run_simulation(settings, (8,))
+    cell = simulation.cells[0]
+    assert cell.study is not None
+    assert cell.yardsticks["adamw"] is None
+    assert cell.overhead("adamw") is None
+    assert json.loads(json_text(cell.as_json()))["yardsticks"]["adamw"] is None
+    *_, last = (line for line in shown(SimulationView(simulation)).splitlines() if line.startswith("8 "))
+    assert last.split()[1] == MISSING
 
 
 def test_all_of_qwen3_is_the_default_and_a_recipe_names_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from canzona_cli.cluster import fit, search
 from canzona_cli.cluster.layouts import candidates, fill
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.execution import Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.planner.planner import make_plan
@@ -30,6 +30,20 @@ def per_sequence(config: RunConfig, layout: Layout) -> float:
     except DoesNotFit:
         return float("inf")
     return simulate_run(resolved, layout, plan).iteration_s / layout.global_batch_size
+
+
+def test_another_strategy_is_never_slower_at_its_best_than_in_the_layout_that_was_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even where the search, which beyond some number of ranks is cut short, has missed that layout."""
+    config = run("0.6b", 8)
+    best = search.fastest_with(config, "adamw", fit.resolve(config)[1])
+    assert best is not None
+    assert best.layout == fit.resolve(with_strategy(config, "adamw"))[1]
+    slow = replace(best, layout=replace(best.layout, tp=8, dp=1), iteration_s=2 * best.iteration_s)
+    monkeypatch.setattr(search, "search", lambda *_: search.Found(best=(slow,), legal=2, simulated=1, proven=False))
+    assert search.fastest_with(config, "adamw", best.layout) == best
+    assert search.fastest_with(run("32b", 8), "adamw", best.layout) == slow, "the planned one does not fit"
 
 
 @pytest.mark.parametrize(
