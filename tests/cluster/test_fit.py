@@ -91,8 +91,8 @@ def test_more_gpus_are_suggested_and_the_fewest(size: Size) -> None:
 
 
 def test_the_layout_of_the_paper_is_found_for_32b_on_256_gpus() -> None:
-    """Canzona (arXiv 2602.06079) trains Qwen3-32B on 256 GPUs with DP 32 x TP 8."""
-    _, layout = fit.resolve(run("32b", 256))
+    """Canzona (arXiv 2602.06079) trains Qwen3-32B on 256 GPUs with DP 32 x TP 8, without pipeline stages."""
+    _, layout = fit.resolve(run("32b", 256, pp=1))
     assert (layout.tp, layout.pp, layout.dp) == (8, 1, 32)
     assert layout.sequence_parallel
 

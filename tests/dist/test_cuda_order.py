@@ -42,6 +42,7 @@ SETTINGS = (
     "optimizer.clip_grad=0.01",
     *SMALL_GROUPS,
     "parallel.bucket_elements=10000",
+    "engine.alpha=0.25",  # several owners in a bucket
 )
 
 
@@ -179,13 +180,14 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
 
 
 def in_every_way(plan: Plan) -> Plan:
-    """A bucket in each of the ways, the others as planned; of two numbers all have the same sum."""
-    ways: list[Reduction] = ["ring", "padded", "all_to_all", "reduce"]
-    assert len(plan.buckets) >= len(ways)
-    changed = [
-        replace(one, reduction=way, gathering=GATHERED[way]) for one, way in zip(plan.buckets, ways, strict=False)
-    ]
-    return replace(plan, buckets=(*changed, *plan.buckets[len(ways) :]))
+    """A bucket in each of the ways, the others by owner; of two numbers all have the same sum."""
+    ways: list[Reduction] = ["ring", "padded", "all_to_all"]
+    assert len(plan.buckets) > len(ways)
+    ways += ["reduce"] * (len(plan.buckets) - len(ways))
+    changed = (
+        replace(one, reduction=way, gathering=GATHERED[way]) for one, way in zip(plan.buckets, ways, strict=True)
+    )
+    return replace(plan, buckets=tuple(changed))
 
 
 def _hashes(shard: Shard) -> Digests:

@@ -173,7 +173,6 @@ def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
     """Found without any help: the weights overflow, then the loss does."""
     endings = _run(
         tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e9", "optimizer.highest_lr=1e9",
-        "optimizer.min_lr=0",
         "schedule.decay=constant", "schedule.warmup_steps=0", validation=False,
     )  # fmt: skip
     assert all(ending.error is not None for ending in endings)
