@@ -18,7 +18,7 @@ def _predicted(optimizer: str, splitting: Splitting) -> tuple[Prediction, float]
     """And the seconds of all updates of the matrices, which every rank of sc does."""
     overrides = ("recipe=tiny", "gpus=2", "parallel.tp=1", "parallel.pp=1", "engine=sc", "cluster.cores=2")
     run = compose_run([*overrides, f"optimizer={optimizer}"]).config
-    run = replace(run, engine=replace(run.engine, splitting=splitting))  # type: ignore[arg-type]
+    run = replace(run, engine=replace(run.engine, splitting=splitting))
     config, layout = resolve(run)
     how = algorithm(config)
     every = sum(seconds(how, rows, cols, config.cluster) for rows, cols in matrix_shapes(config))
