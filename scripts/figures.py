@@ -20,10 +20,13 @@ from textwrap import fill
 from simulated_runs import resolved
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
+from canzona_cli.cluster.search import Tried, fastest_with
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, MomentumConfig, RunConfig
 from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.words import MISSING, layout_words, milliseconds, overhead, step_time
-from canzona_cli.simulate.predict import simulate_plan, simulate_run, simulate_strategy
+from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
 from canzona_cli.simulate.simulate import StrategyResult
 from canzona_cli.simulate.study import Study, study_run
 
@@ -60,19 +63,6 @@ class Table:
         return "\n\n".join(part for part in (caption, table, self.summary) if part)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """A strategy's run in the layout that is fastest for itself."""
-
-    layout: Layout
-    result: StrategyResult
-
-    @property
-    def sequence_s(self) -> float:
-        """Seconds a sequence of the batch: layouts may have batches of their own."""
-        return self.result.iteration_s / self.layout.global_batch_size
-
-
 @cache
 def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, Layout] | None:
     return resolved(recipe, gpus, ["cluster=h100-80g", *overrides])
@@ -86,10 +76,13 @@ def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
 
 
 @cache
-def best(recipe: str, gpus: int, *overrides: str) -> Best | None:
-    """AdamW or layerwise, whichever `overrides` name, in the layout that the search chooses for it."""
-    fitting = run(recipe, gpus, overrides)
-    return None if fitting is None else Best(layout=fitting[1], result=simulate_run(*fitting, None))
+def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> Tried | None:
+    """AdamW or layerwise in the layout that is fastest for itself; None where one or canzona fits in none."""
+    found = study(recipe, gpus, *overrides)
+    if found is None:
+        return None
+    config = compose_run([f"recipe={recipe}", f"gpus={gpus}", "cluster=h100-80g", *overrides]).config
+    return fastest_with(config, strategy, found.layout)
 
 
 def words(layout: Layout) -> str:
@@ -97,12 +90,12 @@ def words(layout: Layout) -> str:
     return layout_words(layout, times="×")
 
 
-def over(this: Study | Best | None, yardstick: Best | None) -> float | None:
-    """How much longer an iteration is than the yardstick's; None where one of them does not fit."""
+def over(this: Study | Tried | None, yardstick: Tried | None) -> float | None:
+    """How much longer an iteration is than the yardstick's, per sequence; None where one of them does not fit."""
     if this is None or yardstick is None:
         return None
-    mine = this if isinstance(this, Best) else Best(layout=this.layout, result=this.planned.result)
-    return mine.sequence_s / yardstick.sequence_s - 1
+    iteration_s = this.iteration_s if isinstance(this, Tried) else this.planned.result.iteration_s
+    return iteration_s / this.layout.global_batch_size / yardstick.per_sequence_s - 1
 
 
 def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
@@ -134,14 +127,13 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     """32B with every strategy in the layout that is fastest for itself."""
     rows = []
     for count in gpus:
-        found, adamw = study(MODEL, count), best(MODEL, count, "optimizer=adamw")
-        layerwise = best(MODEL, count, "engine.strategy=layerwise")
-        mine = None if found is None else Best(layout=found.layout, result=found.planned.result)
+        found, adamw = study(MODEL, count), best(MODEL, count, "adamw")
+        layerwise = best(MODEL, count, "layerwise")
         rows.append([
             f"{count:,}",
-            _described(mine),
-            _described(adamw, optimizer=False),
-            _described(layerwise),
+            MISSING if found is None else _described(found.layout, found.planned.result),
+            MISSING if adamw is None else f"{words(adamw.layout)}: {step_time(adamw.iteration_s)}",
+            MISSING if layerwise is None else _described(layerwise.layout, layerwise),
             overhead(None if found is None else found.overhead("canzona")),
             overhead(over(found, adamw)),
             overhead(over(layerwise, adamw)),
@@ -158,11 +150,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     )  # fmt: skip
 
 
-def _described(one: Best | None, *, optimizer: bool = True) -> str:
-    if one is None:
-        return MISSING
-    step = f" ({step_time(one.result.optimizer_s)})" if optimizer else ""
-    return f"{words(one.layout)}: {step_time(one.result.iteration_s)}{step}"
+def _described(layout: Layout, result: StrategyResult | Tried) -> str:
+    return f"{words(layout)}: {step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
 
 
 def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
@@ -179,8 +168,8 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             result = found.planned.result
             pessimistic = study(recipe, count, *PESSIMISTIC)
             ratios = {
-                "these": over(found, best(recipe, count, "optimizer=adamw")),
-                "pessimistic": over(pessimistic, best(recipe, count, "optimizer=adamw", *PESSIMISTIC)),
+                "these": over(found, best(recipe, count, "adamw")),
+                "pessimistic": over(pessimistic, best(recipe, count, "adamw", *PESSIMISTIC)),
             }
             for rates, ratio in ratios.items():
                 overheads[rates].extend([] if ratio is None else [ratio])

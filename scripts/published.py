@@ -20,7 +20,7 @@ import numpy as np
 
 from canzona_cli.bench.published import (
     ROWS,
-    Compared,
+    PredictedSeries,
     Published,
     compare,
     fitted,
@@ -65,7 +65,7 @@ def main() -> int:
     return int(bool(missed or wrong))
 
 
-def figures_of(counted: Sequence[Compared], left_out: dict[str, float]) -> dict[str, float]:
+def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -> dict[str, float]:
     """The figures that the goals are about, as shares."""
     memory = [abs(row.memory_error) for one in counted for row in one.rows if row.memory_error is not None]
     return {
@@ -78,7 +78,7 @@ def figures_of(counted: Sequence[Compared], left_out: dict[str, float]) -> dict[
     }
 
 
-def errors_left_out(published: Published, counted: Sequence[Compared]) -> dict[str, float]:
+def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) -> dict[str, float]:
     """By series: its error with the three fitted numbers fitted to the other models' rows, by least squares of the
     logarithms; predictions are taken to be linear in the logarithms of the numbers, nearby."""
     names = [one.series.name for one in counted]
@@ -107,7 +107,7 @@ def errors_left_out(published: Published, counted: Sequence[Compared]) -> dict[s
     return found
 
 
-def _with_passes(published: Published, factor: float) -> list[Compared]:
+def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
     with passes_times(factor):
         return list(compare(published))
 
@@ -129,7 +129,7 @@ def passes_times(factor: float) -> Iterator[None]:
 
 
 def tables(
-    published: Published, compared: Sequence[Compared], left_out: dict[str, float], figures: dict[str, float]
+    published: Published, compared: Sequence[PredictedSeries], left_out: dict[str, float], figures: dict[str, float]
 ) -> Iterator[str]:
     heads = [
         "model",
@@ -178,7 +178,9 @@ def tables(
         yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
 
 
-def as_json(compared: Sequence[Compared], left_out: dict[str, float], figures: dict[str, float]) -> dict[str, object]:
+def as_json(
+    compared: Sequence[PredictedSeries], left_out: dict[str, float], figures: dict[str, float]
+) -> dict[str, object]:
     return {
         "figures": figures,
         "left_out": left_out,

@@ -68,7 +68,7 @@ class Series:
 
     @property
     def predicted(self) -> bool:
-        """Whether canzona trains in this precision."""
+        """True where canzona trains in this precision."""
         return self.precision == "bf16"
 
     @property
@@ -121,7 +121,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class PredictedSeries:
     """A series beside its predictions."""
 
     series: Series
@@ -185,7 +185,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
     return fill(config, candidate.layout), candidate.layout
 
 
-def compare(published: Published, profile: Mapping[str, float] | None = None) -> Iterator[Compared]:
+def compare(published: Published, profile: Mapping[str, float] | None = None) -> Iterator[PredictedSeries]:
     """Predicts every series that canzona could run.
 
     Args:
@@ -194,20 +194,20 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
     for series in published.series:
         if series.predicted:
             rows = (_row(series, published.models[series.model], gpus, profile or {}) for gpus in series.step_s)
-            yield Compared(series=series, rows=tuple(rows))
+            yield PredictedSeries(series=series, rows=tuple(rows))
 
 
-def fitted(compared: Sequence[Compared]) -> list[Compared]:
-    """Those that count."""
+def fitted(compared: Sequence[PredictedSeries]) -> list[PredictedSeries]:
+    """The series that the fit and its figures count."""
     return [one for one in compared if one.series.why_not_fitted is None]
 
 
-def mean_absolute_error(compared: Sequence[Compared]) -> float:
-    """By layout, as a share."""
+def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
+    """The mean absolute error by layout, as a share."""
     return math.fsum(abs(one.error) for one in compared) / len(compared)
 
 
-def orders(compared: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, bool]]:
+def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
     """Pairs of different layouts of one model, and whether the quicker one, per sequence and GPU, is predicted so.
 
     Only of one publication and only on numbers of GPUs that both were measured on.

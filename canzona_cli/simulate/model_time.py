@@ -311,7 +311,7 @@ def slowest(cluster: ClusterConfig, ranks: int) -> float:
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
-    """What is left to see of a tensor-parallel collective in which a product of `product_s` hides what it can.
+    """The part of a tensor-parallel collective that its product, of `product_s`, does not hide.
 
     With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks: a piece is multiplied while the
     next one travels, so that one piece stands alone, and the others take `collective_units` from the product.

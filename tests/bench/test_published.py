@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.bench.published import (
     ROWS,
-    Compared,
+    PredictedSeries,
     compare,
     fitted,
     load_published,
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @cache
-def compared() -> tuple[Compared, ...]:
+def compared() -> tuple[PredictedSeries, ...]:
     return tuple(compare(load_published()))
 
 

@@ -34,7 +34,7 @@ def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_
     mine, adamw, same_layout = cells[1].partition(":")[0], cells[2].partition(":")[0], cells[4]
     assert (mine, adamw) == ("TP 8 × DP 1", "TP 4 × PP 2 (4 chunks each) × DP 1")
     assert same_layout == "-", "AdamW does not fit in canzona's layout"
-    assert figures.over(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "optimizer=adamw")) is not None
+    assert figures.over(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "adamw")) is not None
     assert _cells(figures.best_table([1], []).markdown().splitlines()[-1]) == ["1", *["-"] * 6]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from canzona_cli.bench.published import Compared
+from canzona_cli.bench.published import PredictedSeries
 from canzona_cli.report.html.curves import COLOURS
 from canzona_cli.report.html.document import Document, Section
 from canzona_cli.report.html.elements import Html, plain_table, tag
@@ -14,7 +14,7 @@ _BAND = 0.08
 """The error that two lines beside the diagonal mark."""
 
 
-def published_page(compared: Sequence[Compared], figures: Mapping[str, float]) -> Document:
+def published_page(compared: Sequence[PredictedSeries], figures: Mapping[str, float]) -> Document:
     """A scatter and a table of every step.
 
     Args:
@@ -46,7 +46,7 @@ def published_page(compared: Sequence[Compared], figures: Mapping[str, float]) -
     )
 
 
-def scatter(compared: Sequence[Compared]) -> Html:
+def scatter(compared: Sequence[PredictedSeries]) -> Html:
     """A dot for each step on logarithmic axes, the diagonal, and a band of 8% around it."""
     values = [value for one in compared for row in one.rows for value in (row.measured_s, row.predicted_s)]
     low, high = math.log(min(values) / 1.2), math.log(max(values) * 1.2)
