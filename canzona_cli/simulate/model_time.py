@@ -189,7 +189,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
     heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
     memory_s, accumulate_s = _memory_s(config), _accumulate_s(config)
-    pace, exchange, nothing = slowest(cluster, layout.world_size), _exchange(config, layout), (Transfer(), Transfer())
+    exchange, nothing = _exchange(config, layout), (Transfer(), Transfer())
 
     def module(
         part: Part,
@@ -206,7 +206,8 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
         products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
         forward = products_s + core_s + memory_s * moved
         backward = 2 * products_s + core_backward_s + 2 * memory_s * moved
-        forward_s, core_again_s = _forward(cluster, pace * forward, starts), pace * core_s * cluster.forward_factor
+        forward_s = _forward(cluster, layout, forward, starts)
+        core_again_s = _forward(cluster, layout, core_s, starts=0.0)
         gather, scatter = core_moves
         whole = _exposed(cluster, layout, exchange, products_s).then(gather)
         whole_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
@@ -215,7 +216,7 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
             part=part,
             layer=0,
             forward_s=forward_s,
-            backward_s=_backward(cluster, pace * (backward + accumulate_s * weights), starts),
+            backward_s=_backward(cluster, layout, backward + accumulate_s * weights, starts),
             again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
             weights=weights,
             moves=(whole, whole_back.then(moved_again)),
@@ -270,12 +271,12 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float, tu
 
 
 def _embedding(config: RunConfig, layout: Layout) -> Module:
-    moved_s = 2 * _memory_s(config) * stream_elements(config, layout) * slowest(config.cluster, layout.world_size)
+    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
     return Module(
         part="embedding",
         layer=-1,
-        forward_s=_forward(config.cluster, moved_s),
-        backward_s=_backward(config.cluster, moved_s),
+        forward_s=_forward(config.cluster, layout, moved_s),
+        backward_s=_backward(config.cluster, layout, moved_s),
         again_s=0.0,
         weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
         moves=(_exchange(config, layout),) * 2,
@@ -290,13 +291,13 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
     product = _product(config, tokens, model.hidden_size, vocabulary)
     logits = tokens * vocabulary / memory_rate(cluster)
     moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
-    exchange, pace = _exchange(config, layout), slowest(cluster, layout.world_size)
+    exchange = _exchange(config, layout)
     backward = 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights
     return Module(
         part="output",
         layer=model.num_layers,
-        forward_s=_forward(cluster, pace * (product + logits * LOSS_FORWARD_BYTES + moved_s)),
-        backward_s=_backward(cluster, pace * backward),
+        forward_s=_forward(cluster, layout, product + logits * LOSS_FORWARD_BYTES + moved_s),
+        backward_s=_backward(cluster, layout, backward),
         again_s=0.0,
         weights=0 if tied else weights,
         moves=(exchange.then(_loss_sums(config, layout)), exchange),
@@ -322,13 +323,17 @@ def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, produ
     return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden)
 
 
-def _forward(cluster: ClusterConfig, seconds: float, starts: float = 1.0) -> float:
-    """What a module takes for modelled `seconds`, with as many operations as `starts` modules have."""
-    return seconds * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
+def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
+    """Seconds that a module takes on the slowest GPU for modelled `seconds`, with as many operations as `starts`
+    modules have."""
+    computed_s = slowest(cluster, layout.world_size) * seconds * cluster.forward_factor
+    return computed_s + 1e-6 * cluster.forward_module_us * starts
 
 
-def _backward(cluster: ClusterConfig, seconds: float, starts: float = 1.0) -> float:
-    return seconds * cluster.backward_factor + 1e-6 * cluster.backward_module_us * starts
+def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
+    """The same of the backward pass."""
+    computed_s = slowest(cluster, layout.world_size) * seconds * cluster.backward_factor
+    return computed_s + 1e-6 * cluster.backward_module_us * starts
 
 
 def _pass_s(config: RunConfig) -> float:
