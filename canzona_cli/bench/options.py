@@ -1,7 +1,7 @@
 """The options of `canzona bench`, apart from the run itself, checked. No torch."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,11 @@ from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest
 from canzona_cli.run.phases import STRATEGIES
 
 SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
+AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
+    "alpha": ("canzona", "paper"),
+    "c_max": ("canzona", "paper"),
+}
+"""For settings that the others do not have."""
 SIMULATED_GPUS = "8..1024"
 
 
@@ -63,7 +68,7 @@ def read_options(
         *_unknown(names),
         *_lengths(rounds, steps_per_turn),
         *_places(out, plot, html),
-        *_ignored(simulate, names, sweep, values, gpus),
+        *_ignored(simulate, names, sweep, values, gpus, plot, html),
         *(wrong_counts if simulate else ()),
     )
     return Options(
@@ -157,7 +162,13 @@ def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
 
 
 def _ignored(
-    simulate: bool, names: Sequence[str], sweep: SweepKind | None, values: Sequence[str], gpus: str | None
+    simulate: bool,
+    names: Sequence[str],
+    sweep: SweepKind | None,
+    values: Sequence[str],
+    gpus: str | None,
+    plot: Path | None,
+    html: Path | None,
 ) -> Iterator[Problem]:
     """Options that have no effect together with the others."""
     if values and sweep is None:
@@ -174,13 +185,12 @@ def _ignored(
             reason="needs --simulate: a bench on real ranks has one number of ranks",
             fix=f"add --simulate; for real ranks use gpus={gpus}, or --sweep gpus",
         )
-    if simulate and sweep is not None:
-        yield Problem(
-            key="--sweep",
-            value=sweep,
-            reason="runs benches, while --simulate runs nothing",
-            fix="leave out one of the two",
-        )
+    if simulate and sweep == "gpus":
+        reason = "has no effect with --simulate, which takes --gpus"
+        yield Problem(key="--sweep", value=sweep, reason=reason, fix="use --gpus 8..1024")
+    for key, path in (("--plot", plot), ("--html", html)):
+        if simulate and sweep is not None and path is not None:
+            yield Problem(key=key, value=path, reason="draws no simulated sweep", fix=f"leave {key} out, or --sweep")
     if simulate and names:
         yield Problem(
             key="--strategies",

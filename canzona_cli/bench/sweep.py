@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.bench.launching import Say
-from canzona_cli.bench.options import Options, SweepKind
+from canzona_cli.bench.options import AFFECTED, Options, SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.session import Session, prepare, run
+from canzona_cli.bench.simulated import Simulation, run_simulation
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem, gathered, refuse
@@ -25,11 +25,6 @@ _KEYS: Mapping[SweepKind, str] = {
     "optimizer": "optimizer",
     "layers": "model.num_layers",
 }
-_STRATEGIES: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
-    "alpha": ("canzona", "paper"),
-    "c_max": ("canzona", "paper"),
-}
-"""For settings that affect only these."""
 _AUTO = "auto"
 _MIB = 1 << 20
 
@@ -65,7 +60,7 @@ def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequ
         with gathered(problems):
             sessions[value] = prepare(
                 own,
-                strategies=options.strategies or _STRATEGIES.get(kind),
+                strategies=options.strategies or AFFECTED.get(kind),
                 rounds=options.rounds,
                 steps_per_turn=options.steps_per_turn,
                 recipes_dirs=recipes_dirs,
@@ -86,6 +81,30 @@ def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
         say(f"{sweep.kind} {value}")
         found[value], _ = run(session, say)
     return found
+
+
+def simulate_sweep(
+    overrides: Sequence[str], options: Options, recipes_dirs: Sequence[Path] = ()
+) -> dict[str, Simulation]:
+    """The same runs simulated for each value, by value.
+
+    Raises:
+        ConfigError: what is asked for is impossible.
+    """
+    kind = options.sweep
+    assert kind is not None
+    refuse(options.problems)
+    rest = [word for word in overrides if not _sets(word, kind)]
+    values: Sequence[str] = options.values
+    if not values:
+        fewest = compose_run([*rest, f"gpus={options.gpus[0]}"], recipes_dirs=recipes_dirs, training=False)
+        values = _values(kind, *resolve(fewest.config))
+    return {
+        value: run_simulation(
+            [*rest, f"{_KEYS[kind]}={'null' if value == _AUTO else value}"], options.gpus, recipes_dirs=recipes_dirs
+        )
+        for value in dict.fromkeys(values)
+    }
 
 
 def _sets(word: str, kind: SweepKind) -> bool:

@@ -41,7 +41,7 @@ def bench(
     html: HtmlFile = None,
     sweep: Annotated[
         Literal["alpha", "c_max", "gpus", "optimizer", "layers"] | None,
-        typer.Option("--sweep", help="Run one bench for each of several values."),
+        typer.Option("--sweep", help="Run one bench, or with --simulate one prediction, for each of several values."),
     ] = None,
     values: Annotated[
         list[str] | None,
@@ -74,7 +74,10 @@ def bench(
         simulate=simulate,
         gpus=gpus,
     )
-    run = _simulate if simulate else _bench_once if sweep is None else _sweep
+    if sweep is None:
+        run = _simulate if simulate else _bench_once
+    else:
+        run = _simulate_sweep if simulate else _sweep
     run(overrides or [], options, recipes_dir or [], as_json=as_json)
 
 
@@ -135,6 +138,19 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
     view = SimulationView(simulation)
     shown = _Shown(view=view, draw=partial(draw_simulation, simulation), page=partial(simulation_page, view))
     _conclude(simulation.as_json(), options, shown, as_json=as_json)
+
+
+def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
+    from canzona_cli.bench.sweep import simulate_sweep
+    from canzona_cli.report.bench_simulated import SimulatedSweepView
+
+    kind = options.sweep
+    assert kind is not None
+    simulations = simulate_sweep(overrides, options, recipes_dirs)
+    found = {value: simulation.as_json() for value, simulation in simulations.items()}
+    write_json({"version": 1, "simulated": True, "sweep": kind, "results": found}, options, as_json=as_json)
+    if not as_json:
+        show(SimulatedSweepView(kind, simulations))
 
 
 @dataclass(frozen=True, kw_only=True)

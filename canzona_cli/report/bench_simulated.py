@@ -1,13 +1,15 @@
 """What `canzona bench --simulate` prints: step times of every size over numbers of GPUs, computed, not measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.bench.options import AFFECTED, SweepKind
 from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
 from canzona_cli.cluster.search import Tried
+from canzona_cli.report.bench_sweep import HEADS, TITLES
 from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
@@ -83,6 +85,53 @@ class SimulationView(Page):
                 "layerwise: Megatron offers it for muon only; this is what the same method would take with "
                 f"{clean(self.simulation.optimizer)}"
             )
+
+
+@dataclass(frozen=True)
+class SimulatedSweepView(Page):
+    """A table for each size and number of GPUs, its rows the values of one setting."""
+
+    kind: SweepKind
+    simulations: Mapping[str, Simulation]
+    """By value, in its order."""
+
+    widest = 150
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        first = next(iter(self.simulations.values()))
+        yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
+        yield wrapped(TITLES[self.kind], "dim")
+        for place, cell in enumerate(first.cells):
+            cells = [simulation.cells[place] for simulation in self.simulations.values()]
+            code = "no layout" if cell.study is None else layout_code(cell.study.layout)
+            yield Text()
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}: {code}", style="bold")
+            yield GroupedTable(
+                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=self._groups(cells)
+            )
+            for value, other in zip(self.simulations, cells, strict=True):
+                if other.reason:
+                    yield wrapped(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
+
+    def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
+        names = AFFECTED.get(self.kind, _MATRIX)
+
+        def phase(title: str, *phases: str) -> Columns:
+            def shown(study: Study, name: str) -> str:
+                return milliseconds(sum(study.result(name).phases.get(one, 0.0) for one in phases))
+
+            return _group(cells, title, names, shown)
+
+        steps = [
+            _group(cells, "iteration, ms", names, _iteration),
+            _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s)),
+            _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}"),
+        ]
+        if self.kind == "alpha":
+            return [*steps, phase("DP traffic in all, ms", "grad_reduce_total", "param_gather_total")]
+        if self.kind == "c_max":
+            return [*steps, phase("exposed exchange, ms", "exchange")]
+        return steps
 
 
 def _group(

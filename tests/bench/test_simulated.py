@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.bench.options import SweepKind, read_options
 from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
+from canzona_cli.bench.sweep import simulate_sweep
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import estimate
 from canzona_cli.report.bench_figures import draw_simulation
-from canzona_cli.report.bench_simulated import SimulationView
+from canzona_cli.report.bench_simulated import SimulatedSweepView, SimulationView
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
 from canzona_cli.simulate.simulate import assumptions
-from canzona_cli.simulate.study import study_run
+from canzona_cli.simulate.study import Study, study_run
 from tests.report.test_bench import PNG, line_of, shown
 
 
@@ -244,3 +246,39 @@ def test_simulating_needs_no_torch() -> None:
         "print([name for name in ('torch', 'megatron', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_papers_knobs_are_swept_in_simulation() -> None:
+    """alpha trades bytes for balance; a C_max of one largest matrix makes more groups than eight do."""
+
+    def sweep(kind: SweepKind, *values: str) -> dict[str, Simulation]:
+        options = read_options(
+            strategies=[], rounds=1, steps_per_turn=2, sweep=kind, values=values, simulate=True, gpus="16"
+        )
+        return simulate_sweep(["recipe=0.6b", "parallel.tp=4", "parallel.pp=1", "engine.alpha=0.3"], options)
+
+    alphas = sweep("alpha")
+    assert list(alphas) == ["0", "0.25", "0.5", "0.75", "1"]
+    balances = [study.result("paper").update_balance for one in alphas.values() for study in _studies(one)]
+    assert balances[-1] < balances[0]
+    text = shown(SimulatedSweepView("alpha", alphas))
+    assert "qwen3-0.6b on 16: TP4 DP4" in text
+    assert line_of(text, "0.75 ").split()[0] == "0.75"
+
+    capacities = sweep("c_max")
+    assert list(capacities)[-1] == "auto"
+    exposed = [study.result("paper").phases["exchange"] for one in capacities.values() for study in _studies(one)]
+    assert len(set(exposed)) > 1
+
+
+def _studies(simulation: Simulation) -> list[Study]:
+    return [cell.study for cell in simulation.cells if cell.study is not None]
+
+
+def test_a_simulated_sweep_says_what_it_does_not_do(tmp_path: Path) -> None:
+    options = read_options(
+        strategies=[], rounds=1, steps_per_turn=2, sweep="gpus", simulate=True, html=tmp_path / "a.html"
+    )
+    with pytest.raises(ConfigError) as raised:
+        simulate_sweep(["recipe=0.6b"], options)
+    assert [problem.key for problem in raised.value.problems] == ["--sweep", "--html"]
