@@ -17,7 +17,7 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
 }
-"""For settings that the others do not have."""
+"""The strategies that have the swept setting, where not all do."""
 SIMULATED_GPUS = "8..1024"
 
 

@@ -86,10 +86,10 @@ def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
 def simulate_sweep(
     overrides: Sequence[str], options: Options, recipes_dirs: Sequence[Path] = ()
 ) -> dict[str, Simulation]:
-    """The same runs simulated for each value, by value.
+    """Simulate the same runs once for each swept value; results by value.
 
     Raises:
-        ConfigError: what is asked for is impossible.
+        ConfigError: the options exclude each other, or a run is impossible.
     """
     kind = options.sweep
     assert kind is not None

@@ -147,8 +147,8 @@ def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list
     kind = options.sweep
     assert kind is not None
     simulations = simulate_sweep(overrides, options, recipes_dirs)
-    found = {value: simulation.as_json() for value, simulation in simulations.items()}
-    write_json({"version": 1, "simulated": True, "sweep": kind, "results": found}, options, as_json=as_json)
+    results = {value: simulation.as_json() for value, simulation in simulations.items()}
+    write_json({"version": 1, "simulated": True, "sweep": kind, "results": results}, options, as_json=as_json)
     if not as_json:
         show(SimulatedSweepView(kind, simulations))
 
