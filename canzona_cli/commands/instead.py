@@ -26,6 +26,10 @@ _OTHER_WORDS = {
 """What other programs, or commands of ours one level down, call a command."""
 
 
+_REMOVED = {"--plot": "write --html FILE.html: the page has every chart"}
+"""Options that earlier versions had, and what to write instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command whose options could not be read."""
@@ -76,6 +80,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:
+    if option in _REMOVED:
+        return Problem(key=option, value=value or None, reason="was removed", fix=_REMOVED[option])
     near = closest(option, command.options, cutoff=0.75)
     meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
     shown = value if meant is not None else None

@@ -32,8 +32,6 @@ class PlanView(Page):
     study: Study
     written: Path | None = None
     """The plan file; None for a dry run."""
-    drawn: Path | None = None
-    """The picture."""
     phases: bool = False
     """Whether to list every strategy's phases."""
     assumptions: bool = False
@@ -182,9 +180,8 @@ class PlanView(Page):
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"
-        drawn = "" if self.drawn is None else f"; drawn in {self.drawn}"
         took = step_time(self.study.planning_s)
-        return f"Plan {self.study.plan.hash}, {where}{drawn}. Planning and simulation took {took}."
+        return f"Plan {self.study.plan.hash}, {where}. Planning and simulation took {took}."
 
 
 def _shared(kind: UpdateKind) -> str:

@@ -200,31 +200,18 @@ def test_out_and_dry_run_contradict_each_other(tmp_path: Path) -> None:
     assert "a dry run writes no plan" in told(result)
 
 
-def test_plot_draws_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result = canzona(*SMALL, "--dry-run", "--plot", "plan.png", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    picture = (tmp_path / "plan.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 20_000
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]
-
-
-def test_plot_without_matplotlib_is_exit_3_before_planning(tmp_path: Path) -> None:
-    hide = "import importlib.util as u; real = u.find_spec\n"
-    hide += "u.find_spec = lambda name, *more: None if name == 'matplotlib' else real(name, *more)\n"
-    (tmp_path / "sitecustomize.py").write_text(hide)
-    path = f"{tmp_path}:{importable()['PYTHONPATH']}"
-    result = canzona_process(*SMALL, "--plot", "plan.png", cwd=tmp_path, environment={"PYTHONPATH": path})
-    assert result.returncode == 3
-    assert "pip install 'canzona[plot]'" in told(result)
-    assert not (tmp_path / "plans").exists()
-
-
-def test_other_pictures_than_png_are_refused(tmp_path: Path) -> None:
-    result = canzona(*SMALL, "--plot", "plan.pdf", cwd=tmp_path)
+@pytest.mark.parametrize("command", [("plan",), ("bench",), ("report", "--compare")])
+def test_plot_is_refused_with_the_option_that_took_its_place(command: tuple[str, ...]) -> None:
+    result = canzona(*command, "--plot", "x.png")
     assert result.returncode == 2
-    assert "--plot plan.png" in told(result)
+    assert "--plot = x.png" in told(result)
+    assert "write --html FILE.html" in told(result)
+
+
+def test_other_pages_than_html_are_refused(tmp_path: Path) -> None:
+    result = canzona(*SMALL, "--html", "plan.pdf", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--html plan.html" in told(result)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +327,7 @@ def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
 
 
 def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
-    large = ("torch", "megatron", "numpy", "matplotlib", "psutil", "packaging.requirements")
+    large = ("torch", "megatron", "numpy", "jinja2", "psutil", "packaging.requirements")
     unneeded = (
         *large,
         "canzona_cli.run.records",
