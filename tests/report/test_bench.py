@@ -11,8 +11,8 @@ from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
 
 
-def shown(view: RenderableType, width: int = 120, *, encoding: str = "utf-8") -> str:
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+def shown(view: RenderableType, width: int = 120) -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     console = Console(file=file, width=width, highlight=False)
     console.print(view)
     file.flush()
@@ -24,18 +24,13 @@ def line_of(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("width", [80, 120])
 def test_no_line_is_wider_than_the_terminal_and_every_strategy_is_there(width: int) -> None:
     text = shown(BenchView(bench()), width)
     assert max(map(len, text.splitlines())) <= width
     assert all(line == line.rstrip() for line in text.splitlines())
     for name in ("canzona", "asc", "layerwise", "sc", "adamw"):
         assert name in text
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_without_unicode_everything_is_ascii(width: int) -> None:
-    assert shown(BenchView(bench()), width, encoding="ascii").isascii()
 
 
 def test_all_strategies_stand_side_by_side_where_there_is_room() -> None:
