@@ -30,7 +30,7 @@ from canzona_cli.bench.published import (
     run_of,
 )
 from canzona_cli.errors import CanzonaError
-from canzona_cli.report.html.published import published_page
+from canzona_cli.report.html.bench import published_page
 from canzona_cli.simulate import model_time
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.07}

@@ -60,7 +60,7 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
 
     several = several_runs(run_dirs)
     if html is not None:
-        from canzona_cli.report.html.several import several_page
+        from canzona_cli.report.html.run import several_page
 
         write_page(html, several_page(several))
     if len(run_dirs) == 2:

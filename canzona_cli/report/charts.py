@@ -110,6 +110,23 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
 
 
+MEMORY = {
+    name: Ink(letter=letter, style=style, colour=colour)
+    for name, letter, style, colour in (
+        ("weights", "W", "dodger_blue2", "#4c72b0"),
+        ("gradients", "G", "sky_blue2", "#8fb4e3"),
+        ("padding", "P", "red3", "#c44e52"),
+        ("masters", "M", "green3", "#3a9d5d"),
+        ("matrix_state", "S", "pale_green1", "#86c58e"),
+        ("adamw_state", "A", "gold3", "#e6b422"),
+        ("optimizer", "O", "green3", "#3a9d5d"),
+        ("activations", "C", "medium_purple2", "#8b7bc8"),
+        ("logits", "L", "plum2", "#c7a3dd"),
+        ("workspace", "K", "grey62", "#8c8c8c"),
+        ("exchange", "X", "indian_red1", "#dd7d6b"),
+    )
+}
+"""The parts of a rank's memory, in the order in which they are drawn. Without a plan the optimizer's are one."""
 Inks = Mapping[str, Ink]
 """How each part is drawn, by its name."""
 

@@ -5,31 +5,14 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.charts import heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.header import rank_word
 from canzona_cli.report.page import Screen, Wrapped, headed
-from canzona_cli.run.phases import PHASES, STREAMS, Ink
+from canzona_cli.run.phases import PHASES, STREAMS
 from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import size, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 
-MEMORY = {
-    name: Ink(letter=letter, style=style, colour=colour)
-    for name, letter, style, colour in (
-        ("weights", "W", "dodger_blue2", "#4c72b0"),
-        ("gradients", "G", "sky_blue2", "#8fb4e3"),
-        ("padding", "P", "red3", "#c44e52"),
-        ("masters", "M", "green3", "#3a9d5d"),
-        ("matrix_state", "S", "pale_green1", "#86c58e"),
-        ("adamw_state", "A", "gold3", "#e6b422"),
-        ("optimizer", "O", "green3", "#3a9d5d"),
-        ("activations", "C", "medium_purple2", "#8b7bc8"),
-        ("logits", "L", "plum2", "#c7a3dd"),
-        ("workspace", "K", "grey62", "#8c8c8c"),
-        ("exchange", "X", "indian_red1", "#dd7d6b"),
-    )
-}
-"""The parts of a rank's memory, in the order in which they are drawn. Without a plan the optimizer's are one."""
 CUT = 1.6
 """sc can take several times as long as the others: its bar is cut at this many times the longest of theirs."""
 _GUTTER = 23

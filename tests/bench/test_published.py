@@ -20,7 +20,7 @@ from canzona_cli.bench.published import (
     run_of,
 )
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.html.published import published_page
+from canzona_cli.report.html.bench import published_page
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -7,11 +7,9 @@ import pytest
 
 from canzona_cli.report.bench import BenchView
 from canzona_cli.report.bench_sweep import SweepView
-from canzona_cli.report.html.bars import PHASE_PARTS, Bar, Lane, bars, lanes_chart
 from canzona_cli.report.html.bench import bench_page, sweep_page
-from canzona_cli.report.html.curves import Curve, curve_chart
-from canzona_cli.report.html.document import Document, Section
-from canzona_cli.report.html.elements import Html, tag
+from canzona_cli.report.html.charts import PHASE_PARTS, Bar, Curve, Lane, bars, curve_chart, lanes_chart
+from canzona_cli.report.html.document import Document, Html, Section, tag
 from canzona_cli.run.phases import Interval
 from tests.bench.benches import bench
 from tests.report.html_page import Page, read_page

@@ -2,8 +2,8 @@
 
 | file | what it makes |
 | --- | --- |
-| `elements`, `document` | markup in which every text is escaped; one file with all it needs |
+| `document`, `page.html` | markup in which every text is escaped; one file with all it needs |
 | `views` | a terminal's page as sections: its tables, labelled lines and remarks |
-| `curves`, `bars`, `maps` | pictures as SVG, each beside a table or a list with the same numbers |
-| `run`, `several`, `plan`, `bench` | the page of `canzona report`, `report --compare`, `plan` and `bench` |
+| `charts` | pictures as SVG, each beside a table or a list with the same numbers |
+| `run`, `plan`, `bench` | the pages of `canzona report`, `plan` and `bench` |
 """

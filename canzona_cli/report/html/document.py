@@ -1,17 +1,85 @@
-"""One file for a browser: no network, no other file, light or dark as its reader's system is, from 400 pixels on."""
+"""One file for a browser: no network, no other file, light or dark as its reader's system is, from 400 pixels on.
+
+Markup escapes whatever is put into it unless it is markup already; the page around it is `page.html`, a template.
+"""
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from canzona_cli.errors import unwritable
-from canzona_cli.report.html.bars import COLOURS
-from canzona_cli.report.html.elements import NOTHING, Html, tag
+from canzona_cli.report.charts import MEMORY
 from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.phases import PHASES
+from canzona_cli.run.words import clean
+
+
+class Html(str):
+    """Markup. Only this module makes it of text, so that a run's name cannot become part of a page's code."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        """Tells the page's template not to escape it again."""
+        return self
+
+
+NOTHING = Html()
+
+
+def tag(name: str, *content: str, **attributes: object) -> Html:
+    """An element. Text in it is escaped; an attribute that is None is left out.
+
+    Args:
+        attributes: by their names, `_` for `-`; a trailing one keeps a name from being Python's (`class_`).
+    """
+    shown = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(clean(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{shown}>{joined(content)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Html:
+    """Parts one after another, those that are text escaped."""
+    return Html("".join(part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts))
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Html:
+    """Labels and what they say."""
+    pairs = [tag("div", tag("dt", label), tag("dd", value)) for label, value in rows]
+    return tag("dl", *pairs) if pairs else Html()
+
+
+def folded(summary: str, *content: str) -> Html:
+    """What is shown on request."""
+    return tag("details", tag("summary", summary), *content)
+
+
+def plain_table(heads: Iterable[str], rows: Iterable[Iterable[str]], *, class_: str | None = None) -> Html:
+    """Text at the left; a row's first cell names it."""
+    body = []
+    for first, *rest in rows:
+        body.append(tag("tr", tag("th", first, scope="row"), *(tag("td", cell) for cell in rest)))
+    head = tag("tr", *(tag("th", name, scope="col") for name in heads))
+    return scrolling(tag("table", tag("thead", head), tag("tbody", *body), class_=class_))
+
+
+def scrolling(table: Html) -> Html:
+    """Wider than the screen, it moves by itself, with the keyboard too."""
+    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="table")
+
+
+def percent(share: float) -> str:
+    """A length of SVG: `12.5%`."""
+    return f"{100 * share:.4g}%"
+
 
 Mood = Literal["good", "bad", "odd"]
 """Of a status: done; failed; anything else."""
@@ -42,36 +110,18 @@ class Document:
 
     def text(self) -> str:
         """The whole file. Its own style and script are all that a browser is allowed to use."""
-        own, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-        style = "".join(f".{name} {{ color: {colour}; }}\n" for name, colour in COLOURS.items()) + own
-        policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
-        head = tag(
-            "head",
-            Html('<meta charset="utf-8"/>'),
-            Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>'),
-            Html('<meta name="viewport" content="width=device-width, initial-scale=1"/>'),
-            Html('<meta name="color-scheme" content="light dark"/>'),
-            tag("title", f"{self.title} - {self.kind}"),
-            Html(f"<style>{style}</style>"),
+        from jinja2 import Environment
+
+        template, css, script = (
+            files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
         )
-        places = {f"s{number}": section for number, section in enumerate(self.sections, 1)}
-        links = [tag("a", section.title, href=f"#{place}") for place, section in places.items()]
-        badge = tag("span", self.status, class_=f"badge {self.mood}") if self.status else Html()
-        header = tag("header", tag("p", self.kind, class_="kind"), tag("h1", self.title, " ", badge))
-        shown = [
-            tag(
-                "section",
-                tag("h2", section.title, id=f"{place}-title"),
-                tag("p", section.lead, class_="lead") if section.lead else Html(),
-                section.body,
-                id=place,
-                aria_labelledby=f"{place}-title",
-            )
-            for place, section in places.items()
-        ]
-        main = tag("main", self.top, *shown)
-        body = tag("body", header, tag("nav", *links, aria_label="sections"), main, Html(f"<script>{script}</script>"))
-        return f'<!DOCTYPE html>\n<html lang="en">{head}{body}</html>\n'
+        inks = {f"p-{name}": ink.colour for name, ink in PHASES.items()}
+        inks |= {f"m-{name}": ink.colour for name, ink in MEMORY.items()}
+        style = "".join(f".{name} {{ color: {colour}; }}\n" for name, colour in inks.items()) + css
+        environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(template).render(
+            page=self, style=Html(style), style_hash=_hash(style), script=Html(script), script_hash=_hash(script)
+        )
 
     def write(self, path: Path) -> None:
         """Write the file.
@@ -84,6 +134,11 @@ class Document:
             write_text_atomic(path, self.text())
         except OSError as error:
             raise unwritable("--html", path, error, fix="name another place with --html FILE.html") from None
+
+
+def _shown(value: object) -> object:
+    """A value as the template writes it: markup as it is, anything else without control characters."""
+    return value if isinstance(value, Html) else clean(value)
 
 
 def _hash(text: str) -> str:

@@ -4,11 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from canzona_cli.planner.memory import GIB
-from canzona_cli.report.html.bars import MEMORY_PARTS, PHASE_PARTS, Bar, Lane, bars, lanes_chart
-from canzona_cli.report.html.curves import Curve, curve_chart
-from canzona_cli.report.html.document import Document
-from canzona_cli.report.html.elements import Html, joined
-from canzona_cli.report.html.maps import LoadMap, load_maps
+from canzona_cli.report.html.charts import (
+    MEMORY_PARTS,
+    PHASE_PARTS,
+    Bar,
+    Curve,
+    Lane,
+    LoadMap,
+    bars,
+    curve_chart,
+    lanes_chart,
+    load_maps,
+)
+from canzona_cli.report.html.document import Document, Html, joined
 from canzona_cli.report.html.views import SCREEN, sections
 from canzona_cli.report.plan import PlanView
 from canzona_cli.report.plan_charts import CUT

@@ -1,4 +1,4 @@
-"""`canzona report --html`: one run, from whatever it left."""
+"""The pages of `canzona report`: one run from whatever it left, and runs side by side."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -11,26 +11,47 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import GIB, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import read_plan
-from canzona_cli.report.html.bars import MEMORY_PARTS, PHASE_PARTS, Bar, Lane, bars, lanes_chart
-from canzona_cli.report.html.curves import Curve, curve_chart, curve_table, side_by_side
-from canzona_cli.report.html.document import Document, Mood, Section
-from canzona_cli.report.html.elements import Html, facts, folded, joined, plain_table, scrolling, tag
-from canzona_cli.report.html.maps import LoadMap, load_maps
-from canzona_cli.report.html.views import sections, styled
-from canzona_cli.report.run import RunView
+from canzona_cli.report.html.charts import (
+    MEMORY_PARTS,
+    PHASE_PARTS,
+    Bar,
+    Curve,
+    Lane,
+    LoadMap,
+    bars,
+    curve_chart,
+    curve_table,
+    lanes_chart,
+    load_maps,
+    side_by_side,
+)
+from canzona_cli.report.html.document import (
+    Document,
+    Html,
+    Mood,
+    Section,
+    facts,
+    folded,
+    joined,
+    plain_table,
+    scrolling,
+    tag,
+)
+from canzona_cli.report.html.views import SCREEN, elements, sections, styled
+from canzona_cli.report.run import ComparedView, RunView
 from canzona_cli.report.run_breakdown import BreakdownView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
-from canzona_cli.report.several import COLUMNS
+from canzona_cli.report.several import COLUMNS, SeveralView, run_names
 from canzona_cli.run.breakdown import Breakdown
 from canzona_cli.run.codec import load_if_sound
-from canzona_cli.run.compare import run_figures
+from canzona_cli.run.compare import Several, compared, run_figures
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import IN_STEP, STREAMS, Interval
 from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.records import Event, StageEvent, describe
 from canzona_cli.run.summary import RunSummary
 from canzona_cli.run.timeline import RankTimeline, load_timelines
-from canzona_cli.run.words import duration, json_text, number, plural, size, step_time
+from canzona_cli.run.words import duration, json_text, number, plural, real, size, step_time
 
 _MOST_RANKS = 8
 """Whose timelines are drawn."""
@@ -307,3 +328,61 @@ def _setting(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return json_text(value) if isinstance(value, dict | list | tuple) else f"{value}"
+
+
+def several_page(several: Several) -> Document:
+    """Their figures, losses over each other, steps below each other; of two runs, every difference."""
+    names = run_names(several.runs)
+    found = [Section(title="Runs", lead="the best one stands out", body=elements([SeveralView(several=several)]))]
+    training = [Curve(name=name, points=run.losses) for name, run in zip(names, several.runs, strict=True)]
+    validation = [validation_curve(name, run.validations) for name, run in zip(names, several.runs, strict=True)]
+    for title, all_curves in (("Training loss", training), ("Validation loss", validation)):
+        curves = [curve for curve in all_curves if curve.points]
+        if curves:
+            table = curve_table(curves, show=lambda value: number(value, ".4f"))
+            body = joined([curve_chart(title.lower(), curves), folded("the numbers", scrolling(table))])
+            found.append(Section(title=title, lead="nats per token", body=body))
+    by_value = [_losses_by(key, values, several) for key, values in _numeric(several).items()]
+    if by_value:
+        title = "Loss by setting"
+        found.append(Section(title=title, lead="each setting in which the runs differ", body=side_by_side(*by_value)))
+    measured = [(name, run.breakdown) for name, run in zip(names, several.runs, strict=True)]
+    rows = [breakdown_bar(name, breakdown) for name, breakdown in measured if breakdown is not None]
+    if rows:
+        scale = max(sum(seconds for _, seconds in row.parts) for row in rows)
+        found.append(
+            Section(
+                title="Step", lead="measured, mean over ranks, on one scale", body=bars(rows, PHASE_PARTS, scale=scale)
+            )
+        )
+    if len(several.runs) == 2:
+        parts = ComparedView(compared=compared(several)).parts(SCREEN)
+        lead = "B / A is above 1 where run B takes more; A is the first run"
+        found.append(Section(title="Differences", lead=lead, body=elements(parts)))
+    return Document(kind="canzona report --compare", title=plural(len(names), "run"), sections=found)
+
+
+def _numeric(several: Several) -> dict[str, list[float]]:
+    """The settings in which the runs differ by a number, and each run's value."""
+    numeric = {
+        key: [number for value in values if (number := real(value)) is not None]
+        for key, values in several.settings.items()
+    }
+    return {key: values for key, values in numeric.items() if len(values) == len(several.runs)}
+
+
+def _losses_by(key: str, values: list[float], several: Several) -> Html:
+    """What each value of a setting came to."""
+    figures = [run_figures(run) for run in several.runs]
+    curves = [
+        Curve(
+            name=name,
+            points=sorted(
+                (value, loss) for value, run in zip(values, figures, strict=True) if (loss := run[figure]) is not None
+            ),
+            dots=True,
+        )
+        for name, figure in (("lowest validation loss", "best_validation"), ("last training loss", "loss"))
+    ]
+    spread = min(values) > 0 and max(values) / min(values) > 5
+    return curve_chart(f"loss by {key}", curves, axes="log x" if spread else "linear", x=key)

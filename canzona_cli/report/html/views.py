@@ -7,8 +7,7 @@ import rich.table
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.html.document import Section
-from canzona_cli.report.html.elements import Html, facts, joined, scrolling, tag
+from canzona_cli.report.html.document import Html, Section, facts, joined, scrolling, tag
 from canzona_cli.report.page import Page, Screen, Wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 

@@ -1,19 +1,24 @@
-"""Curves over steps: lines that keep their width on any screen, text that keeps its size, values under the pointer."""
+"""The charts of pages as SVG: curves, bars of parts, lanes of time, and maps of the load of every rank.
+
+Lines keep their width on any screen and text keeps its size; a pointed-at part says its value.
+"""
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.report.html.elements import Html, joined, percent, tag
-from canzona_cli.run.words import number
+from canzona_cli.report.charts import HEAT_LIMITS, MEMORY, heat_level
+from canzona_cli.report.html.document import Html, folded, joined, percent, plain_table, tag
+from canzona_cli.run.phases import PHASES, Interval
+from canzona_cli.run.words import milliseconds, number, step_time
 
 _WIDE = 1000
 """Units of the drawing from left to right; it is stretched to the width there is."""
 _MOST_POINTS = 600
 """Of a curve. More of them are drawn as the lowest and the highest of each stretch, so that no spike is lost."""
-COLOURS = 8
+CURVE_COLOURS = 8
 """There are classes for as many curves; further ones repeat them, dashed."""
 
 
@@ -159,8 +164,8 @@ def _looks(curves: Sequence[Curve]) -> list[str]:
     place = -1
     for curve in curves:
         place += not curve.dashed or not looks
-        again = curve.dashed or place >= COLOURS
-        looks.append(f"c{place % COLOURS}{' again' if again else ''}")
+        again = curve.dashed or place >= CURVE_COLOURS
+        looks.append(f"c{place % CURVE_COLOURS}{' again' if again else ''}")
     return looks
 
 
@@ -191,3 +196,191 @@ def side_by_side(*figures: Html) -> Html:
     """Small pictures, as many in a row as there is room for."""
     shown = [figure for figure in figures if figure]
     return tag("div", joined(shown), class_="grid-of-charts") if shown else Html()
+
+
+_FINEST = 1500
+"""Stretches that a lane is divided into; what is shorter joins its neighbour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar."""
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    """(name, amount) from left to right."""
+    value: str
+    """Written behind it."""
+    faint: bool = False
+    """Not measured, beside a measured one."""
+    limit: float | None = None
+    """What all of it would be; the rest of the bar is drawn empty up to there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How a part is written and drawn."""
+
+    name: str
+    colour: str
+    """A class of the page's style."""
+
+
+PHASE_PARTS: Mapping[str, Part] = {name: Part(name=look.name, colour=f"p-{name}") for name, look in PHASES.items()}
+MEMORY_PARTS: Mapping[str, Part] = {
+    **{name: Part(name=name.replace("_", " "), colour=f"m-{name}") for name in MEMORY},
+    "measured": Part(name="measured peak", colour="m-measured"),
+}
+
+
+def bars(
+    rows: Iterable[Bar], looks: Mapping[str, Part], *, scale: float, show: Callable[[float], str] = step_time
+) -> Html:
+    """Bars below one another; the full width is `scale`, and `show` writes an amount."""
+    drawn = list(rows)
+    seen = [name for name in looks if any(part == name and amount > 0 for row in drawn for part, amount in row.parts)]
+    shown = [tag("div", *_row(row, looks, scale, show), class_="bar-row") for row in drawn]
+    keys = (tag("span", tag("span", class_=f"key {looks[name].colour}"), looks[name].name) for name in seen)
+    return tag("figure", *shown, tag("figcaption", *keys, class_="keys"), class_="bars")
+
+
+def _row(row: Bar, looks: Mapping[str, Part], scale: float, show: Callable[[float], str]) -> Iterable[Html]:
+    rects: list[Html] = []
+    if row.limit is not None:
+        rects.append(tag("rect", x="0", y="0", width=percent(row.limit / scale), height="100%", class_="empty"))
+    at = 0.0
+    for name, amount in row.parts:
+        if amount > 0:
+            said = f"{looks[name].name}: {show(amount)}"
+            here, width = percent(at / scale), percent(amount / scale)
+            rects.append(
+                tag("rect", tag("title", said), x=here, y="0", width=width, height="100%", class_=looks[name].colour)
+            )
+            at += amount
+    said = f"{row.label}: {row.value}"
+    yield tag("span", row.label, class_="bar-label")
+    yield tag("svg", *rects, class_="bar faint" if row.faint else "bar", role="img", aria_label=said)
+    yield tag("span", row.value, class_="bar-value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What happened on one line, seconds from the left end; names are phases or anything else."""
+
+    label: str
+    intervals: Sequence[Interval]
+    begins: bool = False
+    """Whether another rank begins with it."""
+
+
+def lanes_chart(rows: Iterable[Lane], *, end_s: float) -> Html:
+    """Lanes on one axis of time from 0 to `end_s`."""
+    drawn = list(rows)
+    shown = []
+    for row in drawn:
+        rects = [
+            tag(
+                "rect",
+                tag("title", f"{_name(one.name)}: {step_time(one.end_s - one.start_s)} from {step_time(one.start_s)}"),
+                x=percent(one.start_s / end_s),
+                y="0",
+                width=percent((one.end_s - one.start_s) / end_s),
+                height="100%",
+                class_=f"p-{one.name}" if one.name in PHASES else "p-other",
+            )
+            for one in _joined(row.intervals, end_s)
+        ]
+        lane = tag("svg", *rects, class_="lane", role="img", aria_label=row.label)
+        shown.append(
+            tag("div", tag("span", row.label, class_="bar-label"), lane, class_=f"lane-row{' new' * row.begins}")
+        )
+    seen = {one.name for row in drawn for one in row.intervals}
+    keys = (tag("span", tag("span", class_=f"key p-{name}"), PHASES[name].name) for name in PHASES if name in seen)
+    axis = tag("div", tag("span"), tag("span", tag("span", "0"), tag("span", step_time(end_s))), class_="lane-row axis")
+    return tag("figure", *shown, axis, tag("figcaption", *keys, class_="keys"), class_="bars")
+
+
+def _name(name: str) -> str:
+    return PHASES[name].name if name in PHASES else name
+
+
+def _joined(intervals: Iterable[Interval], end_s: float) -> Iterable[Interval]:
+    """At most as many as a screen can show: what follows its like is one with it, and what is too short is left out."""
+    finest = end_s / _FINEST
+    last: Interval | None = None
+    for one in sorted(intervals, key=lambda own: own.start_s):
+        begin, end = max(0.0, one.start_s), min(end_s, one.end_s)
+        if end <= begin:
+            continue
+        if last is not None and last.name == one.name and begin - last.end_s <= finest:
+            last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
+            continue
+        if last is not None:
+            if end - begin < finest and begin - last.end_s < finest:
+                continue
+            yield last
+        last = Interval(name=one.name, start_s=begin, end_s=end)
+    if last is not None:
+        yield last
+
+
+_MOST_WRITTEN = 16
+"""Owners up to which each cell has its number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMap:
+    """One map."""
+
+    title: str
+    loads: Sequence[float]
+    """Seconds by cell, `owner * hosts + host`."""
+
+
+def load_maps(maps: Sequence[LoadMap], *, hosts: int) -> Html:
+    """Maps beside each other: columns are owners (DP), rows hosts (TP).
+
+    Args:
+        hosts: TP ranks.
+    """
+    numbers = folded("the numbers", *(_numbers(one, hosts) for one in maps))
+    return joined([tag("div", *(_map(one, hosts) for one in maps), *_legend(), class_="grid-of-charts"), numbers])
+
+
+def _numbers(one: LoadMap, hosts: int) -> Html:
+    """A row for each owner."""
+    rows = (
+        (f"DP {owner}", *map(milliseconds, one.loads[owner * hosts : (owner + 1) * hosts]))
+        for owner in range(len(one.loads) // hosts)
+    )
+    heads = (f"{one.title}, ms", *(f"TP {host}" for host in range(hosts)))
+    return plain_table(heads, rows, class_="numbers")
+
+
+def _map(one: LoadMap, hosts: int) -> Html:
+    loads, owners = one.loads, len(one.loads) // hosts
+    mean, top = sum(loads) / len(loads), max(loads)
+    cells: list[Html] = []
+    for cell, load in enumerate(loads):
+        owner, host = divmod(cell, hosts)
+        said = f"DP {owner}, TP {host}: {step_time(load)}" + (f", {load / mean:.2f} of the mean" if mean > 0 else "")
+        x, width = owner / owners, 1 / owners
+        y, height = host * 26, 24
+        cells.append(
+            tag("rect", tag("title", said), x=percent(x), y=y, width=percent(width), height=height,
+                class_=f"cell h{heat_level(load, mean)}")
+        )  # fmt: skip
+        if owners <= _MOST_WRITTEN:
+            cells.append(tag("text", milliseconds(load), x=percent(x + width / 2), y=y + 16, class_="cell-text"))
+    balance = f"max / mean {top / mean:.3f}, slowest {step_time(top)}" if mean > 0 else "no updates"
+    said = f"{one.title}: {owners} owners x {hosts} hosts, {balance}"
+    picture = tag("svg", *cells, class_="map", height=26 * hosts, role="img", aria_label=said)
+    caption = tag("figcaption", tag("b", one.title), tag("span", balance))
+    axis = tag("p", f"columns DP 0 to {owners - 1}, rows TP 0 to {hosts - 1}, ms", class_="note")
+    return tag("figure", caption, picture, axis)
+
+
+def _legend() -> list[Html]:
+    words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, of the mean")
+    keys = (tag("span", tag("span", class_=f"key h{level}"), text) for level, text in enumerate(words))
+    return [tag("p", *keys, class_="keys wide")]
