@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.overrides import as_override
+from canzona_cli.config.removed import REMOVED_OPTIONS
 from canzona_cli.errors import Problem, closest
 
 _OTHER_WORDS = {
@@ -76,6 +77,9 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:
+    if option in REMOVED_OPTIONS:
+        reason = f"is no longer an option of {command.name}"
+        return Problem(key=option, value=value or None, reason=reason, fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)
     meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
     shown = value if meant is not None else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.removed import removed_setting_problem
 from canzona_cli.config.secrets import resolver_problem, target_problem
 from canzona_cli.config.settings import closest_key, exact_key, mapping_key, sections, setting_of, settings
 from canzona_cli.errors import Problem, closest
@@ -134,6 +135,8 @@ def _joined(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     """A key that no setting has, with the one that was probably meant."""
+    if (removed := removed_setting_problem(key, text, where=where)) is not None:
+        return removed
     own = sections().get(key)
     if own is not None:
         some = settings()[f"{key}.{sorted(own)[0]}"].key
