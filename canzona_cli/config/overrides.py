@@ -1,7 +1,7 @@
 """Reading `KEY=VALUE` arguments: each one on its own, so that every bad one is reported together."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.recipes import GROUPS
@@ -53,7 +53,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     warnings: list[str] = []
-    for argument in _joined(arguments, problems):
+    for argument in arguments:
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
@@ -114,23 +114,6 @@ def text_value(text: str) -> str:
     if _PLAIN.fullmatch(text):
         return text
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + ("\\'" if at[2] else ""), text) + "'"
-
-
-def _joined(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
-    """The arguments but for those that a space took apart (`gpus = 4`, `gpus= 4`, `gpus 4`), which are problems."""
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        key, equals, text = argument.partition("=")
-        if not text and left and (key in GROUPS or setting_of(key) is not None):
-            value = left[0] if equals else left[0].removeprefix("=") or "".join(left[1:2])
-            if "=" not in value and value not in GROUPS and setting_of(value) is None:
-                used = 2 if left[0] == "=" else 1
-                del left[:used]
-                reason, fix = "is taken apart by a space", f"write {key}={value}"
-                problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
-                continue
-        yield argument
 
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:

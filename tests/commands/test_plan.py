@@ -347,7 +347,6 @@ def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
         "canzona_cli.launch",
         "canzona_cli.bench",
         "canzona_cli.cluster.machine",
-        "hydra._internal.core_plugins.basic_launcher",
     )
     imports_none_of(unneeded, *LARGE, "--dry-run")
     imports_none_of((*unneeded, "rich", "canzona_cli.report", "canzona_cli.run.corpus"), *LARGE, "--dry-run", "--json")
