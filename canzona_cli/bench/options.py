@@ -3,16 +3,15 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest
+from canzona_cli.errors import ConfigError, Problem, closest
 from canzona_cli.run.phases import STRATEGIES
 
-SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
+SweepKind = Literal["gpus", "optimizer", "alpha", "c_max"]
 AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
@@ -30,7 +29,6 @@ class Options:
     rounds: int
     steps_per_turn: int
     out: Path | None
-    plot: Path | None
     html: Path | None
     sweep: SweepKind | None
     values: tuple[str, ...]
@@ -45,7 +43,6 @@ def read_options(
     rounds: int,
     steps_per_turn: int,
     out: Path | None = None,
-    plot: Path | None = None,
     html: Path | None = None,
     sweep: SweepKind | None = None,
     values: Sequence[str] = (),
@@ -57,18 +54,14 @@ def read_options(
     Args:
         strategies, values: as typed; a word may hold several, separated by commas.
         gpus: numbers and ranges; None means `SIMULATED_GPUS` where a simulation is asked for.
-
-    Raises:
-        EnvironmentProblem: a plot is asked for, but matplotlib is not installed.
     """
     names = _words(strategies)
-    require_matplotlib(plot)
     counts, wrong_counts = _counts(gpus or SIMULATED_GPUS)
     problems = (
         *_unknown(names),
         *_lengths(rounds, steps_per_turn),
-        *_places(out, plot, html),
-        *_ignored(simulate, names, sweep, values, gpus, plot, html),
+        *_places(out, html),
+        *_ignored(simulate, names, sweep, values, gpus, html),
         *(wrong_counts if simulate else ()),
     )
     return Options(
@@ -77,7 +70,6 @@ def read_options(
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
         out=out,
-        plot=plot,
         html=html,
         sweep=sweep,
         values=tuple(_words(values)),
@@ -116,25 +108,16 @@ def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
         )
 
 
-def require_matplotlib(plot: Path | None) -> None:
-    """Raises EnvironmentProblem where a plot is asked for and nothing can draw it."""
-    if plot is not None and find_spec("matplotlib") is None:
-        raise EnvironmentProblem(
-            Problem(key="--plot", value=plot, reason="matplotlib is not installed", fix="pip install 'canzona[plot]'")
-        )
+def page_problems(html: Path | None) -> Iterator[Problem]:
+    """Yield what is wrong with the place of a page, before anything long is done."""
+    if html is not None and html.suffix.lower() != ".html":
+        yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
+    elif html is not None and (reason := _not_writable(html)):
+        yield Problem(key="--html", value=html, reason=reason, fix="choose a file in a writable folder: --html FILE")
 
 
-def picture_problems(*, plot: Path | None = None, html: Path | None = None) -> Iterator[Problem]:
-    """Pictures are PNG files, pages HTML; told before anything long is done."""
-    for key, path, suffix in (("--plot", plot, ".png"), ("--html", html, ".html")):
-        if path is not None and path.suffix.lower() != suffix:
-            yield Problem(key=key, value=path, reason=f"must end in {suffix}", fix=f"use {key} {path.stem}{suffix}")
-        elif path is not None and (reason := _not_writable(path)):
-            yield Problem(key=key, value=path, reason=reason, fix=f"choose a file in a writable folder: {key} FILE")
-
-
-def _places(out: Path | None, plot: Path | None, html: Path | None) -> Iterator[Problem]:
-    yield from picture_problems(plot=plot, html=html)
+def _places(out: Path | None, html: Path | None) -> Iterator[Problem]:
+    yield from page_problems(html)
     if out is not None and (reason := _not_writable(out)):
         yield Problem(key="--out", value=out, reason=reason, fix="choose a file in a writable folder: --out FILE")
 
@@ -167,7 +150,6 @@ def _ignored(
     sweep: SweepKind | None,
     values: Sequence[str],
     gpus: str | None,
-    plot: Path | None,
     html: Path | None,
 ) -> Iterator[Problem]:
     """Options that have no effect together with the others."""
@@ -176,7 +158,7 @@ def _ignored(
             key="--values",
             value=",".join(values),
             reason="are values for --sweep, and there is no --sweep",
-            fix="add --sweep alpha, c_max, gpus, optimizer or layers",
+            fix="add --sweep gpus, optimizer, alpha or c_max",
         )
     if gpus is not None and not simulate:
         yield Problem(
@@ -188,9 +170,9 @@ def _ignored(
     if simulate and sweep == "gpus":
         reason = "has no effect with --simulate, which takes --gpus"
         yield Problem(key="--sweep", value=sweep, reason=reason, fix="use --gpus 8..1024")
-    for key, path in (("--plot", plot), ("--html", html)):
-        if simulate and sweep is not None and path is not None:
-            yield Problem(key=key, value=path, reason="draws no simulated sweep", fix=f"leave {key} out, or --sweep")
+    if simulate and sweep is not None and html is not None:
+        reason, fix = "does not draw a simulated sweep", "leave out --html, or --sweep"
+        yield Problem(key="--html", value=html, reason=reason, fix=fix)
     if simulate and names:
         yield Problem(
             key="--strategies",

@@ -43,8 +43,6 @@ class LossMemory:
     """How far the losses have been too high, added up, in limits."""
     since: CountOrZero = 0
     """The first step of that."""
-    rise: Finite = 0.0
-    """How far they have been above their best, added up."""
     first_validation: Finite | None = None
     sound: CountOrZero = 0
     """The step of the last validation that was not worse than the first."""

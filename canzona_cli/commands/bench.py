@@ -35,12 +35,9 @@ def bench(
     ] = 3,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON here.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result (needs matplotlib).")
-    ] = None,
     html: HtmlFile = None,
     sweep: Annotated[
-        Literal["alpha", "c_max", "gpus", "optimizer", "layers"] | None,
+        Literal["gpus", "optimizer", "alpha", "c_max"] | None,
         typer.Option("--sweep", help="Run one bench, or with --simulate one prediction, for each of several values."),
     ] = None,
     values: Annotated[
@@ -67,7 +64,6 @@ def bench(
         rounds=rounds,
         steps_per_turn=steps_per_turn,
         out=out,
-        plot=plot,
         html=html,
         sweep=sweep,
         values=values or (),
@@ -85,7 +81,6 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     from canzona_cli.bench.results_file import content_of
     from canzona_cli.bench.session import prepare, run
     from canzona_cli.report.bench import BenchView
-    from canzona_cli.report.bench_figures import draw
     from canzona_cli.report.html.bench import bench_page
 
     session = prepare(
@@ -98,7 +93,7 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    shown = _Shown(view=(view := BenchView(result)), draw=partial(draw, result), page=partial(bench_page, view))
+    shown = _Shown(view=(view := BenchView(result)), page=partial(bench_page, view))
     _conclude(content_of(result), options, shown, [result], as_json=as_json)
     if not as_json:
         typer.echo(f"\nbench directory: {folder}")
@@ -107,7 +102,6 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
 def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.results_file import content_of
     from canzona_cli.bench.sweep import prepare_sweep, run_sweep
-    from canzona_cli.report.bench_figures import draw_sweep
     from canzona_cli.report.bench_sweep import SweepView
     from canzona_cli.report.html.bench import sweep_page
 
@@ -120,14 +114,13 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
         "results": {value: content_of(result) for value, result in results.items()},
     }
     view = SweepView(sweep.kind, results)
-    shown = _Shown(view=view, draw=partial(draw_sweep, sweep.kind, results), page=partial(sweep_page, view))
+    shown = _Shown(view=view, page=partial(sweep_page, view))
     _conclude(content, options, shown, results.values(), as_json=as_json)
 
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
     from canzona_cli.errors import gathered, refuse
-    from canzona_cli.report.bench_figures import draw_simulation
     from canzona_cli.report.bench_simulated import SimulationView
     from canzona_cli.report.html.bench import simulation_page
 
@@ -136,7 +129,7 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
     refuse(problems)
     view = SimulationView(simulation)
-    shown = _Shown(view=view, draw=partial(draw_simulation, simulation), page=partial(simulation_page, view))
+    shown = _Shown(view=view, page=partial(simulation_page, view))
     _conclude(simulation.as_json(), options, shown, as_json=as_json)
 
 
@@ -159,8 +152,6 @@ class _Shown:
 
     view: "RenderableType"
     """At a terminal."""
-    draw: Callable[[Path], None]
-    """As a PNG file."""
     page: "Callable[[], Document]"
     """In a browser."""
 
@@ -173,14 +164,12 @@ def _conclude(
     *,
     as_json: bool,
 ) -> None:
-    """Write, draw and show a result. A fast wrong answer is none: its numbers are kept, but no speed-up is shown."""
+    """Write and show a result. A fast wrong answer is none: its numbers are kept, but no speed-up is shown."""
     from canzona_cli.bench.losses import check_losses
 
     write_json(content, options, as_json=as_json)
     for result in measured:
         check_losses(result)
-    if options.plot is not None:
-        shown.draw(options.plot)
     if options.html is not None:
         write_page(options.html, shown.page())
     if not as_json:

@@ -78,8 +78,7 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 def _other_option(command: Command, option: str, value: str) -> Problem:
     if option in REMOVED_OPTIONS:
-        reason = f"is no longer an option of {command.name}"
-        return Problem(key=option, value=value or None, reason=reason, fix=REMOVED_OPTIONS[option])
+        return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)
     meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
     shown = value if meant is not None else None

@@ -23,14 +23,10 @@ def plan(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Write the plan here. [default: plans/RECIPE-GPUSgpus-HASH.json]"),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw the timeline and the loads (needs matplotlib)."),
-    ] = None,
     html: HtmlFile = None,
     compare: Annotated[
-        Literal["strategies", "layouts", "alpha", "form", "mode"] | None,
-        typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, forms, or modes."),
+        Literal["strategies", "alpha", "form"] | None,
+        typer.Option("--compare", help="Phases of all strategies, or other alphas or forms."),
     ] = None,
     shapes: Annotated[
         Path | None,
@@ -47,7 +43,7 @@ def plan(
     Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe shows every
     built-in size.
     """
-    if dry_run and not {out, plot, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
+    if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.plan_overview import overview
 
         sizes = overview(overrides or (), recipes_dir or ())
@@ -67,13 +63,13 @@ def plan(
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
     if layouts:
-        _check_alone(out=out, plot=plot, html=html, compare=compare, shapes=shapes)
+        _check_alone(out=out, html=html, compare=compare, shapes=shapes)
         from canzona_cli.report.plan_layouts import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
         return
-    _check_places(dry_run, out, plot, html)
+    _check_places(dry_run, out, html)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
     study = study_run(config, layout, compare, own)
@@ -84,10 +80,6 @@ def plan(
         written = out or default_path(study.config, study.plan)
         text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
         write_out(written, text, fix="name another place with --out FILE")
-    if plot is not None:
-        from canzona_cli.report.plan_figure import draw
-
-        draw(study, plot)
     figures = {**study.as_json(), "plan_file": None if written is None else str(written)}
     if json and html is None:
         show(figures)  # before anything is imported that lays out pages
@@ -101,7 +93,7 @@ def plan(
 
         with suppress(ConfigError):  # a plan is made of what cannot be trained yet, too
             corpus = ensure_corpus(config)
-    view = PlanView(study=study, written=written, drawn=plot, phases=phases, assumptions=assumptions, corpus=corpus)
+    view = PlanView(study=study, written=written, phases=phases, assumptions=assumptions, corpus=corpus)
     if html is not None:
         from canzona_cli.report.html.plan import plan_page
 
@@ -134,19 +126,15 @@ def _check_alone(**others: object) -> None:
         raise ConfigError(*(Problem(key=name, reason=reason, fix=f"leave out {name}, or --layouts") for name in given))
 
 
-def _check_places(dry_run: bool, out: Path | None, plot: Path | None, html: Path | None) -> None:
+def _check_places(dry_run: bool, out: Path | None, html: Path | None) -> None:
     """Check the files before any planning."""
     problems: list[Problem] = []
-    if plot is not None or html is not None:
-        from canzona_cli.bench.options import picture_problems
+    if html is not None:
+        from canzona_cli.bench.options import page_problems
 
-        problems += picture_problems(plot=plot, html=html)
+        problems += page_problems(html)
     if dry_run and out is not None:
         problems.append(
             Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
         )
     refuse(problems)
-    if plot is not None:
-        from canzona_cli.bench.options import require_matplotlib
-
-        require_matplotlib(plot)

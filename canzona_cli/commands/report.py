@@ -25,16 +25,12 @@ def report(
             "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="With --compare: draw their losses (needs matplotlib)."),
-    ] = None,
     html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
     run_dirs = run_dirs or _newest()
-    _check_usage(run_dirs, compare=compare, trace=trace, plot=plot, html=html, as_json=as_json)
+    _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
         from canzona_cli.run.words import plural
@@ -43,7 +39,7 @@ def report(
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
         return
     if compare:
-        _compare(run_dirs, plot=plot, html=html, as_json=as_json)
+        _compare(run_dirs, html=html, as_json=as_json)
         return
     from canzona_cli.report.run import RunView
     from canzona_cli.run.summary import load_summary
@@ -56,20 +52,13 @@ def report(
     show(summary.as_json() if as_json else RunView(summary=summary))
 
 
-def _compare(run_dirs: list[Path], *, plot: Path | None, html: Path | None, as_json: bool) -> None:
+def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Two runs in every detail; of more a row each."""
     from canzona_cli.report.run import ComparedView
-    from canzona_cli.report.several import SeveralView, draw
+    from canzona_cli.report.several import SeveralView
     from canzona_cli.run.compare import compared, several_runs
 
-    if plot is not None:
-        from canzona_cli.bench.options import require_matplotlib
-
-        require_matplotlib(plot)
     several = several_runs(run_dirs)
-    if plot is not None:
-        draw(several, plot)
-        typer.echo(f"{plot}: the losses of {len(run_dirs)} runs", err=True)
     if html is not None:
         from canzona_cli.report.html.several import several_page
 
@@ -94,14 +83,12 @@ def _newest() -> list[Path]:
     return [found]
 
 
-def _check_usage(
-    run_dirs: list[Path], *, compare: bool, trace: Path | None, plot: Path | None, html: Path | None, as_json: bool
-) -> None:
-    """One directory, or several to compare; a trace belongs to one run, a picture to several."""
-    from canzona_cli.bench.options import picture_problems
+def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
+    """Refuse what does not go together: several directories without --compare, a trace beside another output."""
+    from canzona_cli.bench.options import page_problems
     from canzona_cli.errors import Problem, refuse
 
-    problems = [*picture_problems(plot=plot, html=html)]
+    problems = [*page_problems(html)]
     if compare == (len(run_dirs) == 1):
         said = {
             True: "there is one run directory, but two or more are compared",
@@ -109,9 +96,6 @@ def _check_usage(
         }
         fix = "canzona report --compare RUN_A RUN_B ..."
         problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=said[compare], fix=fix))
-    if plot is not None and not compare:
-        reason, fix = "draws the losses of several runs", "canzona report --compare RUN_A RUN_B ... --plot FILE.png"
-        problems.append(Problem(key="--plot", value=plot, reason=reason, fix=fix))
     if compare and trace is not None:
         reason, fix = "a trace shows one run", "write one trace for each run, without --compare"
         problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))

@@ -110,7 +110,7 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} goes on where each run was")
     if left:
-        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --plot FILE.png draws it")
+        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html draws it")
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:

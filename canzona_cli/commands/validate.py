@@ -56,7 +56,7 @@ def validate(
     console.print(Text("OK", style="bold green"))
     rows = [
         ("file", shown(composed.recipe_file)),
-        *header_rows(config, layout, corpus=corpus, plan=plan, ascii_only=console.options.ascii_only),
+        *header_rows(config, layout, corpus=corpus, plan=plan),
         ("recompute", layout.recompute),
     ]
     console.print(*labelled(rows, 11, indent=0), sep="", soft_wrap=True)

@@ -50,7 +50,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
 """By dotted key and value. An entry counts as soon as the schema no longer has the value."""
 
 REMOVED_OPTIONS: Mapping[str, str] = {
-    "--plot": "use --html FILE.html, a page with every chart",
+    "--plot": "write --html FILE.html: the page has every chart",
 }
 """What to use instead, by option."""
 

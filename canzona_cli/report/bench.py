@@ -15,7 +15,7 @@ from canzona_cli.report.page import Page, Screen, headed, items, labelled, note,
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.why import StepComparison
+from canzona_cli.run.why import why
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, step_time
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ _SAID = ("device", "machine", "ranks")
 
 @dataclass(frozen=True)
 class BenchView(Page):
-    """A comparison of strategies, from 60 columns on."""
+    """A comparison of strategies."""
 
     result: BenchResult
 
@@ -142,7 +142,7 @@ def heading(result: BenchResult, what: str, screen: Screen, *, without: str = ""
     Args:
         without: `optimizer` or `gpus`: what the sweep varies is not part of the heading.
     """
-    layout = describe_layout(result.layout, rank_word(result.device), times=screen.times)
+    layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
@@ -226,18 +226,9 @@ def _losses(result: BenchResult, name: str) -> Text:
 
 
 def _why(result: BenchResult, name: str) -> str:
-    found = result.strategies[name]
-    cores = result.machine.get("cores") if result.device == "cpu" else None
-    why = StepComparison(
-        measured=found.measured.phases,
-        predicted=found.predicted.phases,
-        calibrated=result.calibrated,
-        cores=cores if isinstance(cores, int) else None,
-        world_size=result.layout.world_size,
-        tp=result.layout.tp,
-        load_balance=found.predicted.load_balance,
-    ).why()
-    return "no phase was measured" if why is None else why.text
+    bench = result.strategies[name]
+    difference = why(bench.measured.phases, bench.predicted.phases)
+    return "no phase was measured" if difference is None else difference.text
 
 
 def phase_name(phase: str) -> str:

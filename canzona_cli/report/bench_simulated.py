@@ -22,7 +22,7 @@ _OTHERS = tuple(name for name in _MATRIX if name != "canzona")
 
 @dataclass(frozen=True)
 class SimulationView(Page):
-    """A table for each size, from 60 columns on."""
+    """A table for each size."""
 
     simulation: Simulation
 

@@ -1,6 +1,6 @@
 """Drawn with characters: sparklines, bars, curves, bars made of parts, and the map of every rank's load.
 
-Each has a form in ASCII, and one without colours.
+Bars made of parts have a form without colours.
 """
 
 import itertools
@@ -13,11 +13,9 @@ from canzona_cli.run.phases import Ink
 from canzona_cli.run.words import real
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_ASCII_BLOCKS = "_.-~=*%#"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the 2 x 4 dots of a character."""
-_HEAT_DIGITS = ".123456789"
 HEAT_LIMITS = (0.5, 0.9, 1.1, 1.5)
 """Loads over the mean up to which a map has one colour."""
 _HEAT_STYLES = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
@@ -25,12 +23,12 @@ _MOST_ROWS = 16
 _WIDEST_CELL = 4
 
 
-def sparkline(values: Iterable[object], width: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Iterable[object], width: int) -> str:
     """A line of at most `width` characters whose heights follow the finite values."""
     finite = [value for value in map(real, values) if value is not None]
     if not finite or width < 1:
         return ""
-    blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS[1:]
+    blocks = _BLOCKS[1:]
     points = _resample(finite, width)
     low, high = min(points), max(points)
     if high <= low:
@@ -46,20 +44,16 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-def bar(share: object, width: int, *, ascii_only: bool = False) -> str:
+def bar(share: object, width: int) -> str:
     """A horizontal bar, `share` (0 to 1) of `width` characters, in eighths of a character."""
     value = real(share)
     if value is None or width < 1:
         return ""
     eighths = round(min(1.0, max(0.0, value)) * width * 8)
-    if ascii_only:
-        return "#" * round(eighths / 8)
     return ("█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else ""))[:width]
 
 
-def line_chart(
-    points: Sequence[tuple[float, float]], width: int, height: int, *, ascii_only: bool = False
-) -> list[str]:
+def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
     """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis, the curve, the step axis.
 
     Args:
@@ -76,7 +70,7 @@ def line_chart(
     labels = [_axis_label(high - (high - low) * row / (rows - 1)) for row in range(rows)]
     gutter = max(map(len, labels)) + 2
     columns = width - gutter
-    x_dots, y_dots = (1, 1) if ascii_only else (2, 4)
+    x_dots, y_dots = 2, 4
     heights = _dot_columns(points, columns * x_dots)
     grid = [[0] * columns for _ in range(rows)]
     scale = (rows * y_dots - 1) / (high - low)
@@ -84,15 +78,12 @@ def line_chart(
         y0, y1 = (round((high - v) * scale) for v in (v0, v1))
         for x, y in _segment(x0, y0, x1, y1):
             grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
-    axis = "|" if ascii_only else "┤"
     lines = []
     for row, cells in enumerate(grid):
         # A label on every other row is enough to read a value, and quieter.
         label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
-        drawn = "".join(
-            (("*" if cell else " ") if ascii_only else chr(0x2800 + cell) if cell else " ") for cell in cells
-        )
-        lines.append(f"{label:>{gutter - 2}} {axis}{drawn}".rstrip())
+        drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
+        lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
     first, last = f"{points[0][0]:,.0f}", f"step {points[-1][0]:,.0f}"
     lines.append(f"{'':{gutter}}{first}{last:>{max(1, columns - len(first))}}"[:width])
     return lines
@@ -162,10 +153,10 @@ def legend(parts: Sequence[tuple[str, str]], inks: Inks, width: int, *, colour: 
     yield line
 
 
-def heat_map(loads: Sequence[float], hosts: int, width: int, *, ascii_only: bool = False) -> Iterator[Text]:
+def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     """Rows of at most `width` characters.
 
-    Height (or digit) is the load over the largest, so an even map is full everywhere; the colour is the load over the
+    Height is the load over the largest, so an even map is full everywhere; the colour is the load over the
     mean: green around it, yellow and red above, blue below. Where there are more owners or hosts than fit, a
     character shows the largest load of several.
 
@@ -182,7 +173,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int, *, ascii_only: bool
         for begin, end in columns:
             load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
             row.append(
-                _heat_mark(load / top if top > 0 else 0.0, ascii_only) * wide,
+                _heat_mark(load / top if top > 0 else 0.0) * wide,
                 style=_HEAT_STYLES[heat_level(load, mean)],
             )
         yield row
@@ -200,11 +191,10 @@ def _bins(count: int, most: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _heat_mark(share: float, ascii_only: bool) -> str:
-    marks = _HEAT_DIGITS if ascii_only else _BLOCKS
+def _heat_mark(share: float) -> str:
     if share <= 0:
-        return "." if ascii_only else "·"
-    return marks[max(1, min(len(marks) - 1, round(share * (len(marks) - 1))))]
+        return "·"
+    return _BLOCKS[max(1, min(len(_BLOCKS) - 1, round(share * (len(_BLOCKS) - 1))))]
 
 
 def heat_level(load: float, mean: float) -> int:

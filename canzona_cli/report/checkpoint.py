@@ -53,7 +53,7 @@ class Listing(Page):
         if not self.chosen.found:
             yield Text("there are none yet")
             return
-        rows = [_cells(found, screen.times) for found in self.chosen.found]
+        rows = [_cells(found) for found in self.chosen.found]
         heads = ("age", "size", "ranks", "layout", "optimizer", "state")
         labels = [found.name for found in self.chosen.found]
         yield GroupedTable(head="checkpoint", labels=labels, groups=columns(heads, rows))
@@ -63,7 +63,7 @@ class Listing(Page):
             yield wrapped("intact by manifest and sizes; `canzona checkpoint verify` reads the content", "dim")
 
 
-def _cells(found: Found, times: str) -> tuple[Cell, ...]:
+def _cells(found: Found) -> tuple[Cell, ...]:
     manifest, layout = found.manifest, _saved_layout(found)
     if manifest is None:
         return (*[MISSING] * 5, Text("damaged", style="bold red"))
@@ -71,7 +71,7 @@ def _cells(found: Found, times: str) -> tuple[Cell, ...]:
         duration(max(0.0, time.time() - manifest.created)),
         size(manifest.bytes),
         f"{manifest.world_size:,}",
-        MISSING if layout is None else describe_layout(layout, "rank", times=times).partition(": ")[2],
+        MISSING if layout is None else describe_layout(layout, "rank").partition(": ")[2],
         optimizer_words(manifest.optimizer, manifest.strategy),
         Text("intact", style="green"),
     )
@@ -114,7 +114,7 @@ class Content(Page):
         sizes = self._sizes()
         for place, name in enumerate(sorted(sizes, key=lambda name: (-sizes[name], name))[:_BIGGEST]):
             tensor = self.manifest.tensors.get(name)
-            shape = "in pieces" if tensor is None else f" {screen.times} ".join(f"{edge:,}" for edge in tensor.shape)
+            shape = "in pieces" if tensor is None else " × ".join(f"{edge:,}" for edge in tensor.shape)
             first = f"  {'' if place else 'biggest':<11}"
             words = f"{name}  {shape if tensor is None else f'{tensor.dtype} {shape}'}, {size(sizes[name])}"
             yield wrapped(clean(words), first=first, rest=" " * 15)
@@ -134,11 +134,11 @@ class Content(Page):
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
         layout = _saved_layout(self.found)
         if config is not None and layout is not None:
-            yield from header_rows(config, layout, ascii_only=screen.ascii_only)
+            yield from header_rows(config, layout)
             return
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:
-            yield "layout", describe_layout(layout, "rank", times=screen.times)
+            yield "layout", describe_layout(layout, "rank")
 
     def _sizes(self) -> Counter[str]:
         """Of whole tensors, by name."""
@@ -248,7 +248,7 @@ class AllVerified(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        good, bad = ("ok  ", "FAIL") if screen.ascii_only else ("✓", "✗")
+        good, bad = "✓", "✗"
         for verified in self.each:
             mark = (bad, "bold red") if verified.problems else (good, "green")
             rate = size(verified.bytes / max(verified.seconds, 1e-6))

@@ -1,47 +1,42 @@
-"""How `canzona doctor` reads: findings by group, each with its meaning, fixes where something is wrong, a verdict."""
+"""How `canzona doctor` reads: one table of findings, what to do about those that are wrong, and a verdict."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cluster.findings import Diagnosis, Finding, Group, Status
-from canzona_cli.report.page import Page, Screen, Wrapped, wrapped
+from canzona_cli.cluster.doctor import Diagnosis, Status
+from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.tables import Table
 from canzona_cli.run.words import clean, plural
 
-_TITLES: Mapping[Group, str] = {
-    "python": "Python and packages",
-    "torch": "torch and communication",
-    "gpu": "GPUs",
-    "machine": "Machine",
-    "storage": "Storage",
-    "network": "Network",
-    "slurm": "Slurm",
-    "environment": "Environment variables",
+_MARKS: Mapping[Status, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "info": ("·", "cyan"),
+    "warn": ("!", "yellow"),
+    "fail": ("✗", "bold red"),
 }
-_MARKS: Mapping[Status, tuple[str, str, str]] = {
-    "ok": ("✓", "ok  ", "green"),
-    "info": ("·", "info", "cyan"),
-    "warn": ("!", "warn", "yellow"),
-    "fail": ("✗", "FAIL", "bold red"),
-}
-_NAME_WIDTH = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisView(Page):
-    """Findings grouped, with fixes below what needs one, and at the end what can run here."""
+    """A row for each finding, fixes below what needs one, and at the end what can run here."""
 
     diagnosis: Diagnosis
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        for group, findings in groupby(self.diagnosis.findings, key=lambda finding: finding.group):
-            yield Text(_TITLES[group], style="bold")
-            for finding in findings:
-                yield from _finding(finding, screen)
-            yield Text()
+        table, group = Table("", "", "finding", "meaning"), ""
+        for finding in self.diagnosis.findings:
+            if finding.group != group and group:
+                table.add_section()
+            group = finding.group
+            name = f"torch {finding.name}" if group == "torch" else clean(finding.name)
+            table.add_row(Text(*_MARKS[finding.status]), name, clean(finding.value), finding.meaning)
+            if finding.fix:
+                table.add_row("", "", "", Text(f"→ {clean(finding.fix)}", style="green"))
+        yield table
+        yield Text()
         yield from map(wrapped, self._verdict())
 
     def _verdict(self) -> Iterator[Text]:
@@ -56,14 +51,3 @@ class DiagnosisView(Page):
         yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="yellow")
         if not diagnosis.gpus:
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
-
-
-def _finding(finding: Finding, screen: Screen) -> Iterator[Wrapped]:
-    symbol, word, style = _MARKS[finding.status]
-    mark = word if screen.ascii_only else symbol
-    name = f"{clean(finding.name):<{_NAME_WIDTH - 1}} "
-    rest = " " * (len(mark) + 3 + _NAME_WIDTH)
-    text = Text.assemble(clean(finding.value), ": ", (clean(finding.meaning), "dim"))
-    yield wrapped(text, first=Text.assemble("  ", (mark, style), f" {name}"), rest=rest)
-    if finding.fix:
-        yield wrapped(clean(finding.fix), "green", first=f"{rest}{screen.arrow} ")

@@ -47,7 +47,7 @@ class ErrorView(Page):
                 yield wrapped(_place(problem), "bold", first="  ", rest="      ")
             yield wrapped(clean(redacted(reason), newlines=True), first="    ")
             if fix:
-                yield wrapped(clean(redacted(fix), newlines=True), "green", first=f"    {screen.arrow} ")
+                yield wrapped(clean(redacted(fix), newlines=True), "green", first="    → ")
 
 
 def _place(problem: Problem) -> str:

@@ -20,9 +20,9 @@ def rank_word(device: Device | None) -> str:
     return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
-def describe_layout(layout: Layout, unit: str, *, times: str = "×") -> str:
+def describe_layout(layout: Layout, unit: str) -> str:
     """`8 GPUs: TP 2 × PP 2 × DP 2`."""
-    return f"{plural(layout.world_size, unit)}: {layout_words(layout, times=times)}"
+    return f"{plural(layout.world_size, unit)}: {layout_words(layout, times='×')}"
 
 
 def layout_name(layout: Layout) -> str:
@@ -31,19 +31,17 @@ def layout_name(layout: Layout) -> str:
     return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
 
 
-def describe_batch(layout: Layout, seq_length: int, *, times: str = "×") -> str:
+def describe_batch(layout: Layout, seq_length: int) -> str:
     """`32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
     return (
-        f"{layout.global_batch_size:,} sequences {times} {seq_length:,} = "
-        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout, times=times)})"
+        f"{layout.global_batch_size:,} sequences × {seq_length:,} = "
+        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout)})"
     )
 
 
-def batch_factors(layout: Layout, *, times: str = "×") -> str:
+def batch_factors(layout: Layout) -> str:
     """The factors of the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
-    return (
-        f"micro-batch {layout.micro_batch_size} {times} accumulation {layout.num_microbatches} {times} DP {layout.dp}"
-    )
+    return f"micro-batch {layout.micro_batch_size} × accumulation {layout.num_microbatches} × DP {layout.dp}"
 
 
 def optimizer_words(name: str, strategy: str) -> str:
@@ -131,12 +129,10 @@ def header_rows(
     corpus: PreparedCorpus | None = None,
     plan: Obtained | None = None,
     earlier: "Earlier | None" = None,
-    ascii_only: bool = False,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
     from canzona_cli.model.qwen3 import parameter_count
 
-    times = "x" if ascii_only else "×"
     unit = rank_word(config.cluster.device)
     parameters = parameter_count(config.model).total
     model = "" if config.model.name == config.name else f"{clean(config.model.name)}, "
@@ -144,9 +140,9 @@ def header_rows(
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
         *routing_rows(config),
-        ("layout", f"{describe_layout(layout, unit, times=times)} on {clean(config.cluster.name)}"),
+        ("layout", f"{describe_layout(layout, unit)} on {clean(config.cluster.name)}"),
         *([("plan", describe_plan(plan))] if plan is not None else []),
-        ("batch", describe_batch(layout, config.train.seq_length, times=times)),
+        ("batch", describe_batch(layout, config.train.seq_length)),
         ("data", describe_data(config, corpus)),
         *([] if (read := supply(config, layout, corpus)) is None else [("epochs", read.words)]),
         *([("run", clean(run_dir))] if run_dir is not None else []),

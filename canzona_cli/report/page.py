@@ -18,16 +18,7 @@ class Screen:
 
     width: int
     """In characters."""
-    ascii_only: bool
     colour: bool
-
-    @property
-    def times(self) -> str:
-        return "x" if self.ascii_only else "×"
-
-    @property
-    def arrow(self) -> str:
-        return "->" if self.ascii_only else "→"
 
 
 class Page(ABC):
@@ -43,7 +34,7 @@ class Page(ABC):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
-        screen = Screen(width=options.max_width, ascii_only=options.ascii_only, colour=colour)
+        screen = Screen(width=options.max_width, colour=colour)
         # Printed with `soft_wrap`, only paragraphs may be wider than the screen, for the sake of a long path in one.
         inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):

@@ -27,13 +27,11 @@ _NO_GAP = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class PlanView(Page):
-    """Everything about a plan, from 60 columns on."""
+    """Everything about a plan."""
 
     study: Study
     written: Path | None = None
     """The plan file; None for a dry run."""
-    drawn: Path | None = None
-    """The picture."""
     phases: bool = False
     """Whether to list every strategy's phases."""
     assumptions: bool = False
@@ -46,7 +44,7 @@ class PlanView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
         yield wrapped(self._title(screen))
-        yield from labelled(self._rows(screen.times))
+        yield from labelled(self._rows())
         sections = [strategies, load_map, memory, iterations, streams]
         if study.variants:
             sections.insert(1, variants)
@@ -73,7 +71,7 @@ class PlanView(Page):
         return Text.assemble(
             (f"Plan {study.plan.name}", "bold"),
             f"  {clean(config.name)}, {self._optimizer()}, "
-            f"{describe_layout(study.layout, self._unit, times=screen.times)} on {clean(config.cluster.name)}",
+            f"{describe_layout(study.layout, self._unit)} on {clean(config.cluster.name)}",
         )
 
     def _optimizer(self) -> str:
@@ -84,19 +82,19 @@ class PlanView(Page):
             return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
         return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
 
-    def _rows(self, times: str) -> Iterator[tuple[str, Text | str]]:
+    def _rows(self) -> Iterator[tuple[str, Text | str]]:
         study, balance, moved = self.study, self.study.balance, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
-        yield "batch", describe_batch(study.layout, study.config.train.seq_length, times=times)
+        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
         read = supply(study.config, study.layout, self.corpus)
         if read is not None:
             yield "epochs", read.words
         yield from outlook_rows(study.config, study.outlook)
         yield "matrices", self._matrices()
-        if rows := self._updates(times):
+        if rows := self._updates():
             yield "updates", rows
         layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
-        grid = f"{plural(mesh.owners, 'owner')} {times} {plural(mesh.tp, 'host')}"
+        grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
         shared = len(plan.assignment.shares)
         modes = f"; {shared:,} matrices shared by TP groups" if shared else ""
         yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}{modes}"
@@ -104,7 +102,7 @@ class PlanView(Page):
             "load balance",
             Text.assemble(
                 (f"{balance.grid:.3f}", "bold"),
-                f" over the grid (max / mean; DP {balance.dp:.3f} {times} TP {balance.tp:.3f}); lower bound ",
+                f" over the grid (max / mean; DP {balance.dp:.3f} × TP {balance.tp:.3f}); lower bound ",
                 (f"{balance.lower_bound:.3f}", "bold"),
                 f"; this plan is {_above(balance.gap)}",
             ),
@@ -139,14 +137,14 @@ class PlanView(Page):
                 f"{plural(moved.dp_reductions, 'collective')} of gradients ({_ways(moved.reduced_by)}), "
                 f"{moved.dp_gathers:,} of weights ({_ways(moved.gathered_by)})",
             )
-        yield "optimizer", self._beside_others(times)
+        yield "optimizer", self._beside_others()
 
-    def _beside_others(self, times: str) -> Text:
+    def _beside_others(self) -> Text:
         """`19.4 ms (layerwise takes 26.5x as long, sc does not fit); +0.3% on AdamW's iteration in this layout`."""
         study, longer = self.study, []
         for name in ("layerwise", "sc"):
             ratio = study.optimizer_speedup(name)
-            longer.append(f"{name} {'does not fit' if ratio is None else f'takes {ratio:.1f}{times} as long'}")
+            longer.append(f"{name} {'does not fit' if ratio is None else f'takes {ratio:.1f}× as long'}")
         over = study.overhead(study.strategy)
         adamw = "AdamW does not fit" if over is None else f"{100 * over:+.2f}% on AdamW's iteration"
         return Text.assemble(
@@ -167,13 +165,13 @@ class PlanView(Page):
             f"busiest has {self.study.balance.grid:.1f} times an even share"
         )
 
-    def _updates(self, times: str) -> str:
+    def _updates(self) -> str:
         """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`: how each shape is orthogonalised."""
         found = kinds(self.study.config, self.study.plan)
         if found[0].form is None:
             return ""
         shapes = ", ".join(
-            f"{one.matrices:,} of {one.rows:,} {times} {one.cols:,} {one.form} {step_time(one.seconds)}"
+            f"{one.matrices:,} of {one.rows:,} × {one.cols:,} {one.form} {step_time(one.seconds)}"
             f"{f' stacked by {one.together}' if one.together > 1 else ''}{_shared(one)}"
             for one in found
         )
@@ -182,9 +180,8 @@ class PlanView(Page):
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"
-        drawn = "" if self.drawn is None else f"; drawn in {self.drawn}"
         took = step_time(self.study.planning_s)
-        return f"Plan {self.study.plan.hash}, {where}{drawn}. Planning and simulation took {took}."
+        return f"Plan {self.study.plan.hash}, {where}. Planning and simulation took {took}."
 
 
 def _shared(kind: UpdateKind) -> str:

@@ -55,7 +55,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
         [
             Text(f"{name} {max(loads) * len(loads) / sum(loads):.2f}", style="bold"),
             Text(f"slowest {step_time(max(loads))}", style="dim"),
-            *heat_map(loads, mesh.tp, width, ascii_only=screen.ascii_only),
+            *heat_map(loads, mesh.tp, width),
         ]
         for name, loads in maps
     ]
@@ -81,7 +81,7 @@ def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     parts = [(name, float(found.parts[name])) for name in MEMORY if found.parts.get(name)]
     width = screen.width - 4
     drawn = stacked(parts, max(found.capacity, found.total), width, MEMORY, colour=screen.colour)
-    drawn.append(("." if screen.ascii_only else "·") * (width - drawn.cell_len), style="dim")
+    drawn.append("·" * (width - drawn.cell_len), style="dim")
     yield Text.assemble("  ", drawn)
     labels = [(name, f"{name.replace('_', ' ')} {_gib(amount)}") for name, amount in parts]
     yield from legend(labels, MEMORY, screen.width, colour=screen.colour)
@@ -101,7 +101,7 @@ def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
         parts = [(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
         drawn = stacked(parts, scale, screen.width - _GUTTER - 2, PHASES, colour=screen.colour)
         if times[name] > scale * 1.001:
-            drawn.append(" >" if screen.ascii_only else " ▶", style="bold")
+            drawn.append(" ▶", style="bold")
         yield Text.assemble("  ", f"{name:<10} {step_time(times[name]):>9} ", drawn)
 
 
@@ -146,7 +146,7 @@ def _lane(events: Sequence[SimulatedEvent], start: float, end: float, width: int
             share[event.phase] = share.get(event.phase, 0.0) + covered
         phase = max(share, key=lambda name: share[name], default=None)
         if phase is None:
-            drawn.append("." if screen.ascii_only else "·", style="dim")
+            drawn.append("·", style="dim")
             continue
         look, faint = PHASES[phase], sum(share.values()) < step / 2
         if screen.colour:

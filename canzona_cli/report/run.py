@@ -38,13 +38,13 @@ class RunView(Page):
         if summary.errors and summary.status != "diverged":  # of all ranks together; the status says it
             yield from self._error()
             yield Text()
-        yield from labelled(self.rows(screen.arrow), 11)
+        yield from labelled(self.rows(), 11)
         if summary.go_on is not None:
             label = Text(f"  {'go on':<11}", style="dim")
             yield Wrapped(Text(clean(summary.go_on)), label, " " * label.cell_len, whole=True)
         if len(summary.losses) > 1:
             yield Text()
-            for row in line_chart(summary.losses, min(screen.width, 100) - 4, 9, ascii_only=screen.ascii_only):
+            for row in line_chart(summary.losses, min(screen.width, 100) - 4, 9):
                 yield Text(f"  {row}", style="cyan", no_wrap=True)
         if summary.breakdown is not None:
             yield Text()
@@ -81,7 +81,7 @@ class RunView(Page):
             setting = f"checkpoint.every_minutes={saving.minutes:.3g}"
             yield "saving", f"{setting} suits {stated}: they cost {saving.lost:.1%} then"
 
-    def rows(self, arrow: str) -> Iterator[tuple[str, Text | str]]:
+    def rows(self) -> Iterator[tuple[str, Text | str]]:
         """(label, value) of the figures."""
         summary = self.summary
         name = f"{clean(summary.name)}, " if summary.name else ""
@@ -106,7 +106,7 @@ class RunView(Page):
             if len(points) == 1 or first is None or last is None:
                 yield label, f"{number(last, '.4f') if last is not None else 'not finite'} at step {end:,.0f}"
                 continue
-            yield label, f"{loss_change(first, last, arrow)}, steps {begin:,.0f} {arrow} {end:,.0f}"
+            yield label, f"{loss_change(first, last)}, steps {begin:,.0f} → {end:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)

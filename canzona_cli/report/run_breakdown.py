@@ -18,19 +18,19 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakdownView(Page):
-    """The breakdown as a table and a foot, for any console width from 60 columns on."""
+    """The breakdown as a table and a foot."""
 
     breakdown: Breakdown
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
-        layout = describe_layout(breakdown.layout, rank_word(breakdown.device), times=screen.times)
+        layout = describe_layout(breakdown.layout, rank_word(breakdown.device))
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
         yield headed("Step-time breakdown", f": {optimizer}, {layout}")
         yield Text()
         yield self._table(screen)
         yield Text()
-        yield from labelled(self._foot(screen.times))
+        yield from labelled(self._foot())
 
     def _table(self, screen: Screen) -> Table:
         columns = self._columns(screen.width)
@@ -50,7 +50,7 @@ class BreakdownView(Page):
             in_step = phase.in_step if phase is not None else not name.endswith("_total")
             if phase is not None and in_step:
                 width = self._bar_width(screen.width, columns)
-                cells["bar"] = bar(phase.share, width, ascii_only=screen.ascii_only)
+                cells["bar"] = bar(phase.share, width)
             table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
         table.add_section()
         cells = self._cells(self.breakdown.step, None if planned is None else planned.iteration_s)
@@ -62,8 +62,6 @@ class BreakdownView(Page):
         """As many as fit, in this order."""
         planned = self.breakdown.planned is not None
         found = ["phase", "min", "mean", "max"]
-        if planned and width < 80:
-            found = ["phase", "mean"]
         if planned:
             found += ["planned", "error"] if self._comparable else ["planned"]
         if width >= 110 and self.breakdown.ranks:
@@ -97,7 +95,7 @@ class BreakdownView(Page):
             "error": MISSING if times is None else _percent(relative_error(planned, times.mean_s)),
         }
 
-    def _foot(self, times: str) -> list[tuple[str, str]]:
+    def _foot(self) -> list[tuple[str, str]]:
         breakdown = self.breakdown
         unit = "GPU" if self.breakdown.device == "cuda" else "rank"
         whole = number(100 * breakdown.in_step_share, ".0f")
@@ -128,9 +126,7 @@ class BreakdownView(Page):
             whole_process = ", Python and torch included" if self.breakdown.device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
             rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}{plan}"))
-        rows.append(
-            ("batch", f"{batch_factors(breakdown.layout, times=times)}, recompute {breakdown.layout.recompute}")
-        )
+        rows.append(("batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"))
         return rows
 
     def _plan_rows(self) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Tables at a terminal: plain ones, and groups of columns of which as many stand side by side as it has room for.
 
-Both are rich's, with what pipes and narrow terminals need: no trailing spaces, rules in ASCII where there is only that,
-columns that do not fit below the others instead of numbers cut off.
+Both are rich's, with what pipes and narrow terminals need: no trailing spaces, and columns that do not fit go below
+the others instead of numbers cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,16 +18,9 @@ Cell = str | Text
 _GAP = 2
 
 
-class _Ruled(Box):
-    """A rule below the heads and between sections, in ASCII where there is only that."""
-
-    def substitute(self, options: ConsoleOptions, safe: bool = True) -> Box:
-        return Box(str(self).replace("─", "-"), ascii=True) if options.ascii_only else self
-
-
-_RULED = _Ruled("    \n    \n ── \n    \n ── \n    \n    \n    \n")
-_INTERRUPTED = _Ruled("    \n    \n ─  \n    \n ─  \n    \n    \n    \n")
-"""Between columns."""
+_RULED = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
+_INTERRUPTED = Box("    \n    \n ─  \n    \n ─  \n    \n    \n    \n")
+"""A rule below the heads and between sections; the second has gaps between columns."""
 
 
 class Table(rich.table.Table):

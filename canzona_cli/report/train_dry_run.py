@@ -86,8 +86,8 @@ class DryRun(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         read = supply(self.config, self.layout, self.corpus)
         rows = {
-            "layout": describe_layout(self.layout, self._unit, times=screen.times),
-            "batch": describe_batch(self.layout, self.config.train.seq_length, times=screen.times),
+            "layout": describe_layout(self.layout, self._unit),
+            "batch": describe_batch(self.layout, self.config.train.seq_length),
             **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
             "data": describe_data(self.config, self.corpus),
             **({} if read is None else {"epochs": read.words}),

@@ -15,7 +15,6 @@ from canzona_cli.run.words import MISSING, clean, count, duration, number, step_
 _WIDE = 110
 _WIDE_ROWS = 14
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_ASCII_SPINNER = "|/-\\"
 _SEEN = "tokens seen"
 
 
@@ -31,32 +30,31 @@ class Frame:
     """Whether this is the frame that stays."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        state, width, ascii_only = self.state, options.max_width, options.ascii_only
+        state, width = self.state, options.max_width
         guarded = [Text(f"  {text}", style="yellow") for text in state.guarded]
         if state.updated is None and not state.validations:
-            lines = [] if self.closed else [self._waiting(ascii_only)]
+            lines = [] if self.closed else [self._waiting()]
         elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
-            lines = [Text(), self._bar(width, ascii_only), Text(), *self._wide(width, ascii_only), *guarded]
+            lines = [Text(), self._bar(width), Text(), *self._wide(width), *guarded]
         else:
-            lines = [Text(), self._bar(width, ascii_only), *self._narrow(width, ascii_only), *guarded]
+            lines = [Text(), self._bar(width), *self._narrow(width), *guarded]
         for line in lines:
             line.no_wrap = True
             line.rstrip()
-            line.truncate(width, overflow="crop" if ascii_only else "ellipsis")
+            line.truncate(width, overflow="ellipsis")
             yield line
 
-    def _waiting(self, ascii_only: bool) -> Text:
+    def _waiting(self) -> Text:
         """The current stage before the first step: `⠹ build model 3 s`."""
-        spinner = _ASCII_SPINNER if ascii_only else _SPINNER
         now = self.state.clock()
-        line = Text(f"  {spinner[int(now * 4) % len(spinner)]} ", style="cyan")
+        line = Text(f"  {_SPINNER[int(now * 4) % len(_SPINNER)]} ", style="cyan")
         if not self.state.stages:
             return line.append("start")
         stage = self.state.stages[-1]
         line.append(f"{clean(stage.name)} {duration(now - stage.started)}", style="default")
         return line.append(f"  {clean(stage.detail)}", style="dim") if stage.detail else line
 
-    def _bar(self, width: int, ascii_only: bool) -> Text:
+    def _bar(self, width: int) -> Text:
         state = self.state
         name = clean(state.stages[-1].name) if state.stages and not self.closed else "train"
         place = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
@@ -65,7 +63,7 @@ class Frame:
         head = f"  {name:<9}"
         length = max(4, width - len(head) - len(tail))
         done = round(length * state.fraction)
-        full, half, empty = ("=", ">", "-") if ascii_only else ("━", "╸", "─")
+        full, half, empty = "━", "╸", "─"
         filled = full * done if done in (0, length) else full * (done - 1) + half
         return Text.assemble(
             (head, "bold"), (filled, "green"), (empty * (length - done), "bright_black"), (tail.rstrip(), "bold")
@@ -100,31 +98,30 @@ class Frame:
             notes.append((f"no step for {duration(self.state.idle)}", "yellow"))
         return notes
 
-    def _narrow(self, width: int, ascii_only: bool) -> list[Text]:
+    def _narrow(self, width: int) -> list[Text]:
         figures, state = self._figures(), self.state
         seen = figures.pop(_SEEN)
         lines = [
             Text.assemble("  ", self._figure(*left, 10, 9), "   ", self._figure(*right, 13, 12), "   ")
             for left, right in batched(figures.items(), 2)
         ]
-        lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2, ascii_only=ascii_only), style="cyan")
+        lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2), style="cyan")
         lines[2].append(f"{seen} {_SEEN}", style="dim")
         for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
             line.append(note, style=style)
-        arrow = "->" if ascii_only else "→"
-        validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(arrow), "bold"))
+        validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(), "bold"))
         if len(state.validations) > 1:
-            validation.append(f"  steps {state.validations[0][0]:,} {arrow} {state.validations[-1][0]:,}", style="dim")
+            validation.append(f"  steps {state.validations[0][0]:,} → {state.validations[-1][0]:,}", style="dim")
         return [*lines, validation, *self._sets(width)]
 
-    def _wide(self, width: int, ascii_only: bool) -> list[Text]:
-        state, arrow = self.state, "->" if ascii_only else "→"
+    def _wide(self, width: int) -> list[Text]:
+        state = self.state
         right = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
-        right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(arrow), "bold")))
+        right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(), "bold")))
         for (note, style), line in zip(self._notes(), (right[0], right[7]), strict=False):
             line.append(f"  {note}", style=style)
         column = 40
-        chart = line_chart(state.history.points, width - column - 5, len(right), ascii_only=ascii_only)
+        chart = line_chart(state.history.points, width - column - 5, len(right))
         lines = []
         for row, figure in enumerate(right):
             drawn = chart[row] if row < len(chart) else ""

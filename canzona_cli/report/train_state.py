@@ -208,14 +208,14 @@ class TrainState:
             and self.idle > max(30.0, 10 * pace * self.config.run.log_interval)
         )
 
-    def validation_change(self, arrow: str) -> str:
+    def validation_change(self) -> str:
         """From the loss before training to the newest."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]
         if len(self.validations) == 1:
             return number(first, ".4f")
-        return loss_change(first, last, arrow)
+        return loss_change(first, last)
 
 
 def set_losses(sets: Mapping[str, float | None]) -> str:
@@ -225,9 +225,9 @@ def set_losses(sets: Mapping[str, float | None]) -> str:
     )
 
 
-def loss_change(first: float, last: float, arrow: str) -> str:
-    """`9.7213 -> 4.3121 (-55.6%)`."""
-    return f"{number(first, '.4f')} {arrow} {number(last, '.4f')} ({number(relative_change(first, last), '+.1f')}%)"
+def loss_change(first: float, last: float) -> str:
+    """`9.7213 → 4.3121 (-55.6%)`."""
+    return f"{number(first, '.4f')} → {number(last, '.4f')} ({number(relative_change(first, last), '+.1f')}%)"
 
 
 def relative_change(first: float, last: float) -> float:

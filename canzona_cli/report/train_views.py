@@ -65,10 +65,8 @@ class ConsoleView(TrainView, ABC):
             plan: what the run executes; None for a run that executes none.
             earlier: what it goes on from; None for a run that starts at its first step.
         """
-        config, layout, ascii_only = self.state.config, self.state.layout, self._console.options.ascii_only
-        rows = header_rows(
-            config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, ascii_only=ascii_only
-        )
+        config, layout = self.state.config, self.state.layout
+        rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier)
         if earlier is not None:
             with self._lock:
                 self.state.go_on(earlier)
@@ -142,7 +140,7 @@ class LiveView(ConsoleView):
         with self._lock:
             if self._preparing is not None and not self._closed:
                 what, share = self._preparing
-                drawn = bar(share, 20, ascii_only=options.ascii_only)
+                drawn = bar(share, 20)
                 line = Text(f"  {clean(what)}  {drawn:<20}  {100 * share:3.0f}%", no_wrap=True)
                 line.truncate(options.max_width)
                 yield line
@@ -155,8 +153,7 @@ class LiveView(ConsoleView):
             self._live.start(refresh=True)
 
     def _finished(self, name: str, took: str) -> None:
-        mark = "+" if self._console.options.ascii_only else "✓"
-        line = Text.assemble(("  " + mark, "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
+        line = Text.assemble(("  ✓", "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
         line.truncate(self._console.width)
         self._console.print(line)
 

@@ -17,7 +17,7 @@ from canzona_cli.run.codec import load, plain
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.prediction import Prediction, load_prediction
 from canzona_cli.run.statistics import OverRanks
-from canzona_cli.run.why import StepComparison, Why
+from canzona_cli.run.why import Why, why
 
 NOTHING_S = 1e-6
 """Times below it have no relative error: nothing was done in them."""
@@ -95,19 +95,12 @@ class Breakdown(MeasuredBreakdown):
 
     @property
     def why(self) -> Why | None:
-        """The phase that differs most from the plan, and the likely cause; None without a plan."""
+        """The phase that differs most from the plan; None without a plan."""
         if self.planned is None:
             return None
-        return StepComparison(
-            measured={name: phase for name, phase in self.phases.items() if phase is not None},
-            predicted=self.planned.phases,
-            ranks=[times.phases for times in sorted(self.ranks, key=lambda times: times.rank)],
-            calibrated=self.planned.calibrated and not self.planned.mismatches,
-            cores=self.planned.cores,
-            world_size=self.layout.world_size,
-            tp=self.layout.tp,
-            load_balance=self.planned.load_balance,
-        ).why()
+        measured = {name: phase for name, phase in self.phases.items() if phase is not None}
+        ranks = [times.phases for times in sorted(self.ranks, key=lambda times: times.rank)]
+        return why(measured, self.planned.phases, ranks)
 
     def as_json(self) -> dict[str, object]:
         """The content of breakdown.json, the prediction, and why they differ; additions keep `version`."""

@@ -43,7 +43,7 @@ class Ink:
     style: str
     """Its colour in a terminal, in rich's words."""
     colour: str
-    """In figures and pages."""
+    """In pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +100,6 @@ STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
     "canzona", "paper", "asc", "layerwise", "sc", "adamw",
 )  # fmt: skip
 """In the order in which they run and are shown: ours, what it is compared with, the yardstick."""
-STRATEGY_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "canzona": "#3a9d5d",
-        "paper": "#8c6bb1",
-        "asc": "#e08a3c",
-        "layerwise": "#4c72b0",
-        "sc": "#c44e52",
-        "adamw": "#7f7f7f",
-    }
-)
 
 
 class Interval(NamedTuple):

@@ -86,6 +86,7 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     raw = _Stream(descriptor, "w", closefd=False)
     raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
-    # A name that is no text in this encoding is shown by its escapes. What a rank says is written before it may die.
-    buffer = raw if at_once else io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once)
+    # A file name that is not text is shown by its escapes; a terminal without Unicode gets question marks for pictures.
+    errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
+    buffer = raw if at_once else io.BufferedWriter(raw)  # What a rank says is written before it may die.
+    return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)

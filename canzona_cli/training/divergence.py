@@ -1,9 +1,10 @@
-"""Whether a run still learns: judged from its first step, across resumes, the same on every rank.
+"""Judges whether a run still learns: from its first step, across resumes, the same on every rank.
 
-All rules add up how far losses lie above what they may be, step by step, and forget it as fast when they lie below (a
-cumulative sum, Page 1954): a spike that passes never adds up to anything, and a loss that stays away does, the sooner
-the further away it is. What they remember is `LossMemory`, a part of every checkpoint. They see only the loss that all
-ranks have agreed on, so nothing more has to be exchanged or waited for.
+Two rules find a run that is lost. One adds up how far losses lie above what they may be, step by step, and forgets it
+as fast when they lie below (a cumulative sum, Page 1954): a spike that passes never adds up to anything, and a loss
+that stays away does, the sooner the further away it is. The other looks at validations. What they remember is
+`LossMemory`, a part of every checkpoint. They see only the loss that all ranks have agreed on, so nothing more has to
+be exchanged or waited for.
 """
 
 import math
@@ -14,7 +15,7 @@ from canzona_cli.checkpoint.manifest import LossMemory
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Diverged, Problem
 
-Rule = Literal["far", "rising", "validation", "overfitting"]
+Rule = Literal["far", "validation"]
 
 SLACK: Final = 0.1
 """Of the limit, above which a loss adds up."""
@@ -22,9 +23,6 @@ ENOUGH: Final = 16.0
 """Limits. A loss of twice the limit takes 18 steps to add up to it, of 1.3 times 80."""
 LEAST_STEPS: Final = 4
 """Even of a loss a thousand times too high."""
-RISE_STEPS: Final = 32
-RISE_SHARE: Final = 0.1
-"""Of its best, which a step counts at most: a rise takes `RISE_STEPS` steps however high it is."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
 """Steps before which only a validation twice too high counts: without a warm-up the first steps go astray."""
@@ -32,18 +30,13 @@ EARLY: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Something a person should know, once."""
+    """Why nothing can be expected of going on, said once."""
 
     rule: Rule
     step: int
     since: int
     """The first step of it."""
     words: str
-
-    @property
-    def lost(self) -> bool:
-        """Whether nothing can be expected of going on."""
-        return self.rule in ("far", "validation")
 
     def error(self, *, last: int | None = None) -> Diverged:
         """For a run that is to stop.
@@ -101,13 +94,9 @@ class DivergenceGuard:
         too_high = 2.0 if loss is None else loss / limit
         excess = max(0.0, memory.excess + min(too_high - 1 - SLACK, ENOUGH / LEAST_STEPS))
         since = step if memory.excess == 0 else memory.since
-        rise, smooth = memory.rise, memory.smooth
-        if loss is not None:
-            usual = (1 + SLACK) * memory.best + 0.02 * self._uniform
-            rise = max(0.0, min(2 * RISE_STEPS * RISE_SHARE, rise + min(loss / usual - 1, RISE_SHARE)))
-            smooth += SMOOTHING * (loss - smooth)
+        smooth = memory.smooth if loss is None else memory.smooth + SMOOTHING * (loss - memory.smooth)
         self.memory = replace(
-            memory, excess=min(excess, 2 * ENOUGH), since=since, rise=rise, smooth=smooth, best=min(memory.best, smooth)
+            memory, excess=min(excess, 2 * ENOUGH), since=since, smooth=smooth, best=min(memory.best, smooth)
         )
         if self._first_time("far", excess >= ENOUGH, over=excess == 0):
             shown = "steps change nothing, for their gradients are not finite" if loss is None else f"it is {loss:.4f}"
@@ -116,12 +105,6 @@ class DivergenceGuard:
                 f"best ({memory.best:.4f}) to {worst:.2f}, where {self._where(memory.first)}; now {shown}"
             )
             return Divergence(rule="far", step=step, since=since, words=words)
-        if self._first_time("rising", rise >= RISE_STEPS * RISE_SHARE, over=rise == 0):
-            words = (
-                f"the loss rises: its mean over the last steps is {smooth:.4f} at step {step}, and it has been as low "
-                f"as {memory.best:.4f}"
-            )
-            return Divergence(rule="rising", step=step, since=step, words=words)
         return None
 
     def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
@@ -139,19 +122,17 @@ class DivergenceGuard:
         limit = max(before, (before + self._uniform) / 2) * (1.05 if step >= EARLY else 2.0)
         if loss <= limit:
             self.memory = replace(memory, sound=step, worse=0)
-            self._told -= {"validation", "overfitting"}
+            self._told.discard("validation")
             return None
         self.memory = replace(memory, worse=memory.worse + 1)
         if math.isfinite(loss) and not final and self.memory.worse < 2:
             return None
-        learnt = memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2
-        if not self._first_time("overfitting" if learnt else "validation", True, over=False):
+        if memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2:
+            return None  # the training data is learnt by heart: overfitted, but not lost
+        if not self._first_time("validation", True, over=False):
             return None
         since = memory.since if memory.excess > 0 else memory.sound + 1
         words = f"validation loss {loss:.4f} at step {step} is worse than before training ({before:.4f})"
-        if learnt:
-            words += f", while that of the training data is {memory.smooth:.4f}: it is learnt by heart"
-            return Divergence(rule="overfitting", step=step, since=since, words=words)
         return Divergence(rule="validation", step=step, since=since, words=words)
 
     def _first_time(self, rule: Rule, found: bool, *, over: bool) -> bool:

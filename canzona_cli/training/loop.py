@@ -202,9 +202,9 @@ class Training:
         """Say it; whether it ends the run."""
         facts = {"step": found.step, "since": found.since, "rule": found.rule}
         self.journal.incident("divergence", detail=found.words, level="warning", **facts)
-        if found.lost and (self._lost is None or not self._divergence.goes_on(self._lost)):
+        if self._lost is None or not self._divergence.goes_on(self._lost):
             self._lost = found
-        return found.lost and self.trainee.config.train.divergence == "stop"
+        return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:
         """For the next checkpoint."""

@@ -5,39 +5,25 @@ threads, meet over gloo on the loopback interface and add up a tensor, as two wo
 """
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 _TIMEOUT = timedelta(seconds=15)
-_MATMUL = 768
 
 
 def main() -> None:
     """Print the findings as JSON."""
     import torch
 
-    from canzona_cli.optimizers import cpu_products
-
     found: dict[str, object] = {
         "torch": torch.__version__,
         "cuda_build": torch.version.cuda,
         "cuda_available": torch.cuda.is_available(),
-        "distributed": torch.distributed.is_available(),
-        "threads": torch.get_num_threads(),
     }
     if torch.distributed.is_available():
         found["gloo_built"] = torch.distributed.is_gloo_available()
-        found["nccl_built"] = torch.distributed.is_nccl_available()
         found["gloo_error"] = _meet()
-    if found.get("nccl_built"):
-        found["nccl"] = _nccl_version()
-    if torch.cuda.is_available():
-        found["cuda_capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    cpu_products.install()
-    found["bf16_in_fp32"] = cpu_products.slow()
-    found["bf16_gflops"] = _matmul_gflops("bfloat16")
-    found["fp32_gflops"] = _matmul_gflops("float32")
+        found["nccl"] = _nccl_version() if torch.distributed.is_nccl_available() else None
     print(json.dumps(found))
 
 
@@ -71,21 +57,6 @@ def _nccl_version() -> str | None:
     except Exception:  # a CPU build may claim to have NCCL without its library
         return None
     return ".".join(map(str, version))
-
-
-def _matmul_gflops(dtype: str) -> float:
-    """Rate of a square matrix product on one thread, GFLOP/s: the best of a few, in well under a second."""
-    import torch
-
-    torch.set_num_threads(1)
-    a = torch.ones(_MATMUL, _MATMUL, dtype=getattr(torch, dtype))
-    best, spent = float("inf"), 0.0
-    while spent < 0.1 or best == float("inf"):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        took = time.perf_counter() - start
-        best, spent = min(best, took), spent + took
-    return 2 * _MATMUL**3 / best / 1e9
 
 
 if __name__ == "__main__":

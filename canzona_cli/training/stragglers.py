@@ -4,10 +4,9 @@ In a synchronous job all steps take equally long on all ranks, so step times sho
 time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same work on every rank of
 a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in being last.
 
-A rank is called a straggler when, over `WINDOW` steps, it was `Limits.step` times slower than the median of its peers
-in `SHARE` of the steps, needed `Limits.window` times their time in all, and that cost the job `COST` of its time.
-Measured on four healthy gloo ranks that shared two cores with other jobs: at most a fifth of a rank's steps were 1.5
-times slower than its peers', and no window of 20 steps was by more than 1.5.
+A rank is called a straggler when, in more than half of `WINDOW` steps, it was `LIMITS` times slower than the median of
+its peers, and that cost the job `COST` of its time. Measured on four healthy gloo ranks that shared two cores with
+other jobs: at most a fifth of a rank's steps were 1.5 times slower than its peers'.
 """
 
 import statistics
@@ -23,44 +22,25 @@ from canzona_cli.training.records import Journal
 
 WINDOW: Final = 20
 """Steps between two comparisons, and in one."""
-SHARE: Final = 0.75
 COST: Final = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much slower than its peers a rank may be."""
-
-    step: float
-    """In single steps."""
-    window: float
-    """In all steps together."""
-
-
-LIMITS: Final[Mapping[str, Limits]] = {
-    "cpu": Limits(step=1.5, window=1.75),  # ranks that share cores get in each other's way
-    "cuda": Limits(step=1.25, window=1.3),  # each has a device of its own
+LIMITS: Final[Mapping[str, float]] = {
+    "cpu": 1.5,  # ranks that share cores get in each other's way
+    "cuda": 1.25,  # each has a device of its own
 }
-"""By the type of a device."""
+"""How many times its peers' time a rank may take, by the type of its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """One slow rank. Seconds per step, means over the window."""
+    """One slow rank."""
 
     rank: int
-    own_s: float
-    peers_s: float
-    """Median of the other ranks of its pipeline stage."""
-    step_s: float
+    factor: float
+    """Its own time over the median of the other ranks of its pipeline stage."""
 
     @property
     def detail(self) -> str:
-        cost = (self.own_s - self.peers_s) / self.step_s
-        return (
-            f"rank {self.rank} is slow: {1e3 * self.own_s:.0f} ms of its own work per step, while its peers take "
-            f"{1e3 * self.peers_s:.0f} ms; all ranks wait for it {cost:.0%} of the time"
-        )
+        return f"rank {self.rank} is slow: its data, forward and backward take {self.factor:.2g} times its peers' time"
 
 
 class StragglerWatch:
@@ -68,7 +48,7 @@ class StragglerWatch:
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
         self._world, self._timer, self._journal = world, timer, journal
-        self._limits = LIMITS[world.device.type]
+        self._limit = LIMITS[world.device.type]
         self._own: list[float] = []
         self._step_s = 0.0
         self._first = True
@@ -105,7 +85,7 @@ class StragglerWatch:
     def _judge(self, step: int, step_s: float, told: list[float]) -> None:
         rows = [told[start : start + WINDOW + 1] for start in range(0, len(told), WINDOW + 1)]
         own, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
-        found = list(stragglers(own, stages, step_s=step_s, limits=self._limits))
+        found = list(stragglers(own, stages, step_s=step_s, limit=self._limit))
         for one in found:
             if one.rank not in self._known:  # said once, and again only after it had recovered
                 facts = vars(one)
@@ -114,7 +94,7 @@ class StragglerWatch:
 
 
 def stragglers(
-    own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limits: Limits
+    own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
 ) -> Iterator[Straggler]:
     """The slow ranks of one window.
 
@@ -128,7 +108,7 @@ def stragglers(
         if not peers:
             continue
         usual = [statistics.median(step) for step in zip(*peers, strict=True)]
-        slow = sum(mine > limits.step * theirs for mine, theirs in zip(times, usual, strict=True))
+        slower = statistics.median(mine / theirs for mine, theirs in zip(times, usual, strict=True))
         own_s, peers_s = statistics.mean(times), statistics.mean(usual)
-        if slow >= SHARE * len(times) and own_s > limits.window * peers_s and own_s - peers_s > COST * step_s:
-            yield Straggler(rank=rank, own_s=own_s, peers_s=peers_s, step_s=step_s)
+        if slower > limit and own_s - peers_s > COST * step_s:
+            yield Straggler(rank=rank, factor=slower)

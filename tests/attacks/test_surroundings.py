@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster import check_machine
+from canzona_cli.cluster.doctor import network
 from canzona_cli.run.files import RunFiles, read_json
 from tests.attacks.table import RecordAttack
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
@@ -193,7 +193,7 @@ def test_ranks_that_cannot_meet_are_found_before_they_start(
 
     def doctor() -> None:
         before()
-        found = {finding.name: finding for finding in check_machine.network()}
+        found = {finding.name: finding for finding in network()}
         os.write(1, json.dumps(found["loopback"].status).encode())
         os._exit(0)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import check_software, gpu_needs
+from canzona_cli.cluster import doctor, gpu_needs
 from canzona_cli.cluster.gpu_needs import (
     backend_problem,
     driver_cuda,
@@ -187,11 +187,11 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
 def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
     monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
-    monkeypatch.setattr(check_software, "installed_version", lambda package: None)
-    monkeypatch.setattr(check_software, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
+    monkeypatch.setattr(doctor, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
     for release, status in ((12080, "warn"), (13000, "ok")):
         driver(release)
-        found = {finding.name: finding for finding in check_software.gpus({"cuda_available": True}, gpus, 1)}
+        found = {finding.name: finding for finding in doctor.gpus(True, gpus, 1)}
         assert (found["driver"].status, found["driver"].value) == (status, "570.86.15")
         assert ("580 or later" in found["driver"].fix) == (status == "warn")
         assert (found["Transformer Engine"].status, found["Transformer Engine"].fix) == ("warn", "without")

@@ -13,8 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from canzona_cli.cluster import check_software
-from canzona_cli.cluster.findings import Diagnosis, Finding
+from canzona_cli.cluster.doctor import Diagnosis, Finding, package, packages
 from canzona_cli.cluster.machine import admits
 from canzona_cli.report.doctor import DiagnosisView
 from tests.waiting import PATIENCE_S
@@ -110,16 +109,16 @@ def test_ranks_that_cannot_meet_are_exit_code_3() -> None:
 def test_every_requirement_is_checked_and_pyproject_has_it() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
-    checked = {finding.name: finding for finding in check_software.python()}
+    checked = {finding.name: finding for finding in packages()}
     assert checked["Python"].status == "ok"
     # A checkout may be newer than what was installed from it.
-    assert set(declared) - set(checked) <= {"packaging"}
+    assert set(declared) - set(checked) <= {"jinja2"}
     assert "(>=0.19.2,<0.20)" in checked["megatron-core"].meaning
     assert all(finding.status == "info" for name, finding in checked.items() if name not in {*declared, "Python"})
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
-    finding = check_software.package(Requirement("no-such-package>=1.2,<2"))
+    finding = package(Requirement("no-such-package>=1.2,<2"))
     assert (finding.status, finding.value) == ("fail", "not installed")
     assert "pip install 'no-such-package>=1.2,<2'" in finding.fix
 

@@ -90,6 +90,7 @@ def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     assert len(on_page) > 300
     assert missing == set()
     assert len(page.all("rect", class_="cell")) == 3 * 16
+    assert {"canzona", "asc", "layerwise"} < set(page.curves("ms of updates, busiest rank first"))
     assert {"canzona", "asc", "layerwise"} <= {element.text for element in page.all("b")}
 
 
@@ -108,6 +109,8 @@ def test_runs_compared(tmp_path: Path) -> None:
     three = make_run(tmp_path / "three", steps=1)
     several = page_of("report", "--compare", one.root, two.root, three.root, to=tmp_path / "several.html")
     assert set(several.curves("training loss")) == {"one", "two", "three"}
+    by_rate = several.curves("loss by optimizer.lr")["lowest validation loss"]
+    assert [rate for rate, _ in by_rate] == [0.001, 0.003, 0.003]
     assert "Differences" not in [element.text for element in several.all("h2")]
 
 

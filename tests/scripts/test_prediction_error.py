@@ -83,12 +83,11 @@ def test_strategies_of_two_sittings_are_compared_by_way_of_the_reference() -> No
     assert found == {("canzona", "asc"), ("sc", "asc")}
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_output_has_every_cell_the_share_and_the_wrong_pairs(tmp_path: Path, width: int, encoding: str) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_output_has_every_cell_the_share_and_the_wrong_pairs(tmp_path: Path, width: int) -> None:
     save(timed(canzona=(1.0, 1.1), asc=(1.5, 1.0)), tmp_path / "a.json")
     save(bench(("canzona", "sc"), dp=4), tmp_path / "b.json")
-    text = run_script(tmp_path / "a.json", tmp_path / "b.json", COLUMNS=str(width), PYTHONIOENCODING=encoding).stdout
+    text = run_script(tmp_path / "a.json", tmp_path / "b.json", COLUMNS=str(width)).stdout
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     assert "3 of 4 cells (75%) within 20%" in words

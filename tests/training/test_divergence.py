@@ -84,7 +84,6 @@ def test_noise_of_any_kind_adds_up_to_nothing(seed: int) -> None:
 
 def test_a_rate_far_too_high_is_found_within_steps_and_its_beginning_is_named() -> None:
     (divergence,) = found(LOST)
-    assert divergence.lost
     assert (divergence.step, divergence.since) == (6, 3)
     error = divergence.error()
     assert (error.exit_code, error.headline, error.since) == (70, "The run diverged", 3)
@@ -96,8 +95,8 @@ def test_a_rate_far_too_high_is_found_within_steps_and_its_beginning_is_named() 
 def test_a_loss_that_goes_back_towards_a_guess_is_lost_the_sooner_the_higher(level: float, at_most: int) -> None:
     """From 2 nats, of which half of what was learnt is 3.97."""
     losses = [*descent(600), *[level] * 200]
-    rising, lost = sorted(found(losses), key=lambda one: one.lost)
-    assert (rising.rule, rising.lost, lost.rule) == ("rising", False, "far")
+    (lost,) = found(losses)
+    assert lost.rule == "far"
     assert lost.since == 601
     assert lost.step - 600 <= at_most
 
@@ -106,7 +105,6 @@ def test_a_run_that_recovers_is_no_longer_lost() -> None:
     """With train.divergence=warn it may: by its losses, or by a validation."""
     watching = guard()
     *_, lost = found([*descent(600), *[9.0] * 30], watching)
-    assert lost.lost
     assert watching.goes_on(lost)
     assert f"trained on to step {700}" in lost.error(last=700).problems[0].reason
     found(descent(700)[600:], watching, first=631)
@@ -120,18 +118,14 @@ def test_a_run_that_recovers_is_no_longer_lost() -> None:
     assert not watching.goes_on(said[-1])
 
 
-def test_a_slow_rise_is_a_warning_told_once_and_again_after_it_was_over() -> None:
+def test_a_rise_that_may_still_mend_itself_is_not_lost() -> None:
     up, down = [2.6] * 100, descent(1000)[700:]
-    said = found([*descent(700), *up, *down, *up])
-    assert [one.rule for one in said] == ["rising", "rising"]
-    assert not any(one.lost for one in said)
-    assert 700 + 32 <= said[0].step <= 700 + 60
+    assert found([*descent(700), *up, *down, *up]) == []
 
 
 def test_steps_that_are_all_skipped_do_not_go_on_all_night() -> None:
     assert found([*descent(100), *[None] * 10, *descent(200)[100:]]) == []
     (lost,) = found([*descent(100), *[None] * 100])
-    assert lost.lost
     assert lost.step <= 100 + 20
     assert "not finite" in lost.words
 
@@ -178,7 +172,6 @@ def test_a_validation_worse_than_before_training_counts_twice_or_at_the_end() ->
         assert [None if one is None else one.rule for one in verdicts] == said
         last = verdicts[-1]
         assert last is not None
-        assert last.lost
         assert last.since == 101
 
 
@@ -193,17 +186,16 @@ def test_the_first_steps_may_go_astray_in_a_validation_too() -> None:
 def test_a_validation_that_is_no_number_is_the_end() -> None:
     watching = guard()
     watching.validated(0, 5.6, final=False)
-    divergence = watching.validated(50, math.nan, final=False)
-    assert divergence is not None
-    assert divergence.lost
+    assert watching.validated(50, math.nan, final=False) is not None
+    assert watching.validated(100, math.inf, final=False) is None, "said once"
 
 
-def test_what_is_learnt_by_heart_is_told_and_not_stopped() -> None:
+def test_what_is_learnt_by_heart_is_not_lost() -> None:
     watching = guard()
     watching.validated(0, 5.6, final=False)
     found(descent(2000, to=0.1), watching)
     said = [watching.validated(step, 7.0, final=step == 2000) for step in (1000, 1500, 2000)]
-    assert [None if one is None else (one.rule, one.lost) for one in said] == [None, ("overfitting", False), None]
+    assert said == [None] * 3
 
 
 def test_going_on_from_trained_weights_may_lose_some_of_it() -> None:
@@ -211,5 +203,5 @@ def test_going_on_from_trained_weights_may_lose_some_of_it() -> None:
     watching = guard()
     watching.validated(0, 2.3, final=False)
     said = found([2.3 + 0.5 * math.sin(step / 100) for step in range(300)], watching)
-    assert [one.rule for one in said] == ["rising"]
+    assert said == []
     assert [watching.validated(step, 2.8, final=False) for step in (100, 200, 300)] == [None] * 3

@@ -132,8 +132,7 @@ class TrainConfig:
         "When training is lost: stop (exit code 70, naming the last checkpoint from before), or warn, train on, and end"
         " so only where it is still lost after the last step. Lost is a loss that stays half-way back to a uniform"
         " guess, or above what it began with, or a validation worse than before training, twice or at the end. None of"
-        " it mends itself overnight, and spikes, warm-ups and new data do not reach it; what might still mend itself, a"
-        " slow rise or overfitting, is only warned of.",
+        " it mends itself overnight, and spikes, warm-ups and new data do not reach it.",
         NOTHING,
     ] = "stop"
     seed: Annotated[

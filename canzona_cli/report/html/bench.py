@@ -1,13 +1,15 @@
 """`canzona bench --html`: a comparison, a sweep or a simulation, with its pictures drawn."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Literal
 
-from canzona_cli.bench.results import BenchResult
+from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.simulated import Simulation
-from canzona_cli.report.bench import BenchView, order
+from canzona_cli.report.bench import MIB, BenchView, order
 from canzona_cli.report.bench_simulated import SimulationView
-from canzona_cli.report.bench_sweep import SweepView
+from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, SweepRow, SweepView, subject, sweep_rows
 from canzona_cli.report.html.bars import PHASE_PARTS, Bar, bars
 from canzona_cli.report.html.curves import Curve, curve_chart, side_by_side
 from canzona_cli.report.html.document import Document, Section
@@ -24,12 +26,15 @@ def bench_page(view: BenchView) -> Document:
     """Strategies next to each other, and what every rank did."""
     result = view.result
     page = _page("canzona bench", view, {"Step": _steps(result)})
-    return Document(kind=page.kind, title=page.title, top=page.top, sections=[*page.sections, *_loads(result)])
+    return replace(page, sections=[*page.sections, *_loads(result), *_memory(result)])
 
 
 def sweep_page(view: SweepView) -> Document:
     """One setting at several values."""
-    return _page("canzona bench --sweep", view, {})
+    rows = list(sweep_rows(view.results))
+    numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not the C_max that the planner finds
+    picture = _sweep_curves(view, numeric) if numeric else _sweep_bars(rows)
+    return _page("canzona bench --sweep", view, {TITLES[view.kind]: picture})
 
 
 def simulation_page(view: SimulationView) -> Document:
@@ -46,17 +51,58 @@ def _page(kind: str, view: Page, pictures: Mapping[str, Html], *, after: str = "
 
 
 def _steps(result: BenchResult) -> Html:
+    return _step_bars((name, result.strategies[name]) for name in order(result))
+
+
+def _step_bars(steps: Iterable[tuple[str, StrategyBench]]) -> Html:
+    """Two bars for each step, by its label: measured, and below it predicted."""
     rows: list[Bar] = []
-    for name in order(result):
-        found = result.strategies[name]
-        measured, planned = median(found.measured.iteration_s), found.predicted.iteration_s
-        for label, phases, total, faint in (
-            (name, found.measured.means, measured, False),
-            (f"{name}, predicted", found.predicted.phases, planned, True),
+    for label, step in steps:
+        measured, predicted = step.measured, step.predicted
+        for text, phases, total, faint in (
+            (label, measured.means, median(measured.iteration_s), False),
+            (f"{label}, predicted", predicted.phases, predicted.iteration_s, True),
         ):
             parts = [(phase, phases.get(phase, 0.0)) for phase in IN_STEP]
-            rows.append(Bar(label=label, parts=parts, value=step_time(total), faint=faint))
+            rows.append(Bar(label=text, parts=parts, value=step_time(total), faint=faint))
     return bars(rows, PHASE_PARTS, scale=max(sum(seconds for _, seconds in row.parts) for row in rows))
+
+
+def _sweep_bars(rows: Sequence[SweepRow]) -> Html:
+    """Two bars for each value and strategy: values that are no numbers have no axis."""
+    return _step_bars((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
+
+
+def _sweep_curves(view: SweepView, rows: Sequence[SweepRow]) -> Html:
+    """Optimizer step, iteration, and what the setting is about; a measured and a predicted curve for each strategy."""
+    quantities: list[tuple[str, Callable[[SweepRow], Point | None]]] = [
+        ("optimizer step, ms", lambda row: row.optimizer),
+        ("iteration, ms", lambda row: row.iteration),
+        subject(view.kind, rows),
+    ]
+    charts = []
+    for title, quantity in quantities:
+        curves: list[Curve] = []
+        for name in dict.fromkeys(row.strategy for row in rows):
+            points = [(float(row.value), point) for row in rows if row.strategy == name and (point := quantity(row))]
+            measured = [(value, point.measured.median) for value, point in points]
+            curves.append(Curve(name=name, points=measured, dots=True))
+            predicted = [(value, point.predicted) for value, point in points]
+            curves.append(Curve(name=f"{name}, predicted", points=predicted, dots=True, dashed=True))
+        axes: Literal["linear", "log x"] = "log x" if view.kind in ("c_max", "gpus") else "linear"
+        charts.append(curve_chart(title, curves, height=160, axes=axes, x=HEADS[view.kind]))
+    return side_by_side(*charts)
+
+
+def _memory(result: BenchResult) -> list[Section]:
+    """Tensors that each rank holds, a curve for each strategy."""
+    curves = [
+        Curve(name=name, points=[*enumerate(amount / MIB for amount in held)], dots=True)
+        for name in order(result)
+        if (held := result.strategies[name].measured.tensor_bytes)
+    ]
+    chart = curve_chart("MiB of tensors", curves, height=160, x="rank")
+    return [Section(title="Memory of every rank", lead="measured, without activations", body=chart)] if chart else []
 
 
 def _loads(result: BenchResult) -> list[Section]:
@@ -74,26 +120,30 @@ def _scaling(simulation: Simulation, recipe: str) -> Html:
     """Curves over the number of GPUs, a strategy each."""
     studies = {cell.gpus: cell.study for cell in simulation.of(recipe) if cell.study is not None}
 
-    def chart(title: str, value: Callable[[Study, str], float | None], *names: str) -> Html:
+    def chart(
+        title: str, value: Callable[[Study, str], float | None], *names: str, axes: Literal["log x", "log"] = "log"
+    ) -> Html:
         curves = [
             Curve(
                 name=name,
                 points=[(gpus, y) for gpus, study in studies.items() if (y := value(study, name)) is not None],
                 dots=True,
+                hollow=[gpus for gpus, study in studies.items() if not study.strategies[name].fits],
             )
             for name in names
         ]
         return curve_chart(
-            title, curves, height=160, logarithmic=True, x="GPUs", show=lambda found: number(found, ".3g")
+            title, curves, height=160, axes=axes, x="GPUs", show=lambda y: number(y, ",.0f" if y >= 100 else ".3g")
         )
 
     matrix = [name for name in STRATEGIES if name != "adamw"]
     return side_by_side(
-        chart("iteration, s", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
-        chart("iteration over AdamW's, %", _overhead, *matrix),
+        chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
+        chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
+        chart("iteration, times AdamW's", _times_adamw, *matrix, axes="log x"),
     )
 
 
-def _overhead(study: Study, name: str) -> float | None:
+def _times_adamw(study: Study, name: str) -> float | None:
     share = study.overhead(name)
-    return None if share is None else 100 * share
+    return None if share is None else 1 + share

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from canzona_cli.report.html.elements import Html, joined, percent, tag
 from canzona_cli.run.words import number
@@ -24,6 +25,10 @@ class Curve:
     points: Sequence[tuple[float, float]]
     dots: bool = False
     """Whether there are so few that each is marked."""
+    dashed: bool = False
+    """Whether it is the prediction beside the curve before it, whose colour it has."""
+    hollow: Collection[float] = ()
+    """The steps whose dots are not filled."""
 
 
 def curve_chart(
@@ -31,7 +36,7 @@ def curve_chart(
     curves: Sequence[Curve],
     *,
     height: int = 220,
-    logarithmic: bool = False,
+    axes: Literal["linear", "log x", "log"] = "linear",
     show: Callable[[float], str] = lambda value: number(value, ".4g"),
     x: str = "step",
 ) -> Html:
@@ -39,45 +44,49 @@ def curve_chart(
 
     Args:
         height: pixels of the plot.
-        logarithmic: over powers of two, for numbers of GPUs.
+        axes: which of the two are logarithmic; every step of a logarithmic axis is written.
         show: a value as it is written.
     """
     drawn = [curve for curve in curves if curve.points]
     if not drawn:
         return Html()
-    scale: Callable[[float], float] = math.log2 if logarithmic else float
+    every = axes != "linear"
+    scale: Callable[[float], float] = math.log2 if every else float
+    rise: Callable[[float], float] = math.log10 if axes == "log" else float
     steps = [step for curve in drawn for step, _ in curve.points]
     values = [value for curve in drawn for _, value in curve.points]
     left, right = scale(min(steps)), scale(max(steps))
-    low, high, ticks = _axis(min(values), max(values))
+    low, high, ticks = (_log_axis if axes == "log" else _axis)(min(values), max(values))
 
     def across(step: float) -> float:
         return (scale(step) - left) / (right - left) if right > left else 0.5
 
     def down(value: float) -> float:
-        return height * (high - value) / (high - low)
+        return height * (rise(high) - rise(value)) / (rise(high) - rise(low))
 
     lines: list[Html] = []
     for tick in ticks:
         y = f"{down(tick):.1f}"
         lines.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
         lines.append(tag("text", show(tick), x="-8", y=y, class_="tick value"))
-    for step in dict.fromkeys(_steps(sorted(set(steps)), every=logarithmic)):
+    for step in dict.fromkeys(_steps(sorted(set(steps)), every=every)):
         place = across(step)
         anchor = "begin" if place < 0.02 else "end" if place > 0.98 else None
         lines.append(
-            tag("text", f"{step:,.0f}", x=percent(place), y=height + 18, class_=f"tick {anchor}" if anchor else "tick")
+            tag("text", _step(step), x=percent(place), y=height + 18, class_=f"tick {anchor}" if anchor else "tick")
         )
     paths: list[Html] = []
     shown: list[dict[str, object]] = []
-    for place, curve in enumerate(drawn):
+    looks = _looks(drawn)
+    for curve, look in zip(drawn, looks, strict=True):
         few = _thinned(curve.points)
         spots = [(round(_WIDE * across(step), 1), round(down(value), 1)) for step, value in few]
         path = "M" + "L".join(f"{a},{b}" for a, b in spots)
-        look = f"c{place % COLOURS}{' again' if place >= COLOURS else ''}"
         paths.append(tag("path", d=path, class_=f"curve {look}"))
         if curve.dots or len(few) == 1:
-            lines += [tag("circle", cx=percent(a / _WIDE), cy=b, r=3, class_=f"dot {look}") for a, b in spots]
+            for (a, b), (step, _) in zip(spots, few, strict=True):
+                dot = f"dot {look}{' hollow' if step in curve.hollow else ''}"
+                lines.append(tag("circle", cx=percent(a / _WIDE), cy=b, r=3, class_=dot))
         shown.append(
             {"name": curve.name, "points": [[a, s, show(v)] for (a, _), (s, v) in zip(spots, few, strict=True)]}
         )
@@ -88,8 +97,7 @@ def curve_chart(
     said = f"{title}: {_said(drawn, show)}"
     picture = tag("svg", *lines, stretched, cursor, class_="plot", height=height + 26, role="img", aria_label=said)
     legend = (
-        tag("span", tag("span", class_=f"key c{place % COLOURS}{' again' if place >= COLOURS else ''}"), curve.name)
-        for place, curve in enumerate(drawn)
+        tag("span", tag("span", class_=f"key {look}"), curve.name) for curve, look in zip(drawn, looks, strict=True)
     )
     caption = tag("figcaption", tag("b", title), *(legend if len(drawn) > 1 else ()), tag("output", class_="readout"))
     return tag("figure", caption, picture, class_="chart", data_curves=json.dumps(shown), data_x=x)
@@ -103,7 +111,7 @@ def curve_table(curves: Sequence[Curve], *, show: Callable[[float], str], x: str
     rows = [
         tag(
             "tr",
-            tag("th", f"{step:,.0f}", scope="row"),
+            tag("th", _step(step), scope="row"),
             *(tag("td", show(own[step]) if step in own else "") for own in values),
         )
         for step in dict.fromkeys(steps if len(steps) <= most else some)
@@ -135,6 +143,31 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
     return first * step, last * step, [count * step for count in range(first, last + 1)]
 
 
+def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    """The powers of ten, their doubles and halves between which positive values lie, and those to write."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    first = max((tick for tick in ticks if tick <= low), default=ticks[0])
+    last = min((tick for tick in ticks if tick >= high and tick > first), default=10 * ticks[-3])
+    between = [tick for tick in ticks if first <= tick <= last]
+    return first, last, between if len(between) < 8 else [t for t in between if f"{t:e}"[0] == "1"]
+
+
+def _looks(curves: Sequence[Curve]) -> list[str]:
+    """Each curve's classes: a colour of its own, or for a prediction that of the curve before it."""
+    looks: list[str] = []
+    place = -1
+    for curve in curves:
+        place += not curve.dashed or not looks
+        again = curve.dashed or place >= COLOURS
+        looks.append(f"c{place % COLOURS}{' again' if again else ''}")
+    return looks
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}" if step == round(step) else f"{step:g}"
+
+
 def _steps(steps: Sequence[float], *, every: bool) -> list[float]:
     """Those written below the axis: the first, the last, and round ones between them; or each."""
     if every or len(steps) < 3:
@@ -148,8 +181,8 @@ def _steps(steps: Sequence[float], *, every: bool) -> list[float]:
 def _said(curves: Sequence[Curve], show: Callable[[float], str]) -> str:
     """What a picture shows, for who does not see it."""
     return "; ".join(
-        f"{curve.name} from {show(curve.points[0][1])} at {curve.points[0][0]:,.0f} to "
-        f"{show(curve.points[-1][1])} at {curve.points[-1][0]:,.0f}"
+        f"{curve.name} from {show(curve.points[0][1])} at {_step(curve.points[0][0])} to "
+        f"{show(curve.points[-1][1])} at {_step(curve.points[-1][0])}"
         for curve in curves
     )
 

@@ -1,18 +1,19 @@
 """`canzona plan --html`: what the terminal shows of a plan, with its pictures drawn."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from canzona_cli.planner.memory import GIB
 from canzona_cli.report.html.bars import MEMORY_PARTS, PHASE_PARTS, Bar, Lane, bars, lanes_chart
+from canzona_cli.report.html.curves import Curve, curve_chart
 from canzona_cli.report.html.document import Document
-from canzona_cli.report.html.elements import Html
+from canzona_cli.report.html.elements import Html, joined
 from canzona_cli.report.html.maps import LoadMap, load_maps
 from canzona_cli.report.html.views import SCREEN, sections
 from canzona_cli.report.plan import PlanView
 from canzona_cli.report.plan_charts import CUT
 from canzona_cli.run.phases import PHASES, STREAMS, Interval
-from canzona_cli.run.words import size, step_time
+from canzona_cli.run.words import milliseconds, size, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study
 
 _LOADS = "Update time of every rank"
@@ -37,7 +38,16 @@ def plan_page(view: PlanView) -> Document:
 def _loads(study: Study) -> Html:
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
-    return load_maps(maps, hosts=study.plan.subject.layout.tp)
+    return joined([load_maps(maps, hosts=study.plan.subject.layout.tp), _sorted_loads(study, maps)])
+
+
+def _sorted_loads(study: Study, maps: Sequence[LoadMap]) -> Html:
+    """A curve for each strategy over the ranks of a stage, busiest first: a flat one is a perfect balance."""
+    bound = study.plan.lower_bounds[study.balance.slowest.stage]
+    curves = [Curve(name=one.title, points=[*enumerate(sorted(one.loads, reverse=True), 1)]) for one in maps]
+    ranks = len(maps[0].loads)
+    curves.append(Curve(name=f"lower bound {step_time(bound)}", points=[(1, bound), (ranks, bound)]))
+    return curve_chart("ms of updates, busiest rank first", curves, height=140, show=milliseconds, x="rank")
 
 
 def _memory(study: Study) -> Html:
@@ -64,20 +74,23 @@ def _iterations(study: Study) -> Html:
 
 
 def _timeline(study: Study) -> Html:
-    """The slowest rank's streams, whole and, enlarged, from the last reduced gradient on."""
+    """The streams of the slowest rank, whole; enlarged from the last reduced gradient on, also those of the rank with
+    least to update."""
     result = study.planned.result
-    own = [event for event in result.events if event.rank == result.slowest_rank]
-    end = max(event.end_s for event in own)
-    begin = min((event.start_s for event in own if event.phase == "norm_clip"), default=0.0)
+    ranks = list(dict.fromkeys(event.rank for event in result.events))
+    end = max(event.end_s for event in result.events)
+    begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
 
-    def lanes(start: float) -> Iterator[Lane]:
-        for stream, name in STREAMS.items():
-            shown = [
-                Interval(name=event.phase, start_s=event.start_s - start, end_s=event.end_s - start)
-                for event in own
-                if event.stream == stream and event.end_s > start
-            ]
-            if shown:
-                yield Lane(label=name, intervals=shown)
+    def lanes(start: float, ranks: Sequence[int]) -> Iterator[Lane]:
+        for rank in ranks:
+            for stream, name in STREAMS.items():
+                shown = [
+                    Interval(name=event.phase, start_s=event.start_s - start, end_s=event.end_s - start)
+                    for event in result.events
+                    if (event.rank, event.stream) == (rank, stream) and event.end_s > start
+                ]
+                if shown:
+                    yield Lane(label=f"rank {rank}: {name}", intervals=shown, begins=stream == "compute")
 
-    return Html(lanes_chart(lanes(0.0), end_s=end) + lanes_chart(lanes(begin), end_s=end - begin))
+    whole = lanes_chart(lanes(0.0, [result.slowest_rank]), end_s=end)
+    return joined([whole, lanes_chart(lanes(begin, ranks), end_s=end - begin)])

@@ -12,7 +12,7 @@ from canzona_cli.report.html.elements import Html, facts, joined, scrolling, tag
 from canzona_cli.report.page import Page, Screen, Wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 
-SCREEN = Screen(width=120, ascii_only=False, colour=True)
+SCREEN = Screen(width=120, colour=True)
 _CLASSES = ("bold", "dim", "yellow", "red", "green")
 """Styles of the terminal that have a meaning here."""
 
