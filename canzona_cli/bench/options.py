@@ -11,7 +11,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.errors import ConfigError, Problem, closest
 from canzona_cli.run.phases import STRATEGIES
 
-SweepKind = Literal["alpha", "c_max", "gpus", "optimizer", "layers"]
+SweepKind = Literal["gpus", "optimizer", "alpha", "c_max"]
 AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
@@ -158,7 +158,7 @@ def _ignored(
             key="--values",
             value=",".join(values),
             reason="are values for --sweep, and there is no --sweep",
-            fix="add --sweep alpha, c_max, gpus, optimizer or layers",
+            fix="add --sweep gpus, optimizer, alpha or c_max",
         )
     if gpus is not None and not simulate:
         yield Problem(

@@ -23,7 +23,6 @@ _KEYS: Mapping[SweepKind, str] = {
     "c_max": "engine.c_max_mib",
     "gpus": "gpus",
     "optimizer": "optimizer",
-    "layers": "model.num_layers",
 }
 _AUTO = "auto"
 _MIB = 1 << 20
@@ -144,10 +143,6 @@ def _values(kind: SweepKind, config: RunConfig, layout: Layout) -> tuple[str, ..
     if kind == "gpus":
         largest = config.cluster.gpus_per_node
         return tuple(str(1 << power) for power in range(1, largest.bit_length()) if 1 << power <= largest)
-    if kind == "layers":
-        parts = layout.pp * layout.vpp
-        whole = config.model.num_layers // parts
-        return tuple(str(parts * layers) for layers in sorted({max(1, whole // 4), max(1, whole // 2), whole}))
     return (*(f"{size:.6g}" for size in capacities_mib(config)), _AUTO)
 
 

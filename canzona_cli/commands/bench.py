@@ -37,7 +37,7 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON here.")] = None,
     html: HtmlFile = None,
     sweep: Annotated[
-        Literal["alpha", "c_max", "gpus", "optimizer", "layers"] | None,
+        Literal["gpus", "optimizer", "alpha", "c_max"] | None,
         typer.Option("--sweep", help="Run one bench, or with --simulate one prediction, for each of several values."),
     ] = None,
     values: Annotated[

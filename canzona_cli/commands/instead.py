@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.overrides import as_override
+from canzona_cli.config.removed import REMOVED_OPTIONS
 from canzona_cli.errors import Problem, closest
 
 _OTHER_WORDS = {
@@ -24,10 +25,6 @@ _OTHER_WORDS = {
     "version": "--version",
 }
 """What other programs, or commands of ours one level down, call a command."""
-
-
-_REMOVED = {"--plot": "write --html FILE.html: the page has every chart"}
-"""Options that earlier versions had, and what to write instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +77,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:
-    if option in _REMOVED:
-        return Problem(key=option, value=value or None, reason="was removed", fix=_REMOVED[option])
+    if option in REMOVED_OPTIONS:
+        return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)
     meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
     shown = value if meant is not None else None

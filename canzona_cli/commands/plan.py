@@ -25,8 +25,8 @@ def plan(
     ] = None,
     html: HtmlFile = None,
     compare: Annotated[
-        Literal["strategies", "layouts", "alpha", "form", "mode"] | None,
-        typer.Option("--compare", help="Phases of all strategies, other layouts, alphas, forms, or modes."),
+        Literal["strategies", "alpha", "form"] | None,
+        typer.Option("--compare", help="Phases of all strategies, or other alphas or forms."),
     ] = None,
     shapes: Annotated[
         Path | None,

@@ -8,7 +8,6 @@ from typing import get_args
 
 from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execution_of
 from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import problem_with, settings
@@ -33,7 +32,6 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_data(config),
         *_cluster(config),
         *_measurements(config),
-        *physics_problems(config.cluster),
         *(_recorded_steps(config) if training else ()),
         *safety_problems(config),
     ]

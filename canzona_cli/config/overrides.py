@@ -1,10 +1,11 @@
 """Reading `KEY=VALUE` arguments: each one on its own, so that every bad one is reported together."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.removed import removed_setting_problem
 from canzona_cli.config.secrets import resolver_problem, target_problem
 from canzona_cli.config.settings import closest_key, exact_key, mapping_key, sections, setting_of, settings
 from canzona_cli.errors import Problem, closest
@@ -52,7 +53,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     warnings: list[str] = []
-    for argument in _joined(arguments, problems):
+    for argument in arguments:
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
@@ -115,25 +116,10 @@ def text_value(text: str) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + ("\\'" if at[2] else ""), text) + "'"
 
 
-def _joined(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
-    """The arguments but for those that a space took apart (`gpus = 4`, `gpus= 4`, `gpus 4`), which are problems."""
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        key, equals, text = argument.partition("=")
-        if not text and left and (key in GROUPS or setting_of(key) is not None):
-            value = left[0] if equals else left[0].removeprefix("=") or "".join(left[1:2])
-            if "=" not in value and value not in GROUPS and setting_of(value) is None:
-                used = 2 if left[0] == "=" else 1
-                del left[:used]
-                reason, fix = "is taken apart by a space", f"write {key}={value}"
-                problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
-                continue
-        yield argument
-
-
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     """A key that no setting has, with the one that was probably meant."""
+    if (removed := removed_setting_problem(key, text, where=where)) is not None:
+        return removed
     own = sections().get(key)
     if own is not None:
         some = settings()[f"{key}.{sorted(own)[0]}"].key

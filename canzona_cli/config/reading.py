@@ -6,7 +6,7 @@ has. Every YAML and JSON file is read here. Nothing in it is slow to import.
 
 import json
 import math
-import os
+import re
 import stat
 from collections.abc import Sequence
 from functools import cache
@@ -42,19 +42,13 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
     Raises:
         Unreadable: there is none (`Absent`), it is something else, is too large, or cannot be read.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise Unreadable("is no plain file")
-            if most is not None and found.st_size > most:
-                raise Unreadable(f"is larger than {most >> 20} MiB, the most that is read")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
-        finally:
-            os.close(descriptor)
+        facts = path.stat(follow_symlinks=follow)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unreadable("is no plain file")
+        if most is not None and facts.st_size > most:
+            raise Unreadable(f"is larger than {most >> 20} MiB, the most that is read")
+        return path.read_bytes()
     except OSError as error:
         kind = Absent if isinstance(error, FileNotFoundError) else Unreadable
         raise kind(f"cannot be read: {error.strerror or error}") from None
@@ -79,15 +73,17 @@ def parse_json(text: bytes) -> object:
 
 
 def parse_yaml(text: bytes) -> object:
-    """The value of a YAML text as OmegaConf reads it: no key twice, `1e3` a number, no dates.
+    """Reads a YAML text as OmegaConf does: no key twice, `1e3` a number, a date a text.
 
     Raises:
-        Unreadable: it is none, is nested too deeply, stands for too many values, or refers to itself.
+        Unreadable: it is not valid, is nested too deeply, stands for too many values, or refers to itself.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 
     try:
-        value: object = load(text.decode("utf-8"), Loader=_loader())
+        decoded = text.decode("utf-8")
+        _check_expansion(decoded)
+        value: object = load(decoded, Loader=_loader())
     except UnicodeDecodeError:
         raise Unreadable("is not UTF-8 text") from None
     except Unreadable:
@@ -95,14 +91,16 @@ def parse_yaml(text: bytes) -> object:
     except RecursionError:
         raise Unreadable(_TOO_DEEP) from None
     except (YAMLError, ValueError) as error:  # Python reads no integer of more than 4,300 digits
-        said = str(error)
+        message = str(error)
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
-            said = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
-        raise Unreadable(f"is not valid YAML: {' '.join(said.split())}") from error
+            message = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
+        raise Unreadable(f"is not valid YAML: {' '.join(message.split())}") from error
     _check(value, finite=False)
     return value
 
 
+_EXPONENT: Final = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
+"""Numbers that YAML 1.1 takes for texts, because they have no point or no sign in their exponent."""
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 
 
@@ -138,35 +136,56 @@ def _check(value: object, *, finite: bool) -> None:
     raise Unreadable(_TOO_DEEP)
 
 
+def _check_expansion(text: str) -> None:
+    """Refuses a text whose aliases stand for more than its file may hold, before anything is made of it."""
+    import yaml
+
+    expanded: dict[str | None, int] = {}
+    """By anchor: the values that it stands for; an anchor whose value is still open is not in it."""
+    open_values: list[tuple[str | None, int]] = []
+    """The lists and mappings around an event: anchor, and values so far."""
+    total = 0
+    for event in yaml.parse(text, Loader=_loader()):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_values.append((event.anchor, total))
+            if len(open_values) > DEEPEST:
+                raise Unreadable(_TOO_DEEP)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in {anchor for anchor, _ in open_values}:
+                raise Unreadable("refers to itself")
+            total += expanded.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            total += 1
+            expanded[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_values.pop()
+            total += 1
+            expanded[anchor] = total - before
+        if total > MOST_VALUES:
+            raise Unreadable(f"stands for more than {MOST_VALUES:,} values")
+
+
 @cache
 def _loader() -> Any:
-    """OmegaConf's, which counts what it composes."""
-    from omegaconf._utils import get_yaml_loader
-    from yaml import AliasEvent, Node
+    """Returns PyYAML's safe loader with OmegaConf's rules, and in C where it is built so."""
+    import yaml
+    from yaml.constructor import ConstructorError
 
-    class Bounded(get_yaml_loader()):  # type: ignore[misc]
-        def __init__(self, text: str) -> None:
-            super().__init__(text)
-            self._values = self._level = 0
-            self._expanded: dict[int, int] = {}
-            """By node: values it stands for, itself included; none yet where it is still open."""
+    fastest: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-        def compose_node(self, parent: Node | None, index: object) -> Node:
-            self._level += 1
-            if self._level > DEEPEST:
-                raise Unreadable(_TOO_DEEP)
-            before, alias = self._values, self.check_event(AliasEvent)
-            node: Node = super().compose_node(parent, index)
-            if not alias:
-                self._values += 1
-                self._expanded[id(node)] = self._values - before
-            elif id(node) in self._expanded:
-                self._values += self._expanded[id(node)]
-            else:
-                raise Unreadable("refers to itself")
-            if self._values > MOST_VALUES:
-                raise Unreadable(f"stands for more than {MOST_VALUES:,} values")
-            self._level -= 1
-            return node
+    class Loader(fastest):  # type: ignore[misc]
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            keys: set[str] = set()
+            for key in (key for key, _ in node.value if isinstance(key.value, str)):
+                if key.value in keys:
+                    raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
+                keys.add(key.value)
+            mapping: dict[object, object] = super().construct_mapping(node, deep)
+            return mapping
 
-    return Bounded
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
+    return Loader

@@ -127,6 +127,9 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ConfigError(Problem(key=shown(path), reason=f"{error}")) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(key=shown(path), reason="holds no settings", fix="write `key: value` lines"))
+    if "hydra" in content:
+        reason = f"sets up Hydra itself, and a recipe only holds values of a run (in {shown(path)})"
+        raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
     return {str(key): value for key, value in content.items()}
 
 

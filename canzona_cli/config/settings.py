@@ -204,6 +204,8 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]
     if get_origin(hint) in (Union, types.UnionType):
         rest = [part for part in get_args(hint) if part is not type(None)]
         kind, choices, _, said = _kind(rest[0]) if len(rest) == 1 else ("other", (), False, ())
+        if all(get_origin(part) is Literal for part in rest):  # "auto" beside the names of a shared alias
+            kind, choices = "choice", tuple(choice for part in rest for choice in get_args(part))
         return kind, choices, len(rest) < len(get_args(hint)), said
     if get_origin(hint) is Literal:
         return "choice", get_args(hint), False, ()

@@ -1,12 +1,13 @@
 """The tree of values that a run's files come to: Hydra composes it, and the command line's values are laid over it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from canzona_cli.config.overrides import text_value
 from canzona_cli.config.recipes import (
     GROUPS,
     builtin_recipes_dir,
@@ -17,18 +18,17 @@ from canzona_cli.config.recipes import (
     shown,
     user_recipes_dirs,
 )
+from canzona_cli.config.removed import brought_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings
 from canzona_cli.errors import ConfigError, Problem, refuse
 
-if TYPE_CHECKING:
-    from hydra.plugins.config_source import ConfigSource
-
 SCHEME = "canzona"
-"""Of the folders that Hydra reads by `folder_source`."""
+"""Marks the folders that Hydra reads by `_folder_source`."""
 _LONGEST = 10_000
 """Characters that references may come to; a path has 4,096."""
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _MISSING = "???"
 _PRIMARY = "_canzona_"
 # What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
@@ -90,7 +90,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
 def composed(
     options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
-    """The tree that Hydra composes from files alone, and these files in their order of application.
+    """Composes a tree by Hydra from files alone; returns it with these files in their order of application.
 
     References to other settings are not resolved yet.
 
@@ -102,37 +102,22 @@ def composed(
     Raises:
         ConfigError: a file cannot be read or composed, or asks for code or environment variables.
     """
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.config_repository import CachingConfigRepository
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-    from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
-    from hydra._internal.defaults_list import create_defaults_list
-    from hydra._internal.sources_registry import SourcesRegistry
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     recipe = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     where = shown(recipe)
+    folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
     # A `defaults:` list is resolved while Hydra composes, before what it leads to can be looked at.
     OmegaConf.clear_resolver("oc.env")
-    search = ConfigSearchPathImpl()
-    # The two that are read from. Hydra's own way to them is to import every plugin that is installed.
-    SourcesRegistry.instance().register(StructuredConfigSource)
-    SourcesRegistry.instance().register(folder_source())
-    for folder in dirs:
-        search.append("canzona", f"{SCHEME}://{folder}")
-    search.append("schema", "structured://")
-    with _stored(options, given):
+    read = _folder_source()
+    read.clear()
+    with _stored(options, given), initialize(config_path=None, version_base="1.3"):
         try:
-            # What `hydra.compose` does, but for Hydra's own settings: ten files that take most of its time.
-            loader = ConfigLoaderImpl(search)
-            repository = CachingConfigRepository(loader.repository)
-            parsed = OverridesParser.create().parse_overrides(overrides)
-            used = create_defaults_list(repository, _PRIMARY, parsed, prepend_hydra=False, skip_missing=False).defaults
-            merged = loader._compose_config_from_defaults_list(used, repository)
+            merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_composition_problem(error, where)) from error
@@ -140,37 +125,61 @@ def composed(
             reason = "builds on itself: its `defaults:` name a recipe, or group file, that leads back to it"
             fix = "give the file another name than what it builds on, or run it by its path: recipe=./FILE.yaml"
             raise ConfigError(Problem(key=where, reason=reason, fix=fix)) from error
-    files = []
-    for part in used:
-        group, _, option = (part.config_path or "").partition("/")
-        if group in GROUPS:
-            files.append(given[group] if option == _GIVEN else _provider(f"{group}/{option}.yaml", dirs))
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
     refuse(content_problems(tree, where))
-    return tree, files
+    # Hydra reads a recipe before those that it builds on, and applies it after them; group files come before recipes.
+    files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
+    for group, path in given.items():
+        files[group].append(path)
+    return tree, [path for group in (*GROUPS[1:], GROUPS[0]) for path in files[group]]
 
 
 @cache
-def folder_source() -> "type[ConfigSource]":
-    """What Hydra reads the files of a folder with: as its own, by `read_yaml`, which knows bounds."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-    from hydra.plugins.config_source import ConfigResult
+def _folder_source() -> list[Path]:
+    """Teaches Hydra to read folders by `read_yaml`, which knows bounds; the files that it has read."""
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
 
-    class Folder(FileConfigSource):  # type: ignore[misc]
+    read: list[Path] = []
+
+    class Folder(ConfigSource):  # type: ignore[misc]
         @staticmethod
         def scheme() -> str:
             return SCHEME
 
-        def load_config(self, config_path: str) -> ConfigResult:
-            path = Path(self.path, self._normalize_file_name(config_path))
-            content = OmegaConf.create(read_yaml(path))
-            with path.open(encoding="utf-8") as file:
-                header = self._get_header_dict(file.read(512))
-            return ConfigResult(config=content, path=self.full_path(), provider=self.provider, header=header)
+        def available(self) -> bool:
+            return Path(self.path).is_dir()
 
-    return Folder
+        def is_group(self, config_path: str) -> bool:
+            return Path(self.path, config_path).is_dir()
+
+        def is_config(self, config_path: str) -> bool:
+            return self._file(config_path).is_file()
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            return sorted(file.stem for file in Path(self.path, config_path).glob("*.yaml"))
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            file = self._file(config_path)
+            content = read_yaml(file)
+            read.append(file)
+            with file.open(encoding="utf-8") as text:
+                package = _PACKAGE.match(text.read(512))
+            return ConfigResult(
+                provider=self.provider,
+                path=str(file),
+                config=OmegaConf.create(content),
+                header={"package": None if package is None else package[1]},
+            )
+
+        def _file(self, config_path: str) -> Path:
+            return Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
+
+    Plugins.instance().register(Folder)
+    return read
 
 
 @contextmanager
@@ -186,6 +195,7 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
             content = read_yaml(path)
             content.setdefault("name", path.stem)
             if group == "recipe":
+                brought_up_to_date(content, {key: setting.choices for key, setting in settings().items()})
                 _leave_home(content, path)
                 store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
             else:
@@ -221,11 +231,6 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
     if "_self_" not in entries:
         entries.append("_self_")
     return {"defaults": entries, **content}
-
-
-def _provider(path: str, dirs: Sequence[Path]) -> Path:
-    candidates = [folder / path for folder in dirs]
-    return next((file for file in candidates if file.is_file()), candidates[-1])
 
 
 def _composition_problem(error: Exception, where: str) -> Problem:

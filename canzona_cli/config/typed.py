@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from canzona_cli.config.adapter import adapter
 from canzona_cli.config.overrides import unknown_key
+from canzona_cli.config.removed import REMOVED_VALUES
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.schema.field import bound_words
 from canzona_cli.config.settings import Setting, sections, setting_of, settings
@@ -50,7 +51,8 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
                     key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
-                    if len(detail["loc"]) <= 1:
+                    setting = setting_of(key)
+                    if len(detail["loc"]) <= 1 or (setting is not None and setting.kind == "choice"):
                         problems.append(_explained(key, detail["type"], detail["input"], texts, where))
                         continue
                     whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
@@ -179,6 +181,8 @@ def _bad_inside(key: str, value: object, found: str, texts: Mapping[str, str], w
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
+    if (removed := REMOVED_VALUES.get((setting.key, str(value)))) is not None:
+        return Problem(key=setting.key, value=value, reason="no longer exists", fix=removed.instead)
     meant = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = ", or null to have it chosen" if setting.optional else ""

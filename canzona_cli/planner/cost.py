@@ -6,14 +6,13 @@ update, the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from canzona_cli.config.execution import execution_of
-from canzona_cli.config.physics import SCATTER
 from canzona_cli.config.schema import (
     STANDARD_ONLY,
     ClusterConfig,
@@ -29,7 +28,6 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
-from canzona_cli.errors import Problem
 from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.work import MUON_AROUND, RULES, Work, product_bytes, work
 from canzona_cli.run.phases import Phase
@@ -313,25 +311,6 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
         return None
     wanted = (prefix + label(a), rows, cols)
     return next((entry[3] for entry in cluster.measured_updates if entry[:3] == wanted), None)
-
-
-def impossible_measurements(a: Algorithm, cluster: ClusterConfig) -> Iterator[Problem]:
-    """Measured updates of an algorithm whose products alone would exceed a GPU's peak."""
-    if cluster.device == "cpu":
-        return
-    ways = (replace(a, form=form, stack=stack) for form in get_args(Form) for stack in (False, True))
-    labels = {label(one): one for one in ways}
-    for name, rows, cols, seconds in cluster.measured_updates:
-        how = labels.get(name.removeprefix("megatron/"))
-        if how is None:
-            continue
-        step = work(how, rows, cols)[0]
-        halved = 0.0 if name.startswith("megatron/") or how.stack else 1 - cluster.symmetric_factor
-        rate = (step.product_flops - halved * step.symmetric_flops) / seconds / 1e12
-        if rate > SCATTER * cluster.bf16_tflops:
-            reason = f"is {rate:,.0f} TFLOP/s, above cluster.bf16_tflops={cluster.bf16_tflops:g}"
-            row = [name, rows, cols, seconds]
-            yield Problem(key="cluster.measured_updates", value=row, reason=reason, fix="measure it: canzona calibrate")
 
 
 def _unit(a: Algorithm) -> Unit:

@@ -8,12 +8,11 @@ from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import affecting
-from canzona_cli.errors import refuse
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.buckets import bucket_elements
-from canzona_cli.planner.cost import Implementation, algorithm, impossible_measurements, rounded, seconds
+from canzona_cli.planner.cost import Implementation, algorithm, rounded, seconds
 from canzona_cli.planner.paper import as_published
 from canzona_cli.planner.parts import PlanSettings, Scalar, Subject
 
@@ -74,7 +73,6 @@ def update_costs(
         ConfigError: the profile has measurements that no such device could reach.
     """
     how = algorithm(config)
-    refuse(impossible_measurements(how, config.cluster))
     by_shape = {
         shape: rounded(seconds(how, *shape, config.cluster, implementation))
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}

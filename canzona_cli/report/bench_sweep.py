@@ -31,14 +31,12 @@ TITLES: Mapping[SweepKind, str] = {
     "c_max": "Largest fused exchange of one rank, MiB",
     "gpus": "The same job on more ranks",
     "optimizer": "Optimizers",
-    "layers": "Layers",
 }
 HEADS: Mapping[SweepKind, str] = {
     "alpha": "alpha",
     "c_max": "C_max",
     "gpus": "ranks",
     "optimizer": "optimizer",
-    "layers": "layers",
 }
 _ALL = ("measured", "plan", "error")
 
@@ -194,7 +192,7 @@ class SweepView(Page):
         yield "median [quartiles] of the rounds; plan: predicted; error: predicted over measured"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
-        if self.kind in ("optimizer", "layers") and self._several:
+        if self.kind == "optimizer" and self._several:
             references = dict.fromkeys(clean(result.reference) for result in self.results.values())
             yield f"times: how many times the time of {', '.join(references)}, median [quartiles] of the rounds' ratios"
         if self.kind == "gpus":

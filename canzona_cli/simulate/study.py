@@ -11,14 +11,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.execution import PLANNED, AnyStrategy, even_shards, with_strategy
+from canzona_cli.config.execution import PLANNED, AnyStrategy, with_strategy
 from canzona_cli.config.schema import (
-    BufferLayout,
-    EngineConfig,
     Form,
     KroneckerConfig,
     Layout,
-    Mode,
     MomentumConfig,
     RunConfig,
 )
@@ -37,10 +34,8 @@ from canzona_cli.simulate.simulate import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
-Comparison = Literal["strategies", "layouts", "alpha", "form", "mode"]
-LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
+Comparison = Literal["strategies", "alpha", "form"]
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "rows", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
 """Of what `--json` prints; additions keep it."""
@@ -83,7 +78,7 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """What `--compare` layouts, alpha, form or mode tried."""
+    """What `--compare` alpha or form tried."""
 
     @property
     def strategy(self) -> str:
@@ -250,12 +245,6 @@ def study_run(
     )
 
 
-def _possible(engine: EngineConfig) -> EngineConfig:
-    """Without the even collectives that were asked for where shards are not equal."""
-    equal = even_shards(engine.layout, engine.strategy)
-    return engine if equal or engine.reduction != "even" else replace(engine, reduction=None)
-
-
 def _compared(
     config: RunConfig, layout: Layout, plans: Mapping[AnyStrategy, Plan], strategy: AnyStrategy, stage: int
 ) -> Compared:
@@ -286,12 +275,8 @@ def _variants(
 ) -> Iterator[Variant]:
     engine, optimizer = config.engine, config.optimizer
     runs: dict[str, RunConfig] = {}
-    if compare == "layouts":
-        runs = {name: replace(config, engine=_possible(replace(engine, layout=name))) for name in LAYOUTS}
-    elif compare == "alpha":
+    if compare == "alpha":
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
-    elif compare == "mode":
-        runs = {mode: replace(config, engine=replace(engine, mode=mode)) for mode in MODES}
     elif compare == "form":
         if not isinstance(optimizer, MomentumConfig):
             reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"

@@ -1,22 +1,17 @@
 """The list of recipes agrees with what runs are composed of; nothing of a composition stays behind."""
 
-import inspect
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir
 from canzona_cli.config.tree import composed, list_recipes
+from canzona_cli.errors import ConfigError
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -61,25 +56,34 @@ def test_hydra_forgets_a_given_file_and_writes_nothing(tmp_path: Path, monkeypat
     assert {*ConfigStore.instance().repo} == before
 
 
-@pytest.mark.parametrize(
-    ("private", "parameters"),
-    [
-        (ConfigLoaderImpl.__init__, "self config_search_path"),
-        (ConfigLoaderImpl._compose_config_from_defaults_list, "self defaults repo"),
-        (CachingConfigRepository.__init__, "self delegate"),
-        (ConfigSearchPathImpl.append, "self provider path anchor"),
-        (create_defaults_list, "repo config_name overrides_list prepend_hydra skip_missing"),
-    ],
-)
-def test_what_we_use_of_hydras_inside_is_as_we_use_it(private: Callable[..., object], parameters: str) -> None:
-    assert [*inspect.signature(private).parameters] == parameters.split()
-
-
 @pytest.mark.parametrize("recipe", ["qwen3-tiny", "qwen3-32b"])
-def test_composing_by_hydras_inside_gives_what_its_public_function_gives(recipe: str) -> None:
+def test_folders_read_within_bounds_compose_to_what_hydras_own_reader_gives(recipe: str) -> None:
     folder = builtin_recipes_dir()
     with initialize_config_dir(str(folder), version_base="1.3"):
         public = OmegaConf.to_container(compose("config", overrides=[f"recipe={recipe}"]), resolve=False)
     tree, files = composed({"recipe": recipe}, {}, (folder,))
     assert tree == public
     assert files[-1] == folder / "recipe" / f"{recipe}.yaml"
+
+
+def test_files_are_listed_in_their_order_of_application(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - qwen3-8b\n  - override /optimizer: soap\n"
+    )
+    _, files = composed({"recipe": "mine"}, {}, (tmp_path, builtin_recipes_dir()))
+    assert [file.name for file in files[-2:]] == ["qwen3-8b.yaml", "mine.yaml"]
+    assert [file.stem for file in files if file.parent.name == "optimizer"] == ["soap"]
+
+
+def test_a_recipe_does_not_set_up_hydra(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - qwen3-8b\nhydra: {searchpath: ['file:///elsewhere']}\n"
+    )
+    with pytest.raises(ConfigError, match="hydra"):
+        compose_run(["recipe=mine"], recipes_dirs=(tmp_path,))
+    given = tmp_path / "given.yaml"
+    given.write_text("defaults:\n  - qwen3-8b\nhydra: {job: {name: other}}\n")
+    with pytest.raises(ConfigError, match="hydra"):
+        compose_run([f"recipe={given}"])

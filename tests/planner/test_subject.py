@@ -42,7 +42,7 @@ def another(setting: Setting, value: Any) -> Any:
         case "number":
             return value / 2 + 0.125 if isinstance(value, int | float) else 3.0
         case "choice":
-            return next(choice for choice in setting.choices if choice != value)
+            return next(choice for choice in reversed(setting.choices) if choice != value)
         case "text":
             return "other"
         case _:

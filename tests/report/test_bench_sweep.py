@@ -18,7 +18,6 @@ SWEEPS: Mapping[SweepKind, Mapping[str, BenchResult]] = {
     "c_max": {str(mib): bench(("canzona",), scale=1 + 1 / mib) for mib in (1, 2, 4)},
     "gpus": {str(ranks): bench(("canzona", "sc", "adamw"), dp=ranks // 2, scale=4 / ranks) for ranks in (2, 4, 8)},
     "optimizer": {name: bench(("canzona", "asc", "sc"), optimizer=name) for name in ("muon", "soap", "shampoo")},
-    "layers": {str(layers): bench(scale=layers / 4) for layers in (2, 4)},
 }
 
 
