@@ -121,7 +121,7 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
     from canzona_cli.errors import gathered, refuse
-    from canzona_cli.report.bench_simulated import SimulationView
+    from canzona_cli.report.bench_sweep import SimulationView
     from canzona_cli.report.html.bench import simulation_page
 
     problems = [*options.problems]
@@ -135,7 +135,7 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
 
 def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.sweep import simulate_sweep
-    from canzona_cli.report.bench_simulated import SimulatedSweepView
+    from canzona_cli.report.bench_sweep import SimulatedSweepView
 
     kind = options.sweep
     assert kind is not None

@@ -64,7 +64,7 @@ def plan(
     warn_about(composed, *notes, training=False)
     if layouts:
         _check_alone(out=out, html=html, compare=compare, shapes=shapes)
-        from canzona_cli.report.plan_layouts import layouts_of
+        from canzona_cli.report.plan_overview import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)

@@ -54,8 +54,7 @@ def report(
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Two runs in every detail; of more a row each."""
-    from canzona_cli.report.run import ComparedView
-    from canzona_cli.report.several import SeveralView
+    from canzona_cli.report.compare import ComparedView, SeveralView
     from canzona_cli.run.compare import compared, several_runs
 
     several = several_runs(run_dirs)

@@ -39,10 +39,10 @@ from canzona_cli.model.routing import routing
 from canzona_cli.planner.memory import estimate
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
-from canzona_cli.report.run_breakdown import BreakdownView
+from canzona_cli.report.run import BreakdownView
 from canzona_cli.report.run_trace import write_trace
+from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
-from canzona_cli.report.train_views import make_view
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles

@@ -16,8 +16,8 @@ from canzona_cli.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
+from canzona_cli.report.compare import SeveralView
 from canzona_cli.report.errors import show_failure
-from canzona_cli.report.several import SeveralView
 from canzona_cli.run.compare import several_runs
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.words import plural

@@ -33,7 +33,7 @@ def validate(
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
-    from canzona_cli.report.resolved import refused_json, resolved_json
+    from canzona_cli.report.train_dry_run import refused_json, resolved_json
 
     try:
         composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())

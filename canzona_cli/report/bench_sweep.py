@@ -1,4 +1,4 @@
-"""What `canzona bench --sweep` prints: one setting at several values, measured next to predicted."""
+"""What `canzona bench --sweep` and `--simulate` print: a setting at several values, sizes over numbers of GPUs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +7,10 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.options import SweepKind
+from canzona_cli.bench.options import AFFECTED, SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
+from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
+from canzona_cli.cluster.search import Tried
 from canzona_cli.report.bench import (
     NOT_DISTINCT,
     OVERLAP,
@@ -21,10 +23,12 @@ from canzona_cli.report.bench import (
     times,
     with_error,
 )
-from canzona_cli.report.page import Page, Screen, items, note, wrapped
+from canzona_cli.report.page import Page, Screen, headed, items, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import clean, layout_code, milliseconds, number
+from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
+from canzona_cli.simulate.study import Study
 
 TITLES: Mapping[SweepKind, str] = {
     "alpha": "Balance communication (0) or compute (1) over data-parallel ranks",
@@ -264,3 +268,148 @@ def subject(kind: SweepKind, rows: Sequence[SweepRow]) -> tuple[str, Callable[[S
     if kind == "gpus":
         return "Efficiency: sequences per second and rank, %", lambda row: _efficiency(row, rows)
     return "Optimizer step, times the reference's", speedup
+
+
+_MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
+_OTHERS = tuple(name for name in _MATRIX if name != "canzona")
+
+
+@dataclass(frozen=True)
+class SimulationView(Page):
+    """A table for each size."""
+
+    simulation: Simulation
+
+    widest = 150
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        simulation = self.simulation
+        unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
+        trust = "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)"
+        yield headed(
+            "Simulated",
+            f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
+            f"{unit}, profile {clean(simulation.profile)} {trust}",
+        )
+        if simulation.overrides:
+            yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")
+        for recipe in simulation.recipes:
+            yield Text()
+            yield from self._size(recipe)
+        yield Text()
+        for text in self._legend():
+            yield wrapped(text, "dim")
+        yield from items("Assumptions", simulation.assumptions, "dim")
+
+    def _size(self, recipe: str) -> Iterator[RenderableType]:
+        cells = self.simulation.of(recipe)
+        yield Text(clean(recipe), style="bold")
+        layouts = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
+        groups = [
+            Columns(title="layout", heads=("",), rows=layouts),
+            _group(cells, "iteration, ms", STRATEGIES, _iteration),
+            _group(
+                cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
+            ),
+            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: overhead(one.overhead(name))),
+            _group(cells, "optimizer, times canzona's", _OTHERS, _times_canzona),
+            _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
+        ]
+        groups += [
+            _yardsticks(cells, "fastest layout of its own", lambda best, _: layout_code(best.layout)),
+            _yardsticks(cells, "iteration there, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardsticks(cells, "canzona's over that", lambda _, share: overhead(share)),
+        ]
+        yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
+        for cell in cells:
+            if cell.reason:
+                yield wrapped(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
+
+    def _legend(self) -> Iterator[str]:
+        yield (
+            "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
+            "AdamW and layerwise are also compared, by sequence, each in its own fastest layout; -: does not fit. "
+            "optimizer step: from reduced gradients to the next forward, without what hides under other work."
+        )
+        studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
+        if any(not found.fits for study in studies for found in study.strategies.values()):
+            yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
+        if self.simulation.optimizer != "muon":
+            yield (
+                "layerwise: Megatron offers it for muon only; this is what the same method would take with "
+                f"{clean(self.simulation.optimizer)}"
+            )
+
+
+@dataclass(frozen=True)
+class SimulatedSweepView(Page):
+    """A table for each size and number of GPUs, its rows the values of one setting."""
+
+    kind: SweepKind
+    simulations: Mapping[str, Simulation]
+    """By value, in its order."""
+
+    widest = 150
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        first = next(iter(self.simulations.values()))
+        yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
+        yield wrapped(TITLES[self.kind], "dim")
+        for place, cell in enumerate(first.cells):
+            cells = [simulation.cells[place] for simulation in self.simulations.values()]
+            code = "no layout" if cell.study is None else layout_code(cell.study.layout)
+            yield Text()
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}: {code}", style="bold")
+            yield GroupedTable(
+                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=self._groups(cells)
+            )
+            for value, other in zip(self.simulations, cells, strict=True):
+                if other.reason:
+                    yield wrapped(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
+
+    def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
+        names = AFFECTED.get(self.kind, _MATRIX)
+
+        def phase(title: str, *phases: str) -> Columns:
+            def shown(study: Study, name: str) -> str:
+                return milliseconds(sum(study.result(name).phases.get(one, 0.0) for one in phases))
+
+            return _group(cells, title, names, shown)
+
+        steps = [
+            _group(cells, "iteration, ms", names, _iteration),
+            _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s)),
+            _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}"),
+        ]
+        if self.kind == "alpha":
+            return [*steps, phase("DP traffic in all, ms", "grad_reduce_total", "param_gather_total")]
+        if self.kind == "c_max":
+            return [*steps, phase("exposed exchange, ms", "exchange")]
+        return steps
+
+
+def _group(
+    cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
+) -> Columns:
+    rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
+    return Columns(title=title, heads=tuple(names), rows=tuple(rows))
+
+
+def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
+    """A column for each strategy that is simulated in its own fastest layout; `show` has it and canzona's overhead."""
+    rows = (
+        tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
+        for cell in cells
+    )
+    return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
+
+
+def _iteration(study: Study, name: str) -> str:
+    return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
+
+
+def _times_canzona(study: Study, name: str) -> str:
+    ratio = study.optimizer_speedup(name)
+    if ratio is None:
+        return MISSING
+    return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"

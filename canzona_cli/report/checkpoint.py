@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -14,13 +13,12 @@ from rich.text import Text
 
 from canzona_cli.checkpoint.choose import Chosen
 from canzona_cli.checkpoint.commit import bytes_written
-from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import Manifest
+from canzona_cli.checkpoint.saved_run import Verified, read_back, saved_config
 from canzona_cli.checkpoint.shard_file import tensor_bytes
 from canzona_cli.checkpoint.store import Found
-from canzona_cli.checkpoint.verify import foreign_files, verify, verify_file
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CanzonaError, CheckpointInvalid, Problem
+from canzona_cli.config.schema import Layout
+from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, GroupedTable, Table, columns
@@ -29,7 +27,6 @@ from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, siz
 
 VERSION = 1
 """Of the JSON: additions keep it, anything else raises it."""
-_CONFIG = "config.yaml"
 _LAYOUT = "layout.json"
 _LARGEST_LAYOUT = 1 << 16
 _BIGGEST = 5
@@ -122,7 +119,7 @@ class Content(Page):
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
         manifest = self.manifest
-        progress, config = manifest.progress, _saved_config(self.found.path, manifest)
+        progress, config = manifest.progress, saved_config(self.found.path, manifest)
         yield "checkpoint", f"{self.found.name}, {self.found.path}"
         age = duration(max(0.0, time.time() - manifest.created))
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
@@ -172,19 +169,6 @@ def _judged(found: Found, problems: Sequence[Problem]) -> dict[str, object]:
     return {"name": found.name, "path": str(found.path), "sound": not problems, "problems": wrong}
 
 
-def _saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
-    """The settings a checkpoint was written with; None where they cannot be read or are not those of the manifest."""
-    from canzona_cli.config.compose import load_resolved
-
-    entry = manifest.files.get(_CONFIG)
-    if entry is None or verify_file(folder, _CONFIG, entry) is not None:
-        return None
-    try:
-        return load_resolved(folder / _CONFIG)
-    except (CanzonaError, OSError):
-        return None
-
-
 def _saved_layout(found: Found) -> Layout | None:
     """How the ranks that wrote a checkpoint were laid out; None where that was not saved."""
     if found.manifest is None or _LAYOUT not in found.manifest.files:
@@ -192,19 +176,6 @@ def _saved_layout(found: Found) -> Layout | None:
     if found.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
         return None
     return load_if_sound(found.path / _LAYOUT, Layout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """One checkpoint, every byte of it read, and its tables compared with its model."""
-
-    found: Found
-    bytes: int
-    """Read."""
-    seconds: float
-    problems: tuple[Problem, ...]
-    foreign: tuple[str, ...]
-    """Names in its folder that are not part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,33 +252,8 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 def verify_all(chosen: Chosen) -> AllVerified:
     """Hash all files of every chosen checkpoint."""
     with bar_of_bytes("hashing", sum(bytes_written(found.path) for found in chosen.found)) as on_bytes:
-        read = [(found, _verified(found, on_bytes)) for found in chosen.found]
+        read = [(found, read_back(found, on_bytes)) for found in chosen.found]
     removed = tuple(found.name for found, verified in read if verified is None)
     if len(removed) == len(read):
         raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
     return AllVerified(root=str(chosen.root), each=tuple(one for _, one in read if one is not None), removed=removed)
-
-
-def _verified(found: Found, on_bytes: Callable[[int], None]) -> Verified | None:
-    """One checkpoint; None where it has gone meanwhile."""
-    read: list[int] = []  # appending is safe from several threads
-    began = time.perf_counter()
-
-    def count(done: int) -> None:
-        read.append(done)
-        on_bytes(done)
-
-    foreign: tuple[str, ...] = ()
-    try:
-        manifest, problems = verify(found.path, on_bytes=count)
-        foreign = foreign_files(found.path, manifest)
-        if (config := _saved_config(found.path, manifest)) is not None:
-            problems += content_problems(found.path, manifest, config.model)
-    except FileNotFoundError:
-        return None
-    except CheckpointInvalid as error:
-        problems = list(error.problems)
-    if not found.path.exists():
-        return None
-    seconds = time.perf_counter() - began
-    return Verified(found=found, bytes=sum(read), seconds=seconds, problems=tuple(problems), foreign=foreign)

@@ -1,30 +1,26 @@
-"""`canzona report`: how a run ended, the first error, the loss, the breakdown; or two runs side by side."""
+"""`canzona report`: how a run ended, the first error, the loss, and where the time of a step went."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.charts import line_chart
-from canzona_cli.report.page import Page, Screen, Wrapped, labelled, remarks, wrapped
-from canzona_cli.report.run_breakdown import BreakdownView
+from canzona_cli.report.charts import bar, line_chart
+from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
+from canzona_cli.report.page import Page, Screen, Wrapped, headed, labelled, remarks, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
-from canzona_cli.run.compare import Compared, Pair, ratio
+from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
+from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size, step_time
+from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, real, size, step_time
 
-_LONGEST_VALUE = 36
 _MOST_WARNINGS = 5
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
-
-_Row = tuple[str, str, str, str]
-"""What, of run A, of run B, how they compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,85 +106,171 @@ class RunView(Page):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedView(Page):
-    """Settings, losses, phases, figures of two runs; B / A is above 1 where run B takes more."""
+class BreakdownView(Page):
+    """The breakdown as a table and a foot."""
 
-    compared: Compared
+    breakdown: Breakdown
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        compared = self.compared
-        for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
-            planned = "" if plan is None else f", plan {plan[:8]}"
-            text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
-            yield wrapped(text, first=f"  {letter}  ")
+        breakdown = self.breakdown
+        layout = describe_layout(breakdown.layout, rank_word(breakdown.device))
+        optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
+        yield headed("Step-time breakdown", f": {optimizer}, {layout}")
         yield Text()
-        if compared.a.config is None or compared.b.config is None:
-            yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
-        elif compared.settings:
-            settings = ((clean(key), *map(setting_value, values)) for key, values in compared.settings.items())
-            yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
-        else:
-            yield Text("  all settings are equal")
+        yield self._table(screen)
         yield Text()
-        yield _table("loss", self._losses(), last="B to A")
-        if compared.phases:
-            yield Text()
-            yield _table("phase, ms (mean)", self._phases())
-            yield Text()
-            yield _table("", self._figures())
-        sides = (("A", compared.a), ("B", compared.b))
-        yield from remarks(f"{letter}: {note}" for letter, run in sides for note in run.notes)
+        yield from labelled(self._foot())
 
-    def _losses(self) -> Iterator[_Row]:
-        compared = self.compared
-        for what, loss in (("first", compared.first), ("last", compared.last)):
-            if loss is None:
-                yield f"{what} common step", MISSING, MISSING, MISSING
-            else:
-                change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
-                yield f"step {loss.step:,} ({what} of both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
-        a, b = compared.best_validation
-        change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
-        yield "best validation", number(a, ".4f"), number(b, ".4f"), change
+    def _table(self, screen: Screen) -> Table:
+        columns = self._columns(screen.width)
+        table = Table()
+        table.add_column("phase, ms", no_wrap=True)
+        table.add_numbers(*(name for name in columns[1:] if name != "bar"))
+        if "bar" in columns:
+            table.add_column("", no_wrap=True)
+        slowest, planned = _slowest_ranks(self.breakdown), self.breakdown.planned
+        for name, label, phase in _rows(self.breakdown):
+            share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
+            cells = self._cells(phase, None if planned is None else planned.phases.get(name)) | {
+                "phase": label.split(", exposed")[0] if self._short_labels(screen.width) else label,
+                "slowest": slowest.get(name, MISSING),
+                "share": share if phase is None or phase.in_step else f"({share})",
+            }
+            in_step = phase.in_step if phase is not None else not name.endswith("_total")
+            if phase is not None and in_step:
+                width = self._bar_width(screen.width, columns)
+                cells["bar"] = bar(phase.share, width)
+            table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
+        table.add_section()
+        cells = self._cells(self.breakdown.step, None if planned is None else planned.iteration_s)
+        cells |= {"phase": "step", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
+        table.add_row(*(cells.get(name, "") for name in columns), style="bold")
+        return table
 
-    def _phases(self) -> Iterator[_Row]:
-        for name, pair in self.compared.phases.items():
-            label = name if name == "step" else LABELS.get(name, clean(name))
-            yield _pair(label, pair, milliseconds)
+    def _columns(self, width: int) -> list[str]:
+        """As many as fit, in this order."""
+        planned = self.breakdown.planned is not None
+        found = ["phase", "min", "mean", "max"]
+        if planned:
+            found += ["planned", "error"] if self._comparable else ["planned"]
+        if width >= 110 and self.breakdown.ranks:
+            found.append("slowest")
+        found.append("share")
+        return [*found, "bar"] if self._bar_width(width, found) >= 10 else found
 
-    def _figures(self) -> Iterator[_Row]:
-        figures = self.compared.figures
-        for name, label, spec in (
-            ("tokens_per_s", "tokens/s", ",.0f"),
-            ("tokens_per_s_per_gpu", "tokens/s per rank", ",.0f"),
-            ("mfu", "MFU", ".1%"),
-            ("load_balance", "load balance", ".2f"),
-        ):
-            yield _pair(label, figures[name], partial(number, spec=spec))
-        yield _pair("peak memory", figures["peak_memory_bytes"], size)
+    @property
+    def _comparable(self) -> bool:
+        """Not with the profile of another machine, and every processor is another machine: errors of 60 to 90% say
+        nothing about either."""
+        planned = self.breakdown.planned
+        if planned is None or planned.mismatches:
+            return False
+        return planned.calibrated or self.breakdown.device == "cuda"
+
+    def _bar_width(self, width: int, columns: list[str]) -> int:
+        """What the other columns leave: at most this much each with the gap, enough for times of six digits."""
+        widths = {"phase": 23 if self._short_labels(width) else 29, "slowest": 11, "share": 9, "bar": 0}
+        return min(40, width - sum(widths.get(column, 8) for column in columns))
+
+    def _short_labels(self, width: int) -> bool:
+        """Without the word `exposed` the plan fits next to the times on a terminal of 80 columns."""
+        return self.breakdown.planned is not None and width < 110
+
+    def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
+        """The times of a phase or of the step; a plan says nothing about a phase that it gives no time."""
+        return {
+            **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
+            "planned": milliseconds(planned or None),
+            "error": MISSING if times is None else _percent(relative_error(planned, times.mean_s)),
+        }
+
+    def _foot(self) -> list[tuple[str, str]]:
+        breakdown = self.breakdown
+        unit = "GPU" if self.breakdown.device == "cuda" else "rank"
+        whole = number(100 * breakdown.in_step_share, ".0f")
+        shares = f"of the mean step; the phases add up to {whole}%, those in parentheses overlap others"
+        profiled = f", {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
+        left_out = f"{breakdown.steps_skipped} of warm-up{profiled} left out"
+        steps = f"{plural(breakdown.steps_measured, 'step')} measured, {left_out}"
+        rate, total = number(breakdown.tokens_per_s_per_gpu, ",.0f"), number(breakdown.tokens_per_s, ",.0f")
+        rows = [
+            *self._plan_rows(),
+            ("shares", f"{shares} and are not added"),
+            ("step", f"{step_time(breakdown.step.mean_s)}; {steps}"),
+            ("throughput", f"{rate} tokens/s per {unit}, {total} in all"),
+            ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}, MFU {self._mfu}"),
+        ]
+        planned = breakdown.planned
+        balance = [
+            f"{_name(name)} {number(value, '.2f')}"
+            + (f" (planned {planned.load_balance:.2f})" if planned is not None and name == "matrix_update" else "")
+            for name, value in (breakdown.load_balance or {}).items()
+            if value is not None
+        ]
+        if balance:
+            rows.append(("load balance", f"{', '.join(balance)}; max / mean over ranks, 1.00 is perfect"))
+        memory = breakdown.peak_memory_bytes
+        if memory is not None:
+            spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
+            whole_process = ", Python and torch included" if self.breakdown.device == "cpu" else ""
+            plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
+            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}{plan}"))
+        rows.append(("batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"))
+        return rows
+
+    def _plan_rows(self) -> list[tuple[str, str]]:
+        planned, why = self.breakdown.planned, self.breakdown.why
+        if planned is None:
+            return []
+        source = f"simulated on profile {clean(planned.profile)}"
+        if self._comparable:
+            source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned over mean, less 1"
+        if not planned.calibrated:
+            nothing = "" if self._comparable else ", so errors would say nothing"
+            source += f". It was not measured on this machine{nothing}: `canzona calibrate` does that"
+        elif planned.mismatches:
+            source += f", so errors would say nothing: {clean('; '.join(planned.mismatches))}"
+        return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
+
+    @property
+    def _mfu(self) -> str:
+        mfu = real(self.breakdown.mfu)
+        if mfu is not None:
+            peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
+            base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
+            return f"{100 * mfu:.1f}%{base}"
+        return "n/a on CPU" if self.breakdown.device == "cpu" else "n/a (no peak rate known)"
 
 
-def _pair(label: str, pair: Pair, show: Callable[[object], str]) -> _Row:
-    a, b = pair
-    return label, show(a), show(b), number(ratio(pair), ".2f")
+def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
+    """(name, label, phase) in the order of the step; phases this version does not know keep their name."""
+    known = [name for name in LABELS if name != "other"]
+    names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
+    rows = []
+    for name in names:
+        phase = breakdown.phases.get(name)
+        if phase is None and name.endswith("_total") and breakdown.phases.get(name.removesuffix("_total")) is None:
+            continue
+        rows.append((name, LABELS.get(name, clean(name)), phase))
+    return rows
 
 
-def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
-    table = Table(title)
-    for name in ("A", "B"):
-        table.add_column(name, justify="right", overflow="fold")
-    if last:
-        table.add_numbers(last)
-    for row in rows:
-        table.add_row(*row[: len(table.columns)], style="dim" if row[0].startswith(" ") else "")
-    return table
+def _name(phase: str) -> str:
+    return LABELS.get(phase, clean(phase)).split(",")[0].strip()
 
 
-def setting_value(value: object) -> str:
-    """As it is typed; a long table by its length."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
-    if len(shown) <= _LONGEST_VALUE:
-        return shown
-    return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."
+def _percent(error: float | None) -> str:
+    """A relative error with its sign, cut off at ten times too long."""
+    if error is None:
+        return MISSING
+    return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
+
+
+def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
+    """Per phase, the rank that spends most time in it."""
+    worst: dict[str, tuple[float, int]] = {}
+    for times in breakdown.ranks:
+        for name, seconds in times.phases.items():
+            if name not in worst or seconds > worst[name][0]:
+                worst[name] = (seconds, times.rank)
+    return {name: f"rank {rank}" for name, (_, rank) in worst.items()}

@@ -8,6 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.secrets import redacted, shown_value
+from canzona_cli.errors import CanzonaError
 from canzona_cli.launch.torchrun import (
     ENDPOINT_PLACEHOLDER,
     NODE_RANK_PLACEHOLDER,
@@ -15,6 +17,8 @@ from canzona_cli.launch.torchrun import (
     node_count,
     ranks_per_node,
 )
+from canzona_cli.model.routing import routing
+from canzona_cli.planner.measures import balance
 from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import (
@@ -27,10 +31,54 @@ from canzona_cli.report.header import (
     routing_rows,
 )
 from canzona_cli.report.page import Page, Screen, wrapped
-from canzona_cli.report.resolved import resolved_json
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
 from canzona_cli.simulate.outlook import Outlook
+
+VERSION = 1
+
+
+def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
+    """The stable form: additions keep `version`, anything else raises it.
+
+    Args:
+        plan: what the run executes; None for a run that executes none.
+    """
+    return {
+        "version": VERSION,
+        "recipe": config.name,
+        "layout": {**asdict(layout), "world_size": layout.world_size},
+        "tokens_per_step": layout.global_batch_size * config.train.seq_length,
+        "plan": None if plan is None else _plan(plan),
+        "routing": asdict(routing(config)),
+        "settings": asdict(config),
+    }
+
+
+def refused_json(error: CanzonaError) -> dict[str, object]:
+    """What `canzona validate --json` prints of a run that cannot be."""
+    problems = [
+        {
+            "key": problem.key,
+            "value": None if problem.value is None else redacted(str(shown_value(problem.key, problem.value))),
+            "reason": redacted(problem.reason),
+            "fix": redacted(problem.fix),
+        }
+        for problem in error.problems
+    ]
+    return {"version": VERSION, "ok": False, "exit_code": int(error.exit_code), "problems": problems}
+
+
+def _plan(obtained: Obtained) -> dict[str, object]:
+    found = balance(obtained.plan)
+    return {
+        "hash": obtained.plan.hash,
+        "file": None if obtained.path is None else str(obtained.path),
+        "load_balance": found.grid,
+        "lower_bound": found.lower_bound,
+        "slowest_update_s": found.slowest_s,
+    }
+
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 """In place of the start time, in the name of a run directory that does not exist yet."""

@@ -16,7 +16,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import estimate
-from canzona_cli.report.bench_simulated import SimulatedSweepView, SimulationView
+from canzona_cli.report.bench_sweep import SimulatedSweepView, SimulationView
 from canzona_cli.report.html.bench import simulation_page
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
@@ -245,7 +245,7 @@ def test_a_page_draws_iteration_optimizer_and_overhead_of_every_size(muon: Simul
 def test_simulating_needs_no_torch() -> None:
     code = (
         "import sys, canzona_cli.bench.simulated, canzona_cli.report.bench, canzona_cli.report.bench_sweep, "
-        "canzona_cli.report.bench_simulated; "
+        "canzona_cli.report.bench_sweep; "
         "print([name for name in ('torch', 'megatron', 'jinja2', 'numpy') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

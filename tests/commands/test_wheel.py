@@ -69,3 +69,8 @@ def test_the_wheel_names_its_commands_and_its_rendezvous(site: Path) -> None:
     entry_points = (metadata / "entry_points.txt").read_text(encoding="utf-8")
     assert "canzona = canzona_cli.app:main" in entry_points
     assert "canzona-loopback = canzona_cli.training.rendezvous:handler" in entry_points
+
+
+def test_the_template_of_pages_comes_with_the_wheel(site: Path, tmp_path: Path) -> None:
+    _canzona(site, tmp_path, "plan", "recipe=qwen3-tiny", "--dry-run", "--html", "plan.html")
+    assert "<title>Plan " in (tmp_path / "plan.html").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from canzona_cli.config.schema.cluster import Device
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.supervisor import Supervision
-from canzona_cli.report.train_views import PlainView
+from canzona_cli.report.train import PlainView
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 

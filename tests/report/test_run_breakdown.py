@@ -13,7 +13,7 @@ from rich.console import Console
 
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.run_breakdown import BreakdownView
+from canzona_cli.report.run import BreakdownView
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from canzona_cli.run.prediction import load_prediction
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.run import ComparedView
-from canzona_cli.report.several import SeveralView, run_names
+from canzona_cli.report.compare import ComparedView, SeveralView, run_names
 from canzona_cli.run.codec import save
 from canzona_cli.run.compare import compared, several_runs
 from canzona_cli.run.files import RunFiles, append_json_line

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.report.charts import bar, line_chart, sparkline
+from canzona_cli.report.train import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.report.train_state import History, TrainState
-from canzona_cli.report.train_views import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.run.records import Note, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
@@ -319,7 +319,7 @@ import sys, time
 from pathlib import Path
 from rich.console import Console
 from canzona_cli.run.records import StageEvent, ValidationLoss
-from canzona_cli.report.train_views import make_view
+from canzona_cli.report.train import make_view
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, metrics
 view = make_view(CONFIG, LAYOUT, Console())
 view.header(run_dir=Path("runs/x"), corpus=CORPUS)

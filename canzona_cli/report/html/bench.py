@@ -10,8 +10,16 @@ from canzona_cli.bench.published import PredictedSeries
 from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.bench.simulated import Simulation
 from canzona_cli.report.bench import MIB, BenchView, order
-from canzona_cli.report.bench_simulated import SimulationView
-from canzona_cli.report.bench_sweep import HEADS, TITLES, Point, SweepRow, SweepView, subject, sweep_rows
+from canzona_cli.report.bench_sweep import (
+    HEADS,
+    TITLES,
+    Point,
+    SimulationView,
+    SweepRow,
+    SweepView,
+    subject,
+    sweep_rows,
+)
 from canzona_cli.report.html.charts import (
     CURVE_COLOURS,
     PHASE_PARTS,

@@ -18,8 +18,7 @@ from canzona_cli.report.html.charts import (
 )
 from canzona_cli.report.html.document import Document, Html, joined
 from canzona_cli.report.html.views import SCREEN, sections
-from canzona_cli.report.plan import PlanView
-from canzona_cli.report.plan_charts import CUT
+from canzona_cli.report.plan import CUT, PlanView
 from canzona_cli.run.phases import PHASES, STREAMS, Interval
 from canzona_cli.run.words import milliseconds, size, step_time
 from canzona_cli.simulate.study import STRATEGIES, Study

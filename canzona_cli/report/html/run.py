@@ -11,6 +11,7 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import GIB, estimate, plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.report.compare import COLUMNS, ComparedView, SeveralView, run_names
 from canzona_cli.report.html.charts import (
     MEMORY_PARTS,
     PHASE_PARTS,
@@ -38,10 +39,8 @@ from canzona_cli.report.html.document import (
     tag,
 )
 from canzona_cli.report.html.views import SCREEN, elements, sections, styled
-from canzona_cli.report.run import ComparedView, RunView
-from canzona_cli.report.run_breakdown import BreakdownView
+from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
-from canzona_cli.report.several import COLUMNS, SeveralView, run_names
 from canzona_cli.run.breakdown import Breakdown
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.compare import Several, compared, run_figures

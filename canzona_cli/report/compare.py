@@ -1,0 +1,161 @@
+"""`canzona report --compare` and the end of a sweep: two runs in every detail, or a row for each run."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.report.page import Page, Screen, remarks, wrapped
+from canzona_cli.report.tables import GroupedTable, Table, columns
+from canzona_cli.run.compare import Compared, Pair, Several, ratio, run_figures
+from canzona_cli.run.phases import LABELS
+from canzona_cli.run.summary import RunSummary
+from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, size, step_time
+
+_LONGEST_VALUE = 36
+_Row = tuple[str, str, str, str]
+"""The quantity, its value in run A and in run B, how they compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedView(Page):
+    """Settings, losses, phases, figures of two runs; B / A is above 1 where run B takes more."""
+
+    compared: Compared
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        compared = self.compared
+        for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
+            planned = "" if plan is None else f", plan {plan[:8]}"
+            text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
+            yield wrapped(text, first=f"  {letter}  ")
+        yield Text()
+        if compared.a.config is None or compared.b.config is None:
+            yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
+        elif compared.settings:
+            settings = ((clean(key), *map(setting_value, values)) for key, values in compared.settings.items())
+            yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
+        else:
+            yield Text("  all settings are equal")
+        yield Text()
+        yield _table("loss", self._losses(), last="B to A")
+        if compared.phases:
+            yield Text()
+            yield _table("phase, ms (mean)", self._phases())
+            yield Text()
+            yield _table("", self._figures())
+        sides = (("A", compared.a), ("B", compared.b))
+        yield from remarks(f"{letter}: {note}" for letter, run in sides for note in run.notes)
+
+    def _losses(self) -> Iterator[_Row]:
+        compared = self.compared
+        for what, loss in (("first", compared.first), ("last", compared.last)):
+            if loss is None:
+                yield f"{what} common step", MISSING, MISSING, MISSING
+            else:
+                change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
+                yield f"step {loss.step:,} ({what} of both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
+        a, b = compared.best_validation
+        change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
+        yield "best validation", number(a, ".4f"), number(b, ".4f"), change
+
+    def _phases(self) -> Iterator[_Row]:
+        for name, pair in self.compared.phases.items():
+            label = name if name == "step" else LABELS.get(name, clean(name))
+            yield _pair(label, pair, milliseconds)
+
+    def _figures(self) -> Iterator[_Row]:
+        figures = self.compared.figures
+        for name, label, spec in (
+            ("tokens_per_s", "tokens/s", ",.0f"),
+            ("tokens_per_s_per_gpu", "tokens/s per rank", ",.0f"),
+            ("mfu", "MFU", ".1%"),
+            ("load_balance", "load balance", ".2f"),
+        ):
+            yield _pair(label, figures[name], partial(number, spec=spec))
+        yield _pair("peak memory", figures["peak_memory_bytes"], size)
+
+
+def _pair(label: str, pair: Pair, show: Callable[[object], str]) -> _Row:
+    a, b = pair
+    return label, show(a), show(b), number(ratio(pair), ".2f")
+
+
+def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
+    table = Table(title)
+    for name in ("A", "B"):
+        table.add_column(name, justify="right", overflow="fold")
+    if last:
+        table.add_numbers(last)
+    for row in rows:
+        table.add_row(*row[: len(table.columns)], style="dim" if row[0].startswith(" ") else "")
+    return table
+
+
+def setting_value(value: object) -> str:
+    """As it is typed; a long table by its length."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
+    if len(shown) <= _LONGEST_VALUE:
+        return shown
+    return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."
+
+
+_MOST_SETTINGS = 8
+"""Settings with a column of their own."""
+COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
+    "loss": ("loss", partial(number, spec=".4f")),
+    "best_validation": ("validation", partial(number, spec=".4f")),
+    "step_s": ("step time", step_time),
+    "tokens_per_s": ("tokens/s", partial(number, spec=",.0f")),
+    "mfu": ("MFU", partial(number, spec=".1%")),
+    "peak_memory_bytes": ("memory", size),
+}
+"""How figures of a run are headed and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralView(Page):
+    """A row for each run: the settings in which they differ, and what it came to; the best one stands out."""
+
+    several: Several
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        several = self.several
+        names, best = run_names(several.runs), several.best
+        shown = dict(list(several.settings.items())[:_MOST_SETTINGS])
+        figures = [run_figures(run) for run in several.runs]
+        heads = [*shown, "status", "steps", *(head for head, _ in COLUMNS.values())]
+        rows = [
+            [
+                *(setting_value(values[place]) for values in shown.values()),
+                clean(run.status),
+                f"{run.step:,}",
+                *(show(figures[place][name]) for name, (_, show) in COLUMNS.items()),
+            ]
+            for place, run in enumerate(several.runs)
+        ]
+        styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in several.runs]
+        yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
+        if len(several.settings) > len(shown):
+            rest = plural(len(several.settings) - len(shown), "more setting")
+            yield wrapped(f"{rest} differ: --json has them", "dim", first="  ")
+        if best is not None:
+            yield Text()
+            by = "validation loss" if best.best_validation is not None else "loss"
+            value = best.best_validation if best.best_validation is not None else best.losses[-1][1]
+            yield wrapped(f"lowest {by}: {number(value, '.4f')}, {clean(best.run_dir)}")
+        notes = [f"{name}: {note}" for name, run in zip(names, several.runs, strict=True) for note in run.notes]
+        for note in notes:
+            yield wrapped(clean(note), "yellow", first="  ! ")
+
+
+def run_names(runs: Sequence[RunSummary]) -> list[str]:
+    """Their directories, without what all have in common in front."""
+    paths = [run.run_dir.absolute() for run in runs]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [clean(path.relative_to(common)) for path in paths]
