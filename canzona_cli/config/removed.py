@@ -16,8 +16,8 @@ class RemovedSetting:
 
     instead: str
     """The fix: a whole phrase."""
-    without_effect: tuple[object, ...]
-    """Values that a stored configuration may have: leaving them out changes nothing that is trained."""
+    without_effect: tuple[object, ...] | None
+    """Values that a stored configuration may have, None for all: leaving them out changes nothing that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,11 @@ class RemovedValue:
     """The value that a stored configuration is read with; the loss curve is the same with it."""
 
 
-REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {}
+REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
+    "checkpoint.failure_hours": RemovedSetting(
+        instead="leave it out, and choose checkpoint.every_minutes by what a save costs", without_effect=None
+    ),
+}
 """By dotted key."""
 
 _BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the fastest is chosen for each bucket"
@@ -74,7 +78,7 @@ def brought_up_to_date(tree: dict[str, object], choices: Mapping[str, tuple[str,
     """
     for key, removed in REMOVED_SETTINGS.items():
         section, name = _place(tree, key)
-        if section is not None and section.get(name) in removed.without_effect:
+        if section is not None and (removed.without_effect is None or section.get(name) in removed.without_effect):
             del section[name]
     for (key, value), replaced in REMOVED_VALUES.items():
         section, name = _place(tree, key)

@@ -60,7 +60,7 @@ class RunView(Page):
         yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
-        """What of the time counts, and how to lose less of it."""
+        """What of the time counts."""
         summary = self.summary
         if summary.restarts:
             yield "restarts", f"{summary.restarts} by the launch itself"
@@ -72,10 +72,6 @@ class RunView(Page):
             }
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in steps that count"]
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
-        if (saving := summary.saving) is not None:
-            stated = f"a failure every {saving.failure_hours:g} h and {step_time(saving.save_s)} that a save stalls"
-            setting = f"checkpoint.every_minutes={saving.minutes:.3g}"
-            yield "saving", f"{setting} suits {stated}: they cost {saving.lost:.1%} then"
 
     def rows(self) -> Iterator[tuple[str, Text | str]]:
         """(label, value) of the figures."""

@@ -54,3 +54,15 @@ def test_a_removed_value_is_refused_typed_and_mapped_stored(key: str, value: str
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert getattr(getattr(load_resolved(path), section), name) == REMOVED_VALUES[key, value].stored_as
+
+
+def test_a_stored_run_may_have_any_value_of_a_setting_that_never_changed_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    config = compose_run(["recipe=tiny"]).config
+    tree = yaml.safe_load(dump_resolved(config))
+    tree["checkpoint"]["failure_hours"] = 24.0
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert load_resolved(path) == config

@@ -122,14 +122,6 @@ class CheckpointConfig:
     keep_every: Annotated[
         Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
     ] = None
-    failure_hours: Annotated[
-        Positive | None,
-        "Time between two failures of the whole job, as you expect it (a machine's, over the number of machines); "
-        "`canzona report` then says how often to save. null: not known.",
-        Unit("hours"),
-        Example("24"),
-        NOTHING,
-    ] = None
     resume: Annotated[
         str,
         "auto: the newest checkpoint of the run directory, else from the start. Or the name of a checkpoint in it "
