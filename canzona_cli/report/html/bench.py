@@ -31,8 +31,8 @@ from canzona_cli.report.html.charts import (
     load_maps,
     side_by_side,
 )
-from canzona_cli.report.html.document import Document, Html, Section, plain_table, tag
-from canzona_cli.report.html.views import SCREEN, sections
+from canzona_cli.report.html.document import Document, Html, Section, tag
+from canzona_cli.report.html.views import SCREEN, sections, words_table
 from canzona_cli.report.page import Page
 from canzona_cli.run.phases import IN_STEP, STRATEGIES
 from canzona_cli.run.words import number, step_time
@@ -187,19 +187,19 @@ def published_page(compared: Sequence[PredictedSeries], figures: Mapping[str, fl
             f"{row.measured_s:.4g}",
             f"{row.predicted_s:.4g}",
             f"{row.error:+.1%}",
-            "" if one.series.why_not_fitted is None else "not counted: " + one.series.why_not_fitted,
+            "" if one.series.why_not_fitted is None else one.series.why_not_fitted,
             f"{one.series.source}, {one.series.date}",
         )
         for one in compared
         for row in one.rows
     ]
-    heads = ("model", "layout", "GPUs", "measured s", "predicted s", "error", "", "source")
+    heads = ("model", "layout", "GPUs", "measured s", "predicted s", "error", "not counted", "source")
     return Document(
         kind="make published",
         title="Published step times",
         sections=[
             Section(title="Predicted against measured", lead=f"seconds of a step; {shown}", body=scatter(compared)),
-            Section(title="Numbers", body=plain_table(heads, rows, class_="numbers")),
+            Section(title="Numbers", body=words_table(heads, rows)),
         ],
     )
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.report.charts import HEAT_LIMITS, MEMORY, heat_level
-from canzona_cli.report.html.document import Html, folded, joined, percent, plain_table, tag
+from canzona_cli.report.html.document import Html, folded, joined, percent, tag
+from canzona_cli.report.html.views import table_html
+from canzona_cli.report.tables import GroupedTable, column
 from canzona_cli.run.phases import PHASES, Interval
 from canzona_cli.run.words import milliseconds, number, step_time
 
@@ -113,16 +115,12 @@ def curve_table(curves: Sequence[Curve], *, show: Callable[[float], str], x: str
     steps = sorted({step for curve in curves for step, _ in curve.points})
     some = [steps[round(place * (len(steps) - 1) / max(1, most - 1))] for place in range(most)] if steps else []
     values = [dict(curve.points) for curve in curves]
-    rows = [
-        tag(
-            "tr",
-            tag("th", _step(step), scope="row"),
-            *(tag("td", show(own[step]) if step in own else "") for own in values),
-        )
-        for step in dict.fromkeys(steps if len(steps) <= most else some)
+    shown = list(dict.fromkeys(steps if len(steps) <= most else some))
+    groups = [
+        column(curve.name, [show(own[step]) if step in own else "" for step in shown])
+        for curve, own in zip(curves, values, strict=True)
     ]
-    head = tag("tr", tag("th", x, scope="col"), *(tag("th", curve.name, scope="col") for curve in curves))
-    return tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
+    return table_html(GroupedTable(head=x, labels=list(map(_step, shown)), groups=groups))
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -349,12 +347,12 @@ def load_maps(maps: Sequence[LoadMap], *, hosts: int) -> Html:
 
 def _numbers(one: LoadMap, hosts: int) -> Html:
     """A row for each owner."""
-    rows = (
-        (f"DP {owner}", *map(milliseconds, one.loads[owner * hosts : (owner + 1) * hosts]))
-        for owner in range(len(one.loads) // hosts)
-    )
-    heads = (f"{one.title}, ms", *(f"TP {host}" for host in range(hosts)))
-    return plain_table(heads, rows, class_="numbers")
+    owners = range(len(one.loads) // hosts)
+    groups = [
+        column(f"TP {host}", [milliseconds(one.loads[owner * hosts + host]) for owner in owners])
+        for host in range(hosts)
+    ]
+    return table_html(GroupedTable(head=f"{one.title}, ms", labels=[f"DP {owner}" for owner in owners], groups=groups))
 
 
 def _map(one: LoadMap, hosts: int) -> Html:

@@ -62,15 +62,6 @@ def folded(summary: str, *content: str) -> Html:
     return tag("details", tag("summary", summary), *content)
 
 
-def plain_table(heads: Iterable[str], rows: Iterable[Iterable[str]], *, class_: str | None = None) -> Html:
-    """Text at the left; a row's first cell names it."""
-    body = []
-    for first, *rest in rows:
-        body.append(tag("tr", tag("th", first, scope="row"), *(tag("td", cell) for cell in rest)))
-    head = tag("tr", *(tag("th", name, scope="col") for name in heads))
-    return scrolling(tag("table", tag("thead", head), tag("tbody", *body), class_=class_))
-
-
 def scrolling(table: Html) -> Html:
     """Wider than the screen, it moves by itself, with the keyboard too."""
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="table")

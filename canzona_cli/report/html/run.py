@@ -5,6 +5,8 @@ from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 
+from rich.text import Text
+
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.errors import ConfigError
@@ -34,11 +36,9 @@ from canzona_cli.report.html.document import (
     facts,
     folded,
     joined,
-    plain_table,
-    scrolling,
     tag,
 )
-from canzona_cli.report.html.views import SCREEN, elements, sections, styled
+from canzona_cli.report.html.views import SCREEN, elements, sections, styled, words_table
 from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
 from canzona_cli.run.breakdown import Breakdown
@@ -150,7 +150,7 @@ def _curves(summary: RunSummary) -> Iterator[Section]:
     yield Section(
         title="Loss",
         lead="nats per token, mean over the global batch; validation always on the same samples",
-        body=joined([curve_chart("loss", both), folded("the numbers", scrolling(table)), side_by_side(*small)]),
+        body=joined([curve_chart("loss", both), folded("the numbers", table), side_by_side(*small)]),
     )
 
 
@@ -225,7 +225,7 @@ def _memory(
     if found.capacity > 4 * found.total:  # else everything would be a line at the left end
         rows[0] = Bar(label="planned", parts=parts, value=total)
         scale = max(sum(amount for _, amount in row.parts) for row in rows)
-    table = plain_table(("part", "planned"), [(MEMORY_PARTS[name].name, size(amount)) for name, amount in parts])
+    table = words_table(("part", "planned"), [(MEMORY_PARTS[name].name, size(amount)) for name, amount in parts])
     yield Section(
         title="Memory",
         lead=f"of the fullest rank; it may use {found.capacity / GIB:.1f} GiB",
@@ -294,12 +294,12 @@ def _events(events: Sequence[Event]) -> Iterator[Section]:
         note = describe(event)
         what = event.stage if isinstance(event, StageEvent) else event.event
         said = note.text if note is not None else getattr(event, "detail", "")
-        mark = tag("span", what, class_="yellow") if note is not None and note.warning else what
+        mark = Text(what, style="yellow" if note is not None and note.warning else "")
         rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, said))
     if rows:
         left_out = len(rows) - _MOST_EVENTS
         lead = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
-        table = plain_table(("after", "what", ""), rows[-_MOST_EVENTS:])
+        table = words_table(("after", "what", "detail"), rows[-_MOST_EVENTS:])
         yield Section(
             title="Events",
             lead=f"of all launches in this directory{lead}",
@@ -313,11 +313,11 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[Section]:
         flat = dict(leaves(asdict(config)))
         for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
             rows = [(key, _setting(flat[key])) for key in keys]
-            shown.append(folded(section or "run", plain_table(("setting", "value"), rows)))
+            shown.append(folded(section or "run", words_table(("setting", "value"), rows)))
     about = read_json(files.environment) or {}
     rows = [(key, _setting(value)) for key, value in about.items() if key != "time"]
     if rows:
-        shown.append(folded("machine and versions", plain_table(("", ""), rows)))
+        shown.append(folded("machine and versions", words_table(("fact", "value"), rows)))
     if shown:
         lead = "resolved; `recipe=RUN/config.yaml` repeats the run"
         yield Section(title="Settings", lead=lead, body=joined(shown))
@@ -339,7 +339,7 @@ def several_page(several: Several) -> Document:
         curves = [curve for curve in all_curves if curve.points]
         if curves:
             table = curve_table(curves, show=lambda value: number(value, ".4f"))
-            body = joined([curve_chart(title.lower(), curves), folded("the numbers", scrolling(table))])
+            body = joined([curve_chart(title.lower(), curves), folded("the numbers", table)])
             found.append(Section(title=title, lead="nats per token", body=body))
     by_value = [_losses_by(key, values, several) for key, values in _numeric(several).items()]
     if by_value:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.report.html.document import Html, Section, facts, joined, scrolling, tag
 from canzona_cli.report.page import Page, Screen, Wrapped
-from canzona_cli.report.tables import Cell, Columns, GroupedTable
+from canzona_cli.report.tables import Cell, Columns, GroupedTable, Table
 
 SCREEN = Screen(width=120, colour=True)
 _CLASSES = ("bold", "dim", "yellow", "red", "green")
@@ -60,13 +60,24 @@ def elements(parts: Iterable[RenderableType]) -> Html:
             warning = part.first.plain.strip() == "!"
             dim = "dim" in str(part.text.style)
             shown.append(tag("p", styled(part.text), class_="warning" if warning else "note" if dim else None))
-        elif isinstance(part, GroupedTable):
-            shown.append(_grouped(part))
-        elif isinstance(part, rich.table.Table):
-            shown.append(_table(part))
+        elif isinstance(part, GroupedTable | rich.table.Table):
+            shown.append(table_html(part))
         elif isinstance(part, Text) and part.plain.strip():
             shown.append(tag("p", styled(part)))
     return joined([*shown, facts(rows)])
+
+
+def words_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Html:
+    """A table of text; a row's first cell names it."""
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    return table_html(table)
+
+
+def table_html(table: GroupedTable | rich.table.Table) -> Html:
+    """A table as it is described for the terminal."""
+    return _grouped(table) if isinstance(table, GroupedTable) else _table(table)
 
 
 def styled(cell: Cell) -> Html:
