@@ -16,8 +16,8 @@ class RemovedSetting:
 
     instead: str
     """The fix: a whole phrase."""
-    without_effect: tuple[object, ...]
-    """Values that a stored configuration may have: leaving them out changes nothing that is trained."""
+    without_effect: tuple[object, ...] | None = None
+    """Values that a stored configuration may have: leaving them out changes nothing that is trained. None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,13 @@ class RemovedValue:
     """The value that a stored configuration is read with; the loss curve is the same with it."""
 
 
-REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {}
+REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
+    "optimizer.highest_lr": RemovedSetting(instead="leave it out: a learning rate that is too high is a warning"),
+    "checkpoint.failure_hours": RemovedSetting(
+        instead="leave it out; for minutes between saves: sqrt(seconds a save stalls x hours between failures x 2)"
+    ),
+    "run.log_interval": RemovedSetting(instead="leave it out: metrics.jsonl has a line for every step"),
+}
 """By dotted key."""
 
 _BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the fastest is chosen for each bucket"
@@ -74,7 +80,8 @@ def brought_up_to_date(tree: dict[str, object], choices: Mapping[str, tuple[str,
     """
     for key, removed in REMOVED_SETTINGS.items():
         section, name = _place(tree, key)
-        if section is not None and section.get(name) in removed.without_effect:
+        harmless = removed.without_effect
+        if section is not None and (harmless is None or section.get(name) in harmless):
             del section[name]
     for (key, value), replaced in REMOVED_VALUES.items():
         section, name = _place(tree, key)

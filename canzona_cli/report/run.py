@@ -17,7 +17,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size, step_time
+from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, size
 
 _LONGEST_VALUE = 36
 _MOST_WARNINGS = 5
@@ -76,10 +76,6 @@ class RunView(Page):
             }
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in steps that count"]
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
-        if (saving := summary.saving) is not None:
-            stated = f"a failure every {saving.failure_hours:g} h and {step_time(saving.save_s)} that a save stalls"
-            setting = f"checkpoint.every_minutes={saving.minutes:.3g}"
-            yield "saving", f"{setting} suits {stated}: they cost {saving.lost:.1%} then"
 
     def rows(self) -> Iterator[tuple[str, Text | str]]:
         """(label, value) of the figures."""

@@ -9,7 +9,6 @@ from canzona_cli.run.codec import JsonLines, read_lines
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import (
     FIRST_STAGE,
-    CheckpointEvent,
     Event,
     StageEvent,
     StepMetrics,
@@ -46,33 +45,6 @@ class Goodput:
         return {"share": self.share, **vars(self), "other_s": self.other_s}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavingInterval:
-    """How often to save, by what a save costs and how often the job fails.
-
-    The interval for which saving and doing lost steps again cost least together, to first order: sqrt(2 x cost x time
-    between failures) (Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006).
-    """
-
-    save_s: float
-    """What training waits for a save, on average; the rest is written beside it."""
-    write_s: float
-    """From the copy to the whole checkpoint on the disk, on average: saves cannot follow one another faster."""
-    failure_hours: float
-
-    @property
-    def minutes(self) -> float:
-        return max(math.sqrt(2 * self.save_s * 3600 * self.failure_hours), self.write_s) / 60
-
-    @property
-    def lost(self) -> float:
-        """0 to 1: of the time, what saves and lost steps cost then."""
-        return self.save_s / (60 * self.minutes) + self.minutes / (2 * 60 * self.failure_hours)
-
-    def as_json(self) -> dict[str, float]:
-        return {**vars(self), "minutes": self.minutes, "lost": self.lost}
-
-
 def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     """From the records of all launches; None before a step is logged.
 
@@ -93,18 +65,6 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
         return None
     return Goodput(
         wall_s=wall_s, kept_s=_seconds(kept), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - trained_s)
-    )
-
-
-def saving_interval(events: Sequence[Event], failure_hours: float | None) -> SavingInterval | None:
-    """From the saves a run has made; None where there are none, or where nobody says how often the job fails."""
-    saves = [event for event in events if isinstance(event, CheckpointEvent)]
-    if not saves or failure_hours is None:
-        return None
-    return SavingInterval(
-        save_s=math.fsum(save.stall_s for save in saves) / len(saves),
-        write_s=math.fsum(save.seconds for save in saves) / len(saves),
-        failure_hours=failure_hours,
     )
 
 

@@ -13,11 +13,9 @@ from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.goodput import (
     Goodput,
-    SavingInterval,
     earlier_events,
     events_of,
     goodput_of,
-    saving_interval,
     time_in_launches,
 )
 from canzona_cli.run.prediction import load_prediction
@@ -72,8 +70,6 @@ class RunSummary:
     """How often its last launch had started it again."""
     goodput: Goodput | None = None
     """Over all launches in the directory; None before the first step."""
-    saving: SavingInterval | None = None
-    """How often to save; None without a save, or without `checkpoint.failure_hours`."""
     supply: Supply | None = None
     """The tokens that the whole run wants, and those that there are; None where that is not known."""
     warnings: tuple[str, ...] = field(default=())
@@ -104,7 +100,6 @@ class RunSummary:
             "restarts": self.restarts,
             "go_on": self.go_on,
             "goodput": None if self.goodput is None else self.goodput.as_json(),
-            "saving_interval": None if self.saving is None else self.saving.as_json(),
             "epochs": None if self.supply is None else self.supply.epochs,
             "epochs_by_set": {name: each.epochs for name, each in (self.supply.sets if self.supply else {}).items()},
             "loss": _ends(self.losses),
@@ -169,7 +164,6 @@ def load_summary(run_dir: Path) -> RunSummary:
         go_on=None if result is None else result.go_on,
         restarts=0 if result is None else result.restarts,
         goodput=goodput_of(files, everything),
-        saving=saving_interval(everything, None if config is None else config.checkpoint.failure_hours),
         supply=_supply(files, config),
         warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
         notes=tuple(notes),

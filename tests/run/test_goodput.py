@@ -3,12 +3,11 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.goodput import earlier_events, events_of, goodput_of, saving_interval
-from canzona_cli.run.records import CheckpointEvent, StageEvent, StepMetrics
+from canzona_cli.run.goodput import earlier_events, events_of, goodput_of
+from canzona_cli.run.records import StageEvent, StepMetrics
 
 
 def write(files: RunFiles, *, stages: tuple[float, ...] = (), steps: dict[int, float]) -> None:
@@ -36,23 +35,3 @@ def test_every_second_of_three_launches_is_counted_once(tmp_path: Path) -> None:
     assert found.between_s == (1100.0 - 1080.0) + (87_500.0 - 1105.0)
     assert found.other_s == pytest.approx(found.wall_s - 100 - 40 - found.between_s)
     assert found.share == pytest.approx(100 / 86_575)
-
-
-@pytest.mark.parametrize(("save_s", "failure_hours"), [(30.0, 24.0), (2.0, 3.0), (120.0, 168.0)])
-def test_the_interval_is_where_saves_and_lost_steps_cost_least(save_s: float, failure_hours: float) -> None:
-    saves = [CheckpointEvent(step=step, seconds=5, stall_s=save_s + off, bytes=1) for step, off in ((1, -1), (2, 1))]
-    found = saving_interval(saves, failure_hours)
-    assert found is not None
-    every = np.linspace(10, 50_000, 500_000)  # seconds; half an interval is lost with a failure
-    cost = save_s / every + every / (2 * 3600 * failure_hours)
-    assert 60 * found.minutes == pytest.approx(every[cost.argmin()], abs=2)
-    assert found.lost == pytest.approx(cost.min(), rel=1e-4)
-
-
-def test_saves_do_not_follow_one_another_faster_than_they_are_written() -> None:
-    quick = [CheckpointEvent(step=1, seconds=600, stall_s=0.01, bytes=1)]
-    found = saving_interval(quick, 1.0)
-    assert found is not None
-    assert found.minutes == 10
-    assert saving_interval(quick, None) is None
-    assert saving_interval([], 1.0) is None

@@ -122,14 +122,6 @@ class CheckpointConfig:
     keep_every: Annotated[
         Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
     ] = None
-    failure_hours: Annotated[
-        Positive | None,
-        "Time between two failures of the whole job, as you expect it (a machine's, over the number of machines); "
-        "`canzona report` then says how often to save. null: not known.",
-        Unit("hours"),
-        Example("24"),
-        NOTHING,
-    ] = None
     resume: Annotated[
         str,
         "auto: the newest checkpoint of the run directory, else from the start. Or the name of a checkpoint in it "
@@ -151,7 +143,6 @@ class RunSettings:
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
     root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"
-    log_interval: Annotated[Count, "Steps between lines of metrics.jsonl.", NOTHING] = 1
     trackers: Annotated[
         tuple[TrackerName, ...],
         "What takes the numbers of metrics.jsonl as well, of tensorboard, wandb and mlflow. Where they send them, and "
