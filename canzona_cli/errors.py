@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -62,6 +62,31 @@ class ConfigError(CanzonaError):
 
     exit_code = ExitCode.CONFIG
     headline = "Bad configuration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clash:
+    """An option that makes no sense beside another one, or without it."""
+
+    option: str
+    beside: str = ""
+    without: str = ""
+    reason: str
+    fix: str
+    """May have the option's value: `{}`."""
+
+
+def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Problem]:
+    """Yields a problem for every rule that a command's options break.
+
+    Args:
+        given: by option, its value; None, False or empty where it was not typed.
+    """
+    for rule in rules:
+        value = given[rule.option]
+        if value and (given[rule.beside] if rule.beside else not given[rule.without]):
+            shown = None if value is True else value
+            yield Problem(key=rule.option, value=shown, reason=rule.reason, fix=rule.fix.format(shown))
 
 
 def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) -> None:

@@ -17,8 +17,8 @@ from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.cluster.search import search
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.copies import recipe_text
 from canzona_cli.config.execution import strategy_of
+from canzona_cli.config.recipes import recipe_text
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, WorkerCrashed, gathered, refuse
 from canzona_cli.launch import preflight

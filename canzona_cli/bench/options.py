@@ -8,7 +8,7 @@ from typing import Literal
 
 from canzona_cli.bench.simulated import parse_gpus
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.errors import ConfigError, Problem, closest
+from canzona_cli.errors import Clash, ConfigError, Problem, clashes, closest
 from canzona_cli.run.phases import STRATEGIES
 
 SweepKind = Literal["gpus", "optimizer", "alpha", "c_max"]
@@ -18,6 +18,38 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
 }
 """The strategies that have the swept setting, where not all do."""
 SIMULATED_GPUS = "8..1024"
+CLASHES = (
+    Clash(
+        option="--values",
+        without="--sweep",
+        reason="are values for --sweep, and there is no --sweep",
+        fix="add --sweep gpus, optimizer, alpha or c_max",
+    ),
+    Clash(
+        option="--gpus",
+        without="--simulate",
+        reason="needs --simulate: a bench on real ranks has one number of ranks",
+        fix="add --simulate; for real ranks use gpus={0}, or --sweep gpus",
+    ),
+    Clash(
+        option="--sweep",
+        beside="--simulate of gpus",
+        reason="has no effect with --simulate, which takes --gpus",
+        fix="use --gpus 8..1024",
+    ),
+    Clash(
+        option="--html",
+        beside="--simulate --sweep",
+        reason="does not draw a simulated sweep",
+        fix="leave out --html, or --sweep",
+    ),
+    Clash(
+        option="--strategies",
+        beside="--simulate",
+        reason="has no effect: a simulation always has all strategies",
+        fix="leave it out",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +88,22 @@ def read_options(
         gpus: numbers and ranges; None means `SIMULATED_GPUS` where a simulation is asked for.
     """
     names = _words(strategies)
+    typed = {
+        "--strategies": ",".join(names),
+        "--values": ",".join(_words(values)),
+        "--gpus": gpus,
+        "--sweep": sweep,
+        "--html": html,
+        "--simulate": simulate,
+        "--simulate --sweep": simulate and sweep is not None,
+        "--simulate of gpus": simulate and sweep == "gpus",
+    }
     counts, wrong_counts = _counts(gpus or SIMULATED_GPUS)
     problems = (
         *_unknown(names),
         *_lengths(rounds, steps_per_turn),
         *_places(out, html),
-        *_ignored(simulate, names, sweep, values, gpus, html),
+        *clashes(typed, CLASHES),
         *(wrong_counts if simulate else ()),
     )
     return Options(
@@ -142,41 +184,3 @@ def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
         return parse_gpus(text), ()
     except ConfigError as error:
         return parse_gpus(SIMULATED_GPUS), error.problems
-
-
-def _ignored(
-    simulate: bool,
-    names: Sequence[str],
-    sweep: SweepKind | None,
-    values: Sequence[str],
-    gpus: str | None,
-    html: Path | None,
-) -> Iterator[Problem]:
-    """Options that have no effect together with the others."""
-    if values and sweep is None:
-        yield Problem(
-            key="--values",
-            value=",".join(values),
-            reason="are values for --sweep, and there is no --sweep",
-            fix="add --sweep gpus, optimizer, alpha or c_max",
-        )
-    if gpus is not None and not simulate:
-        yield Problem(
-            key="--gpus",
-            value=gpus,
-            reason="needs --simulate: a bench on real ranks has one number of ranks",
-            fix=f"add --simulate; for real ranks use gpus={gpus}, or --sweep gpus",
-        )
-    if simulate and sweep == "gpus":
-        reason = "has no effect with --simulate, which takes --gpus"
-        yield Problem(key="--sweep", value=sweep, reason=reason, fix="use --gpus 8..1024")
-    if simulate and sweep is not None and html is not None:
-        reason, fix = "does not draw a simulated sweep", "leave out --html, or --sweep"
-        yield Problem(key="--html", value=html, reason=reason, fix=fix)
-    if simulate and names:
-        yield Problem(
-            key="--strategies",
-            value=",".join(names),
-            reason="has no effect: a simulation always has all strategies",
-            fix="leave it out",
-        )

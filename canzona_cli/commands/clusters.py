@@ -49,8 +49,7 @@ def copy(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a profile of your own to start from, under the name of its file."""
-    from canzona_cli.config.copies import write_recipe
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import shown, write_recipe
 
     write_recipe(destination, _sound(name, recipes_dir).renamed(destination.stem), force=force, what="a profile")
     typer.echo(f"Wrote {shown(destination)}. Use it with: cluster={shown(destination)}")

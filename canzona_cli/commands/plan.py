@@ -10,7 +10,20 @@ import typer
 
 from canzona_cli.commands.arguments import AsJson, HtmlFile, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show, warn_about, write_out, write_page
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.errors import Clash, ConfigError, Problem, clashes, refuse
+
+CLASHES = (
+    Clash(option="--out", beside="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
+    *(
+        Clash(
+            option=option,
+            beside="--layouts",
+            reason="--layouts only lists layouts; it does not write a plan",
+            fix=f"leave out {option}, or --layouts",
+        )
+        for option in ("--out", "--html", "--compare", "--shapes")
+    ),
+)
 
 
 def plan(
@@ -50,6 +63,13 @@ def plan(
         show(sizes.as_json() if json else sizes)
         return
 
+    typed = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes}
+    problems = [*clashes({**typed, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
+    if html is not None:
+        from canzona_cli.bench.options import page_problems
+
+        problems += page_problems(html)
+    refuse(problems)
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
@@ -63,13 +83,11 @@ def plan(
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
     if layouts:
-        _check_alone(out=out, html=html, compare=compare, shapes=shapes)
         from canzona_cli.report.plan_overview import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
         return
-    _check_places(dry_run, out, html)
     own = None if shapes is None else load_shapes(shapes)
     config, layout = resolve(config if own is None else with_shapes(config, own))
     study = study_run(config, layout, compare, own)
@@ -112,29 +130,3 @@ def _names_recipe(overrides: Sequence[str]) -> bool:
     from canzona_cli.config.overrides import key_of
 
     return any(key_of(override) == "recipe" for override in overrides)
-
-
-def _check_alone(**others: object) -> None:
-    """--layouts writes and draws nothing.
-
-    Raises:
-        ConfigError: with every other option that does.
-    """
-    given = [f"--{name}" for name, value in others.items() if value is not None]
-    if given:
-        reason = "--layouts shows layouts, and no plan of one"
-        raise ConfigError(*(Problem(key=name, reason=reason, fix=f"leave out {name}, or --layouts") for name in given))
-
-
-def _check_places(dry_run: bool, out: Path | None, html: Path | None) -> None:
-    """Check the files before any planning."""
-    problems: list[Problem] = []
-    if html is not None:
-        from canzona_cli.bench.options import page_problems
-
-        problems += page_problems(html)
-    if dry_run and out is not None:
-        problems.append(
-            Problem(key="--out", value=out, reason="a dry run writes no plan", fix="leave out --dry-run, or --out")
-        )
-    refuse(problems)

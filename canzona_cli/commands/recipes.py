@@ -97,8 +97,7 @@ def copy(
     from dataclasses import replace
 
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.copies import recipe_text, write_recipe
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import recipe_text, shown, write_recipe
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
@@ -120,8 +119,7 @@ def from_hf(
     """
     from dataclasses import replace
 
-    from canzona_cli.config.copies import check_destination, recipe_text, write_recipe
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import check_destination, recipe_text, shown, write_recipe
     from canzona_cli.huggingface.folder import open_folder
     from canzona_cli.huggingface.recipe import recipe_of
 

@@ -7,6 +7,23 @@ import typer
 
 from canzona_cli.commands.arguments import AsJson, HtmlFile
 from canzona_cli.commands.output import show, write_page
+from canzona_cli.errors import Clash, Problem, clashes, refuse
+
+CLASHES = (
+    Clash(
+        option="--trace",
+        beside="--compare",
+        reason="a trace shows one run",
+        fix="write one trace for each run, without --compare",
+    ),
+    Clash(option="--html", beside="--trace", reason="a trace is all that is written", fix="ask for the page by itself"),
+    Clash(
+        option="--json",
+        beside="--trace",
+        reason="writing a trace prints nothing",
+        fix="leave --json out, or run `canzona report --json` by itself",
+    ),
+)
 
 
 def report(
@@ -85,7 +102,6 @@ def _newest() -> list[Path]:
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
     """Refuse what does not go together: several directories without --compare, a trace beside another output."""
     from canzona_cli.bench.options import page_problems
-    from canzona_cli.errors import Problem, refuse
 
     problems = [*page_problems(html)]
     if compare == (len(run_dirs) == 1):
@@ -95,13 +111,5 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, htm
         }
         fix = "canzona report --compare RUN_A RUN_B ..."
         problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=said[compare], fix=fix))
-    if compare and trace is not None:
-        reason, fix = "a trace shows one run", "write one trace for each run, without --compare"
-        problems.append(Problem(key="--trace", value=trace, reason=reason, fix=fix))
-    if html is not None and trace is not None:
-        reason, fix = "a trace is all that is written", "ask for the page by itself"
-        problems.append(Problem(key="--html", value=html, reason=reason, fix=fix))
-    if as_json and trace is not None:
-        reason, fix = "writing a trace prints nothing", "leave --json out, or run `canzona report --json` by itself"
-        problems.append(Problem(key="--json", reason=reason, fix=fix))
+    problems += clashes({"--trace": trace, "--compare": compare, "--html": html, "--json": as_json}, CLASHES)
     refuse(problems)

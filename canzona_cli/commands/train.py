@@ -6,8 +6,24 @@ import typer
 
 from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
 from canzona_cli.commands.output import tell
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.errors import Clash, Problem, clashes, refuse
 from canzona_cli.run.streams import unattended
+
+CLASHES = (
+    Clash(
+        option="--prepare-only",
+        beside="--dry-run",
+        reason="writes the run directory, and a dry run writes nothing",
+        fix="leave out one of the two",
+    ),
+    Clash(
+        option="--json",
+        without="a dry run",
+        reason="a run is shown while it goes on",
+        fix="add --dry-run; of a run: canzona report --json",
+    ),
+    Clash(option="--json", beside="--sweep", reason="shows one run", fix="leave out --json, or --sweep"),
+)
 
 
 def train(
@@ -54,19 +70,14 @@ def train(
     """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step; twice stops at once."""
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
-    if dry_run and prepare_only:
-        reason, fix = "writes the run directory, and a dry run writes nothing", "leave out one of the two"
-        raise ConfigError(Problem(key="--prepare-only", reason=reason, fix=fix))
     printed = dry_run or prepare_only
-    if as_json and not printed:
-        reason, fix = "a run is shown while it goes on", "add --dry-run; of a run: canzona report --json"
-        raise ConfigError(Problem(key="--json", reason=reason, fix=fix))
+    typed = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
+    problems = [*clashes({**typed, "a dry run": printed}, CLASHES)]
     if show_config and not printed:
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
-        raise ConfigError(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
-    if sweep and as_json:
-        raise ConfigError(Problem(key="--json", reason="shows one run", fix="leave out --json, or --sweep"))
+        problems.append(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
+    refuse(problems)
     if not printed:
         unattended()
     how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}

@@ -34,8 +34,7 @@ def tune(
     """
     from canzona_cli.bench.layout_results import content_of
     from canzona_cli.bench.layouts import prepare, run, tuned_recipe
-    from canzona_cli.config.copies import check_destination, write_recipe
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import check_destination, shown, write_recipe
     from canzona_cli.report.tune import TuneView
 
     tuning = prepare(

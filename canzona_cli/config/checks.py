@@ -1,9 +1,19 @@
-"""Whether the values of a run make sense together. The arithmetic of layouts is in `config.layout_rules`."""
+"""Checks whether the values of a run make sense together, and finds settings that were typed without effect.
 
+A run that would train something else than was typed is refused; where training is the same, a warning mentions it. The
+arithmetic of layouts is in `config.layout_rules`.
+"""
+
+import ast
 import os
 import re
+import symtable
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import decode_source, find_spec
+from pathlib import Path
 from typing import get_args
 
 from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execution_of
@@ -11,8 +21,7 @@ from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import problem_with, settings
-from canzona_cli.config.source_class import source_problem
-from canzona_cli.errors import Problem
+from canzona_cli.errors import Problem, closest
 
 BYTE_TOKENIZER_IDS = 257
 """256 bytes and the end of a document."""
@@ -41,7 +50,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     """Yields what is typed without effect on what is trained, and what will run but not as well as it could.
 
     Without `training`, a plan is made whatever strategy the run has. What would train something else than was typed is
-    refused (`unused.unused_problems`).
+    refused (`unused_problems`).
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -59,6 +68,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
+    if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
+        name = config.optimizer.name
+        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     if strategy in IN_ORDER and config.engine.mode in ("shared", "rows") and not unplanned:
@@ -90,11 +102,6 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
         yield problem_with(config, "data.validation_fraction", "leaves nothing to validate on", fix)
-    highest = config.optimizer.highest_lr or config.optimizer.PLAUSIBLE_LR
-    if config.optimizer.lr > highest:
-        reason = f"is above {highest:g}, which with {config.optimizer.name} is taken for a mistake: training diverges"
-        fix = f"for example optimizer.lr=0.0003; if it is meant: optimizer.highest_lr={config.optimizer.lr:g}"
-        yield problem_with(config, "optimizer.lr", reason, fix)
     if config.optimizer.min_lr > config.optimizer.lr:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
         yield problem_with(config, "optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
@@ -256,3 +263,154 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
             yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)
+
+
+def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
+    """Lists typed settings that the run would ignore and thereby train something else.
+
+    Args:
+        explicit: dotted keys, and groups, that the command line sets.
+        training: False for planning only, which has canzona's plan whatever strategy the run has.
+    """
+    yield from _unused_data(config, explicit)
+    yield from _unused_schedule(config, explicit)
+    yield from _unused_clipping(config, explicit)
+    train = config.train
+    if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
+        reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
+        yield problem_with(config, "train.grad_reduce_dtype", reason, "leave it out, or use train.precision=bf16")
+    if training:
+        yield from _unused_engine(config, explicit)
+
+
+def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    data = config.data
+    chosen = explicit & {"data", "data.source"}
+    for key, value in (("data.path", data.path), ("data.blend", data.blend)):
+        # Data chosen on the command line replace those that a recipe names.
+        if value and data.source == "stdlib" and (key in explicit or not chosen):
+            reason = "is not read: data.source is stdlib, Python's own sources"
+            yield problem_with(config, key, reason, f"write data=prepared to train on it, or {key}=null")
+    for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
+        if key in explicit and data.source == "prepared":
+            reason = "has no effect: prepared data have the tokenizer that they were prepared with"
+            fix = "leave it out, or make other data: canzona data prepare ... --tokenizer NAME"
+            yield problem_with(config, key, reason, fix)
+        elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
+            reason = f"has no effect: data.tokenizer is {data.tokenizer}"
+            yield problem_with(config, key, reason, "write data=stdlib-bpe, or leave it out")
+
+
+def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    schedule, optimizer = config.schedule, config.optimizer
+    if "schedule.wsd_decay_steps" in explicit and schedule.wsd_decay_steps is not None and schedule.decay != "wsd":
+        reason = f"has no effect: schedule.decay is {schedule.decay}"
+        yield problem_with(config, "schedule.wsd_decay_steps", reason, "write schedule.decay=wsd, or leave it out")
+    if schedule.decay != "constant":
+        return
+    ends = {
+        "schedule.decay_steps": schedule.decay_steps,
+        "optimizer.min_lr": optimizer.min_lr,
+        "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
+    }
+    for key in (key for key, value in ends.items() if key in explicit and value is not None):
+        reason = "has no effect: schedule.decay is constant, so the rate never comes down"
+        yield problem_with(config, key, reason, "write schedule.decay=cosine, linear or wsd, or leave it out")
+
+
+def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if "optimizer.clip_grad" in explicit and optimizer.clip == "none" and optimizer.clip_grad > 0:
+        reason = "has no effect: optimizer.clip is none"
+        yield problem_with(config, "optimizer.clip_grad", reason, "write optimizer.clip=all, or leave it out")
+    if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
+        reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
+        yield problem_with(config, "optimizer.clip", reason, "write optimizer.clip_grad=1, or leave it out")
+
+
+def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    """Lists settings that only canzona's engine knows, in a run of another one."""
+    execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
+    adamw = execution is Execution.ADAMW
+    if execution is Execution.PLANNED:
+        return
+    why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
+    instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
+    if "train.non_finite" in explicit and not execution.ours:
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that has no such guard"
+        yield problem_with(config, "train.non_finite", reason, instead)
+    if adamw:
+        return
+    rounds = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
+    if "engine.exchange_dtype" in explicit and rounds:
+        reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
+        yield problem_with(config, "engine.exchange_dtype", reason, instead)
+    if execution.ours:
+        return
+    if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
+        reason = f"is further than Megatron's own Muon splits ({why}): it leaves gate and up together"
+        fix = "use engine.splitting=qkv, or engine.strategy=canzona"
+        yield problem_with(config, "engine.splitting", reason, fix)
+    if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
+        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has the standard form alone"
+        yield problem_with(config, "optimizer.form", reason, "use engine.strategy=canzona, or optimizer.form=standard")
+
+
+_DYNAMIC = {"globals", "exec", "setattr"}
+"""What may give something to any name."""
+
+
+def source_problem(place: str, name: str) -> str | None:
+    """Why a file or module has no such class; None where it has one, or where only running it would tell.
+
+    Args:
+        place: the path of a .py file, or the name of an installed module.
+    """
+    if place.endswith(".py"):
+        path = Path(place)
+        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _missing(path, name)
+    found = _located(place)
+    if isinstance(found, str):
+        return found
+    path = Path(found.origin or "")
+    return _missing(path, name) if path.suffix == ".py" and path.is_file() else None
+
+
+def _located(module: str) -> ModuleSpec | str:
+    """Where a module is, without importing the packages above it; else what is missing."""
+    first, *rest = module.split(".")
+    try:
+        spec = find_spec(first)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return f"there is no package {first} here"
+    whole = first
+    for part in rest:
+        above, whole = whole, f"{whole}.{part}"
+        # An imported package may have added folders to its path, where an import looks too.
+        path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
+        spec = PathFinder.find_spec(whole, path or [])
+        if spec is None:
+            return f"{above} has no module {part}"
+    return spec
+
+
+def _missing(path: Path, name: str) -> str | None:
+    try:
+        text = decode_source(path.read_bytes())
+        module = symtable.symtable(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{path} is no Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
+    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
+        return None
+    classes = [inside.get_name() for inside in module.get_children() if inside.get_type() == "class"]
+    near = closest(name, classes)
+    others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
+    return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")

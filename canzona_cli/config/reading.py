@@ -6,12 +6,16 @@ has. Every YAML and JSON file is read here. Nothing in it is slow to import.
 
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 LARGEST: Final = 256 << 20
 """Bytes of a file that a program writes."""
@@ -189,3 +193,28 @@ def _loader() -> Any:
     }
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
     return Loader
+
+
+_NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+
+
+def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
+    """Made once: that takes longer than all it then reads. And without pydantic's plugins, as Typer does: to look for
+    them it reads the entry points of every package there is."""
+    found: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
+    return found
+
+
+@cache
+def _made[T](kind: type[T]) -> "TypeAdapter[T]":
+    from pydantic import TypeAdapter
+
+    before = os.environ.get(_NO_PLUGINS)
+    os.environ[_NO_PLUGINS] = "1"
+    try:
+        return TypeAdapter(kind)
+    finally:
+        if before is None:
+            del os.environ[_NO_PLUGINS]
+        else:
+            os.environ[_NO_PLUGINS] = before

@@ -16,8 +16,8 @@ class RemovedSetting:
 
     instead: str
     """The fix: a whole phrase."""
-    without_effect: tuple[object, ...] | None
-    """Values that a stored configuration may have, None for all: leaving them out changes nothing that is trained."""
+    without_effect: tuple[object, ...] | None = None
+    """Values that a stored configuration may have: leaving them out changes nothing that is trained. None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,11 @@ class RemovedValue:
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
+    "optimizer.highest_lr": RemovedSetting(instead="leave it out: a learning rate that is too high is a warning"),
     "checkpoint.failure_hours": RemovedSetting(
-        instead="leave it out, and choose checkpoint.every_minutes by what a save costs", without_effect=None
+        instead="leave it out; for minutes between saves: sqrt(seconds a save stalls x hours between failures x 2)"
     ),
+    "run.log_interval": RemovedSetting(instead="leave it out: metrics.jsonl has a line for every step"),
 }
 """By dotted key."""
 
@@ -78,7 +80,8 @@ def brought_up_to_date(tree: dict[str, object], choices: Mapping[str, tuple[str,
     """
     for key, removed in REMOVED_SETTINGS.items():
         section, name = _place(tree, key)
-        if section is not None and (removed.without_effect is None or section.get(name) in removed.without_effect):
+        harmless = removed.without_effect
+        if section is not None and (harmless is None or section.get(name) in harmless):
             del section[name]
     for (key, value), replaced in REMOVED_VALUES.items():
         section, name = _place(tree, key)

@@ -340,7 +340,7 @@ def _model(tree: Mapping[str, object]) -> ModelConfig | None:
 
     from pydantic import ValidationError
 
-    from canzona_cli.config.adapter import adapter
+    from canzona_cli.config.reading import adapter
 
     try:
         return adapter(ModelConfig).validate_json(json.dumps(tree.get("model")), strict=True)

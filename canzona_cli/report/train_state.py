@@ -202,11 +202,7 @@ class TrainState:
     def stalled(self) -> bool:
         """Whether the next step is far later than the pace so far explains."""
         pace = self.step_s
-        return (
-            pace is not None
-            and self.step < self.total
-            and self.idle > max(30.0, 10 * pace * self.config.run.log_interval)
-        )
+        return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
         """From the loss before training to the newest."""

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from canzona_cli.config.adapter import adapter
-from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
+from canzona_cli.config.reading import Absent, Unreadable, adapter, parse_json, read_plain
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import json_object, read_json, write_json_atomic, write_text_atomic
 

@@ -115,8 +115,7 @@ class Training:
                 profiler.after(step, final=finished or result.stop)
                 stragglers.after_step(step)
                 self._check(step, result, elapsed)
-                if step % config.run.log_interval == 0 or finished or result.stop:
-                    self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+                self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
                 if result.stop and not finished:
                     # At once: whoever asked is waiting, and a validation may take as long as many steps.
                     return self._stop()

@@ -86,7 +86,6 @@ def test_validate_slurm_and_the_dry_run_look_at_the_same_things(command: tuple[s
         ((custom, "optimizer.source=own.py:Singed"), "did you mean Signed?"),
         ((custom, "optimizer.source=absent.module:Own", "optimizer.allow=[absent]"), "no package absent here"),
         (("parallel.tp=2", "engine.c_max_mib=0.01"), "engine.c_max_mib"),
-        (("optimizer.lr=100",), "optimizer.highest_lr=100"),
     ):
         refused = canzona(*command, *cluster, *override, cwd=tmp_path)
         assert refused.returncode == 2, (override, refused.stdout)

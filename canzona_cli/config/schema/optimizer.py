@@ -46,14 +46,6 @@ class OptimizerBase:
         Example("'{soap:0.002}'"),
         NOTHING,
     ] = field(default_factory=dict, hash=False)
-    highest_lr: Annotated[
-        Positive | None,
-        "A learning rate above this is taken for a mistake: to use one, raise this too. null: 0.1 for adamw, soap"
-        " and shampoo, whose updates change a weight by about lr where weights begin near 0.02; 0.5 for muon, normuon"
-        " and soap-muon; 10 for custom, as plain SGD may need.",
-        Example("1.0"),
-        NOTHING,
-    ] = None
     min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
     min_lr_ratio: Annotated[
         Share | None,

@@ -143,7 +143,6 @@ class RunSettings:
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
     root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"
-    log_interval: Annotated[Count, "Steps between lines of metrics.jsonl.", NOTHING] = 1
     trackers: Annotated[
         tuple[TrackerName, ...],
         "What takes the numbers of metrics.jsonl as well, of tensorboard, wandb and mlflow. Where they send them, and "
