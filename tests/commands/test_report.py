@@ -191,7 +191,6 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
             "restarts",
             "go_on",
             "goodput",
-            "saving_interval",
         ),
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
