@@ -18,8 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from canzona_cli.bench.results import BenchResult, Measured
-from canzona_cli.bench.results_file import load
+from canzona_cli.bench.results import BenchResult, Measured, load
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.errors import ErrorView
 from canzona_cli.run.phases import STRATEGIES

@@ -3,15 +3,26 @@
 Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted. A round is
 one turn of every strategy of a sitting. A sitting is one process group in which strategies take turns on the same
 batches; where not all fit into memory together there are several, each with the reference strategy in it.
+
+Strategies that compute the same update must learn the same: a fast wrong answer is not a result. All start from the
+same weights and see the same batches, so the first losses, before any update, agree except for the order of sums in the
+forward pass. After that bf16 runs drift apart slowly: an update that is rounded differently changes a weight's last
+bit, and so the next loss a little.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout
+from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
+from canzona_cli.run import codec
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import OverRanks, Quartiles, Speedup
+from canzona_cli.run.words import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +159,184 @@ class BenchResult:
         """The same for the whole step."""
         found = self.strategies[strategy]
         return found.predicted.iteration_s / Quartiles.of(found.measured.iteration_s).median - 1
+
+
+FIRST_STEP = 1e-3
+"""Largest relative difference of the first losses. Measured: none, as all strategies run the same forward pass."""
+LATER = 0.03
+"""The same for later steps. Measured over 21 steps of qwen3-tiny in bf16, one sequence on each data-parallel rank: at
+most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP; a learning rate 10% off led to 0.034 within 8 steps."""
+COMPARED = 30
+"""How many steps are compared; after more, even runs that compute the same drift apart by rounding alone."""
+
+
+class StrategiesDisagree(CanzonaError):
+    """Strategies that compute the same update did not learn the same: their times must not be compared."""
+
+    headline = "Strategies disagree"
+
+
+def check_losses(result: BenchResult) -> None:
+    """Refuse a result whose strategies have not learnt the same.
+
+    Raises:
+        StrategiesDisagree: with every strategy whose losses differ from those of its kin.
+    """
+    refuse(disagreements(result), StrategiesDisagree)
+
+
+def disagreements(result: BenchResult) -> list[Problem]:
+    """One problem for each strategy whose losses differ from those of its kin, naming the first such step."""
+    found: list[Problem] = []
+    for number, reference in enumerate(result.references):
+        name = f"{result.reference} in sitting {number + 1}"
+        found += _apart(name, reference.losses, result.reference, result.references[0].losses)
+    for name, like in kin(result).items():
+        own, theirs = (result.strategies[one].measured.losses for one in (name, like))
+        found += _apart(name, own, like, theirs)
+    return found
+
+
+def kin(result: BenchResult) -> dict[str, str]:
+    """For each strategy the first that computes the same updates, whose losses it must agree with; or itself."""
+    firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
+    return {
+        name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)  # adamw has another rule
+        for name, bench in result.strategies.items()
+    }
+
+
+def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:
+    for step, (own, theirs) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
+        tolerance = FIRST_STEP if step == 1 else LATER
+        difference = abs(own - theirs) / abs(theirs)
+        if not difference <= tolerance:  # also true of a NaN
+            yield Problem(
+                key=f"{name}, step {step}",
+                value=f"loss {own:.5f}",
+                reason=(
+                    f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they "
+                    f"differ by {difference:.2%}, and rounding explains at most {tolerance:.1%}"
+                ),
+                fix="no speed-up is shown for strategies that compute different things; bench.json has the losses of "
+                "every step",
+            )
+            return
+
+
+_FIX = "write it again with `canzona bench ... --out FILE.json`"
+_DISAGREE = "strategies disagree in their losses"
+_OVERLAP = "the interquartile ranges of the two times overlap"
+
+
+def content_of(result: BenchResult) -> dict[str, object]:
+    """The figures to read, and under `result` everything they are computed from.
+
+    A speed-up that must not be claimed is null; `withheld` gives the reason.
+    """
+    speedups, withheld = _speedups(result)
+    overhead: object = None
+    over_adamw = result.overhead(result.reference)
+    if over_adamw is None:
+        withheld["overhead_over_adamw"] = "adamw did not take part"
+    elif disagreements(result):
+        withheld["overhead_over_adamw"] = _DISAGREE
+    elif not over_adamw.distinct:
+        withheld["overhead_over_adamw"] = _OVERLAP
+    else:
+        ratio = over_adamw.ratio
+        overhead = {"median": ratio.median - 1, "low": ratio.low - 1, "high": ratio.high - 1}
+    return {
+        "version": result.VERSION,
+        "recipe": result.recipe,
+        "optimizer": result.optimizer,
+        "layout": asdict(result.layout),
+        "machine": dict(result.machine),
+        "arithmetic": result.arithmetic,
+        "notes": list(result.notes),
+        "reference": result.reference,
+        "speedup": speedups,
+        "overhead_over_adamw": overhead,
+        "withheld": withheld,
+        "disagreements": [f"{problem.key}: {problem.value}; {problem.reason}" for problem in disagreements(result)],
+        "strategies": {name: _measured(result, name) for name in result.strategies},
+        "predicted": {name: _predicted(result, name) for name in result.strategies},
+        "result": asdict(result),
+    }
+
+
+def save(result: BenchResult, path: Path) -> None:
+    """Write `content_of`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, json_text(content_of(result)) + "\n")
+
+
+def load(path: Path) -> BenchResult:
+    """Read back what `save` wrote.
+
+    Raises:
+        ConfigError: it is missing, damaged, or of another version.
+    """
+    try:
+        return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")
+    except FileNotFoundError:
+        raise ConfigError(Problem(key="bench result", value=path, reason="there is no such file", fix=_FIX)) from None
+
+
+def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
+    """Optimizer step and iteration of every other strategy over the reference's; the reasons why some are missing."""
+    found: dict[str, object] = {}
+    withheld: dict[str, str] = {}
+    disagree = bool(disagreements(result))
+    for name in STRATEGIES:
+        if name in ("adamw", result.reference):
+            continue
+        for what in ("optimizer", "iteration"):
+            key = f"{what}_vs_{name}"
+            found[key] = None
+            if name not in result.strategies:
+                withheld[key] = next(
+                    (note for note in result.notes if note.startswith(f"without {name}:")), f"{name} did not take part"
+                )
+                continue
+            speedup = result.optimizer_speedup(name) if what == "optimizer" else result.iteration_speedup(name)
+            if disagree:
+                withheld[key] = _DISAGREE
+            elif not speedup.distinct:
+                withheld[key] = _OVERLAP
+            else:
+                found[key] = asdict(speedup.ratio)
+    return found, withheld
+
+
+def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
+    found = result.strategies[name]
+    measured = found.measured
+    iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
+    return {
+        "phases": {phase: seconds.mean_s for phase, seconds in measured.phases.items()},
+        "iteration_s": iteration.median,
+        "optimizer_s": optimizer.median,
+        "processor_s": Quartiles.of(measured.processor_s).median,
+        "loss": measured.losses[-1],
+        "spread": {
+            "iteration_s": {**asdict(iteration), "relative": iteration.relative},
+            "optimizer_s": {**asdict(optimizer), "relative": optimizer.relative},
+        },
+        "load_balance": measured.load_balance,
+        "tensor_bytes": max(measured.tensor_bytes),
+        "sitting": found.sitting,
+        "alone": found.alone,
+    }
+
+
+def _predicted(result: BenchResult, name: str) -> Mapping[str, object]:
+    return {
+        **asdict(result.strategies[name].predicted),
+        "optimizer_error": result.error(name),
+        "iteration_error": result.iteration_error(name),
+    }

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from canzona_cli.bench.launching import Say, busy, corpus_of, create, in_folder, machine_now, predicted, sit, unready
 from canzona_cli.bench.lineup import LineUp, Sitting, available_bytes, into_sittings, line_up
-from canzona_cli.bench.results import BenchResult, Measured, StrategyBench
-from canzona_cli.bench.results_file import save
+from canzona_cli.bench.results import BenchResult, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
 from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
+from canzona_cli.calibrate.compute import Team, repeat, timed
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile import measured_runs
-from canzona_cli.calibrate.team import Team, repeat, timed
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.engine.factory import optimizer_factory
 from canzona_cli.engine.hosted import Write, write_finite

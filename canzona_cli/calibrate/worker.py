@@ -21,9 +21,8 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     import torch
 
     from canzona_cli.calibrate.collectives import Members, group_sizes, measure_collectives
-    from canzona_cli.calibrate.compute import measure_arithmetic, measure_memory, measure_model
+    from canzona_cli.calibrate.compute import Team, measure_arithmetic, measure_memory, measure_model
     from canzona_cli.calibrate.profile import shortened
-    from canzona_cli.calibrate.team import Team
     from canzona_cli.calibrate.updates import measure_adamw, measure_updates
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.megatron import parallel

@@ -78,7 +78,7 @@ def bench(
 
 
 def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
-    from canzona_cli.bench.results_file import content_of
+    from canzona_cli.bench.results import content_of
     from canzona_cli.bench.session import prepare, run
     from canzona_cli.report.bench import BenchView
     from canzona_cli.report.html.bench import bench_page
@@ -100,7 +100,7 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
 
 
 def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
-    from canzona_cli.bench.results_file import content_of
+    from canzona_cli.bench.results import content_of
     from canzona_cli.bench.sweep import prepare_sweep, run_sweep
     from canzona_cli.report.bench_sweep import SweepView
     from canzona_cli.report.html.bench import sweep_page
@@ -165,7 +165,7 @@ def _conclude(
     as_json: bool,
 ) -> None:
     """Write and show a result. A fast wrong answer is none: its numbers are kept, but no speed-up is shown."""
-    from canzona_cli.bench.losses import check_losses
+    from canzona_cli.bench.results import check_losses
 
     write_json(content, options, as_json=as_json)
     for result in measured:

@@ -20,7 +20,7 @@ from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execu
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
-from canzona_cli.config.settings import problem_with, settings
+from canzona_cli.config.settings import settings, with_own_values
 from canzona_cli.errors import Problem, closest
 
 BYTE_TOKENIZER_IDS = 257
@@ -32,7 +32,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
     Without `training`, what only a run would need is left out: a plan can be made for what cannot be trained yet.
     """
-    return [
+    problems = [
         *_values(config),
         *layout_problems(config),
         *_schedule(config),
@@ -42,8 +42,8 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_cluster(config),
         *_measurements(config),
         *(_recorded_steps(config) if training else ()),
-        *safety_problems(config),
     ]
+    return [*with_own_values(config, problems), *safety_problems(config)]
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
@@ -98,25 +98,25 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if train.global_batch_size is None and train.batch_tokens // train.seq_length > most:
         reason = f"is more than {most:,} sequences of {train.seq_length} tokens, the most that a step has"
         fix = f"use train.batch_tokens={int(most) * train.seq_length} or less"
-        yield problem_with(config, "train.batch_tokens", reason, fix)
+        yield Problem(key="train.batch_tokens", reason=reason, fix=fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
-        yield problem_with(config, "data.validation_fraction", "leaves nothing to validate on", fix)
+        yield Problem(key="data.validation_fraction", reason="leaves nothing to validate on", fix=fix)
     if config.optimizer.min_lr > config.optimizer.lr:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
-        yield problem_with(config, "optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
+        yield Problem(key="optimizer.min_lr", reason=reason, fix="use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
-        yield problem_with(config, "name", reason, "for example name=my-run")
+        yield Problem(key="name", reason=reason, fix="for example name=my-run")
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
-        yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
+        yield Problem(key="model.head_dim", reason=reason, fix=f"use model.head_dim={config.model.head_dim + 1}")
     engine = config.engine
     if engine.reduction == "even" and not even_shards(engine.layout, engine.strategy):
         natural = engine.strategy in IN_ORDER
         uneven = f"engine.strategy={engine.strategy}" if natural else f"engine.layout={engine.layout}"
         fix = f"use {'' if natural else 'engine.layout=aligned, or '}engine.reduction=null to have it chosen"
-        yield problem_with(config, "engine.reduction", f"needs equal shards, and {uneven} makes uneven ones", fix)
+        yield Problem(key="engine.reduction", reason=f"needs equal shards, and {uneven} makes uneven ones", fix=fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -126,7 +126,9 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
     assert schedule.decay_steps is not None
     if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
         reason = f"would end the decay before the warm-up of {schedule.warmup_steps} steps"
-        yield problem_with(config, "schedule.decay_steps", reason, f"use schedule.decay_steps={steps} or leave it null")
+        yield Problem(
+            key="schedule.decay_steps", reason=reason, fix=f"use schedule.decay_steps={steps} or leave it null"
+        )
     elif schedule.warmup_steps >= steps:
         reason = f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached"
         fix = f"use schedule.warmup_steps={steps // 10}"
@@ -142,14 +144,14 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 def _engine(config: RunConfig) -> Iterator[Problem]:
     if config.optimizer.clip == "adamw" and execution_of(config) in (Execution.LAYERWISE, Execution.MEGATRON_SC):
         reason = f"is canzona's own; with engine.strategy={config.engine.strategy} Megatron clips all gradients alike"
-        yield problem_with(
-            config, "optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona"
+        yield Problem(
+            key="optimizer.clip", reason=reason, fix="use optimizer.clip=all or none, or engine.strategy=canzona"
         )
     chosen = config.optimizer
     if isinstance(chosen, MomentumConfig) and chosen.form == "gram" and chosen.coefficients in STANDARD_ONLY:
         reason = f"rounding blows up optimizer.coefficients={chosen.coefficients} in that form"
-        yield problem_with(
-            config, "optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic"
+        yield Problem(
+            key="optimizer.form", reason=reason, fix="use optimizer.form=auto, or optimizer.coefficients=quintic"
         )
     if execution_of(config) is not Execution.LAYERWISE:
         return
@@ -160,10 +162,10 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             "custom": "does not accept custom classes",
         }.get(optimizer, f"does not support {optimizer}")
         fix = "use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon"
-        yield problem_with(config, "engine.strategy", f"is Megatron's own layer-wise optimizer, which {why}", fix)
+        yield Problem(key="engine.strategy", reason=f"is Megatron's own layer-wise optimizer, which {why}", fix=fix)
     elif config.train.precision != "bf16":
         reason = "Megatron's layer-wise optimizer needs bf16 weights"
-        yield problem_with(config, "train.precision", reason, "use train.precision=bf16, or engine.strategy=sc")
+        yield Problem(key="train.precision", reason=reason, fix="use train.precision=bf16, or engine.strategy=sc")
 
 
 def _custom(config: RunConfig) -> Iterator[Problem]:
@@ -178,14 +180,14 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         return
     if not colon or not place or not name.isidentifier():
         reason = "does not name a file or module and a class in it"
-        yield problem_with(config, "optimizer.source", reason, f"write {form}")
+        yield Problem(key="optimizer.source", reason=reason, fix=f"write {form}")
     elif not place.endswith(".py") and not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
-        yield problem_with(config, "optimizer.source", reason, fix)
+        yield Problem(key="optimizer.source", reason=reason, fix=fix)
     elif (missing := source_problem(place, name)) is not None:
-        yield problem_with(config, "optimizer.source", missing, f"write {form}")
+        yield Problem(key="optimizer.source", reason=missing, fix=f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
@@ -197,7 +199,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     if data.source == "prepared":
         if data.path and data.blend:
             reason = f"is given beside data.path={data.path}"
-            yield problem_with(config, "data.blend", reason, "add that path to it with a weight, and data.path=null")
+            yield Problem(key="data.blend", reason=reason, fix="add that path to it with a weight, and data.path=null")
         elif not data.path and not data.blend:
             fix = "make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)"
             yield Problem(key="data.path", reason="prepared data needs a path", fix=fix)
@@ -208,32 +210,32 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
         fix = f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}"
-        yield problem_with(config, "data.tokenizer_vocab_size", reason, fix)
+        yield Problem(key="data.tokenizer_vocab_size", reason=reason, fix=fix)
     elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
         reason = f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document"
-        yield problem_with(config, "data.tokenizer_vocab_size", reason, "use data.tokenizer_vocab_size=16384")
+        yield Problem(key="data.tokenizer_vocab_size", reason=reason, fix="use data.tokenizer_vocab_size=16384")
     elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
         reason = f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids"
-        yield problem_with(config, "model.vocab_size", reason, "use model.vocab_size=384")
+        yield Problem(key="model.vocab_size", reason=reason, fix="use model.vocab_size=384")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.reserved_gib >= cluster.memory_gib:
         reason = f"leaves nothing of cluster.memory_gib={cluster.memory_gib}"
-        yield problem_with(config, "cluster.reserved_gib", reason, "lower it, or raise cluster.memory_gib")
+        yield Problem(key="cluster.reserved_gib", reason=reason, fix="lower it, or raise cluster.memory_gib")
     if cluster.device == "cpu" and cluster.transformer_engine:
         fix = "use cluster.transformer_engine=false"
-        yield problem_with(config, "cluster.transformer_engine", "Transformer Engine needs a GPU", fix)
+        yield Problem(key="cluster.transformer_engine", reason="Transformer Engine needs a GPU", fix=fix)
     if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
         fix = "for example cluster.rdzv_endpoint=node0:29500"
-        yield problem_with(config, "cluster.rdzv_endpoint", "is not of the form host:port", fix)
+        yield Problem(key="cluster.rdzv_endpoint", reason="is not of the form host:port", fix=fix)
     if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
         reason = "must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores"
-        yield problem_with(config, "cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
+        yield Problem(key="cluster.rdzv_id", reason=reason, fix="for example cluster.rdzv_id=my-run")
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
-        yield problem_with(config, "cluster.node_rank", reason, f"use cluster.node_rank=0 to {cluster.nodes - 1}")
+        yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
@@ -265,22 +267,28 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)
 
 
-def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
+def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
     """Lists typed settings that the run would ignore and thereby train something else.
 
     Args:
         explicit: dotted keys, and groups, that the command line sets.
         training: False for planning only, which has canzona's plan whatever strategy the run has.
     """
-    yield from _unused_data(config, explicit)
-    yield from _unused_schedule(config, explicit)
-    yield from _unused_clipping(config, explicit)
+    problems = [
+        *_unused_data(config, explicit),
+        *_unused_schedule(config, explicit),
+        *_unused_clipping(config, explicit),
+        *_unused_precision(config, explicit),
+        *(_unused_engine(config, explicit) if training else ()),
+    ]
+    return with_own_values(config, problems)
+
+
+def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     train = config.train
     if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
         reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
-        yield problem_with(config, "train.grad_reduce_dtype", reason, "leave it out, or use train.precision=bf16")
-    if training:
-        yield from _unused_engine(config, explicit)
+        yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
 
 
 def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
@@ -290,22 +298,22 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
         # Data chosen on the command line replace those that a recipe names.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
             reason = "is not read: data.source is stdlib, Python's own sources"
-            yield problem_with(config, key, reason, f"write data=prepared to train on it, or {key}=null")
+            yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":
             reason = "has no effect: prepared data have the tokenizer that they were prepared with"
             fix = "leave it out, or make other data: canzona data prepare ... --tokenizer NAME"
-            yield problem_with(config, key, reason, fix)
+            yield Problem(key=key, reason=reason, fix=fix)
         elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
             reason = f"has no effect: data.tokenizer is {data.tokenizer}"
-            yield problem_with(config, key, reason, "write data=stdlib-bpe, or leave it out")
+            yield Problem(key=key, reason=reason, fix="write data=stdlib-bpe, or leave it out")
 
 
 def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     schedule, optimizer = config.schedule, config.optimizer
     if "schedule.wsd_decay_steps" in explicit and schedule.wsd_decay_steps is not None and schedule.decay != "wsd":
         reason = f"has no effect: schedule.decay is {schedule.decay}"
-        yield problem_with(config, "schedule.wsd_decay_steps", reason, "write schedule.decay=wsd, or leave it out")
+        yield Problem(key="schedule.wsd_decay_steps", reason=reason, fix="write schedule.decay=wsd, or leave it out")
     if schedule.decay != "constant":
         return
     ends = {
@@ -315,17 +323,17 @@ def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
     }
     for key in (key for key, value in ends.items() if key in explicit and value is not None):
         reason = "has no effect: schedule.decay is constant, so the rate never comes down"
-        yield problem_with(config, key, reason, "write schedule.decay=cosine, linear or wsd, or leave it out")
+        yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
 
 
 def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     optimizer = config.optimizer
     if "optimizer.clip_grad" in explicit and optimizer.clip == "none" and optimizer.clip_grad > 0:
         reason = "has no effect: optimizer.clip is none"
-        yield problem_with(config, "optimizer.clip_grad", reason, "write optimizer.clip=all, or leave it out")
+        yield Problem(key="optimizer.clip_grad", reason=reason, fix="write optimizer.clip=all, or leave it out")
     if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
         reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
-        yield problem_with(config, "optimizer.clip", reason, "write optimizer.clip_grad=1, or leave it out")
+        yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
@@ -338,22 +346,24 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
         reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that has no such guard"
-        yield problem_with(config, "train.non_finite", reason, instead)
+        yield Problem(key="train.non_finite", reason=reason, fix=instead)
     if adamw:
         return
     rounds = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
     if "engine.exchange_dtype" in explicit and rounds:
         reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
-        yield problem_with(config, "engine.exchange_dtype", reason, instead)
+        yield Problem(key="engine.exchange_dtype", reason=reason, fix=instead)
     if execution.ours:
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
         reason = f"is further than Megatron's own Muon splits ({why}): it leaves gate and up together"
         fix = "use engine.splitting=qkv, or engine.strategy=canzona"
-        yield problem_with(config, "engine.splitting", reason, fix)
+        yield Problem(key="engine.splitting", reason=reason, fix=fix)
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
         reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has the standard form alone"
-        yield problem_with(config, "optimizer.form", reason, "use engine.strategy=canzona, or optimizer.form=standard")
+        yield Problem(
+            key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
+        )
 
 
 _DYNAMIC = {"globals", "exec", "setattr"}

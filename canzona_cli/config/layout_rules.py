@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.settings import with_own_values
 from canzona_cli.errors import Problem
 
 
@@ -50,7 +50,7 @@ def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
 
 def layout_problems(config: RunConfig) -> list[Problem]:
     """Everything about the parallelism, the machines and the batch of a run that cannot work; empty when it can."""
-    return [*_parallelism(config), *_machines(config), *_batch(config)]
+    return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
 
 
 def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
@@ -68,7 +68,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
         fix = f"use one of {_listed(divisors(model.num_attention_heads))}"
-        yield problem_with(config, "model.num_query_groups", reason, fix)
+        yield Problem(key="model.num_query_groups", reason=reason, fix=fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
         yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
@@ -84,24 +84,24 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         below = above - spread
         reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
-        yield problem_with(config, "gpus", reason, fix)
+        yield Problem(key="gpus", reason=reason, fix=fix)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
-        yield problem_with(config, "train.seq_length", reason, fix)
+        yield Problem(key="train.seq_length", reason=reason, fix=fix)
     if parallel.sequence_parallel:
         if not config.cluster.transformer_engine:
             reason = "sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use"
             fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
-            yield problem_with(config, "parallel.sequence_parallel", reason, fix)
+            yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
         if tp == 1:
             reason = "there is nothing to shard over with parallel.tp=1"
             fix = "set parallel.sequence_parallel=false, or a larger parallel.tp"
-            yield problem_with(config, "parallel.sequence_parallel", reason, fix)
+            yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
         if tp is not None and tp > 1 and train.seq_length % (tp * cp):
             reason = f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism"
             fix = f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}"
-            yield problem_with(config, "train.seq_length", reason, fix)
+            yield Problem(key="train.seq_length", reason=reason, fix=fix)
 
 
 def _machines(config: RunConfig) -> Iterator[Problem]:
@@ -111,14 +111,14 @@ def _machines(config: RunConfig) -> Iterator[Problem]:
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
             fix = f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node"
-            yield problem_with(config, "gpus", f"is not a whole number of machines with {per_node} {ranks} each", fix)
+            yield Problem(key="gpus", reason=f"is not a whole number of machines with {per_node} {ranks} each", fix=fix)
     elif gpus % nodes:
         fix = "torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null"
-        yield problem_with(config, "cluster.nodes", f"does not divide {gpus} {ranks} evenly", fix)
+        yield Problem(key="cluster.nodes", reason=f"does not divide {gpus} {ranks} evenly", fix=fix)
     elif gpus // nodes > per_node:
         reason = f"puts {gpus // nodes} ranks on a machine that has {per_node}"
         fix = f"use cluster.nodes={-(-gpus // per_node)} or leave it null"
-        yield problem_with(config, "cluster.nodes", reason, fix)
+        yield Problem(key="cluster.nodes", reason=reason, fix=fix)
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -141,7 +141,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         above = -(-batch // step) * step
         reason = f"is not a multiple of {what}" + (f" = {step}" if " * " in what else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
-        yield problem_with(config, "train.global_batch_size", reason, fix)
+        yield Problem(key="train.global_batch_size", reason=reason, fix=fix)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -2,7 +2,7 @@
 which of them a misspelt key was probably meant to be."""
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
@@ -86,6 +86,14 @@ def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Pro
     for name in key.split("."):
         value = getattr(value, name)
     return Problem(key=key, value=value, reason=reason, fix=fix)
+
+
+def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
+    """The problems, each without a value shown with the one that its setting has in the run."""
+    return [
+        problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
+        for problem in problems
+    ]
 
 
 @cache

@@ -7,8 +7,7 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.losses import kin
-from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench
+from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, kin
 from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped

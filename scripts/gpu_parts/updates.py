@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.team import Team
+from canzona_cli.calibrate.compute import Team
 from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.engine.kernels import choose_kernels

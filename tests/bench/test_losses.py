@@ -5,8 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.bench.losses import COMPARED, FIRST_STEP, LATER, StrategiesDisagree, check_losses, disagreements
-from canzona_cli.bench.results import BenchResult
+from canzona_cli.bench.results import (
+    COMPARED,
+    FIRST_STEP,
+    LATER,
+    BenchResult,
+    StrategiesDisagree,
+    check_losses,
+    disagreements,
+)
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.errors import ExitCode
 from tests.bench.benches import bench, with_measured

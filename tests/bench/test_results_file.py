@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results_file import content_of, load, save
+from canzona_cli.bench.results import content_of, load, save
 from canzona_cli.errors import ConfigError
 from canzona_cli.run.statistics import Quartiles
 from tests.bench.benches import bench, with_measured

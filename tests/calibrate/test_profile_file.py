@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.calibrate.profile_file import check_writable, default_path, profile_text, write_profile
+from canzona_cli.calibrate.calibrate import check_writable, default_path, profile_text, write_profile
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results_file import content_of, load
+from canzona_cli.bench.results import content_of, load
 from canzona_cli.commands.bench import write_json
 from canzona_cli.planner.plan_file import read_plan
 from tests.bench.benches import bench, with_measured

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.calibrate.profile_file import profile_text
+from canzona_cli.calibrate.calibrate import profile_text
 from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved

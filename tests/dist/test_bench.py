@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.bench.lineup import LineUp, line_up
-from canzona_cli.bench.losses import disagreements
-from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.results import BenchResult, StrategyBench, disagreements
 from canzona_cli.bench.sitting import Samples, Turns, measured
 from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run

@@ -13,11 +13,10 @@ import torch
 from rich.console import Console
 
 from canzona_cli.calibrate import collectives, compute
-from canzona_cli.calibrate.calibrate import calibrate, prepared
+from canzona_cli.calibrate.calibrate import calibrate, prepared, write_profile
 from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
+from canzona_cli.calibrate.compute import Team
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
-from canzona_cli.calibrate.profile_file import write_profile
-from canzona_cli.calibrate.team import Team
 from canzona_cli.calibrate.updates import shapes, update_samples, variants
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profile_warnings import profile_warnings

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results import BenchResult
-from canzona_cli.bench.results_file import save
+from canzona_cli.bench.results import BenchResult, save
 from canzona_cli.config.execution import AnyStrategy
 from tests.bench.benches import bench, with_measured
 
